@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: make demo, make test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/installed
+	@if $(BIN)/thrifty data get kjv; then recipe=kjv; else recipe=stdlib; fi; \
+	run=demo-$$(date +%Y%m%d-%H%M%S); \
+	$(BIN)/thrifty train $$recipe --name $$run && $(BIN)/thrifty report $$run && \
+	$(BIN)/thrifty sample $$run --prompt "And the LORD said" --tokens 60
+
+test: $(VENV)/tested lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(VENV)/tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+bench: $(VENV)/tested
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/tested: $(VENV)/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,64 @@
+"""Times several ways of doing the same work in one process, in turn, so that a machine's drift meets all of them."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return min(self.seconds), max(self.seconds)
+
+
+def side_by_side(ways: Mapping[str, Callable[[], object]], rounds: int = 10, warmup: int = 2) -> dict[str, Timing]:
+    """Each way once a round, the order turning from round to round; the first `warmup` rounds are not counted."""
+    names = list(ways)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(warmup + rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            began = time.perf_counter()
+            ways[name]()
+            if turn >= warmup:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+def ratio(timings: Mapping[str, Timing], name: str, baseline: str) -> float:
+    """The median over rounds of name's time divided by the baseline's in the same round."""
+    pairs = zip(timings[name].seconds, timings[baseline].seconds, strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
+
+
+def tell(title: str, timings: Mapping[str, Timing], baseline: str, work: float = 0.0, unit: str = "") -> None:
+    """A table: median, spread, ratio to the baseline, and `work` (per call) over time in units a second."""
+    print(f"\n{title}  (torch {torch.__version__}, {torch.get_num_threads()} threads)")
+    for name, timing in timings.items():
+        low, high = timing.spread
+        rate = f"  {work / timing.median:12,.0f} {unit}" if work else ""
+        print(
+            f"  {name:<34} {timing.median * 1e3:9.1f} ms  [{low * 1e3:.1f}, {high * 1e3:.1f}]"
+            f"  {ratio(timings, name, baseline):6.3f} of {baseline}{rate}"
+        )
+
+
+def keep(path: Path, facts: Mapping[str, object], timings: Mapping[str, Timing], baseline: str) -> None:
+    """The figures as JSON, for results/."""
+    rows = {
+        name: {"median": timing.median, "spread": timing.spread, "ratio": ratio(timings, name, baseline)}
+        for name, timing in timings.items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts, "torch": torch.__version__, "seconds": rows, "baseline": baseline}, indent=1))

@@ -1,0 +1,237 @@
+"""thrifty doctor: what this machine can do for training, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thrifty.planning.probe import CompileTrial, Machine
+    from thrifty.planning.rates import Rate
+
+OLDEST_TORCH = (2, 11)
+LITTLE_DISK = 5e9
+LITTLE_MEMORY = 2e9
+NO_GAIN = 1.2
+"""bfloat16 products less than this many times as fast as float32 ones do not pay for the casts."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    fix: str
+    fatal: bool = False
+    """Whether training cannot work at all."""
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option("--quick", is_flag=True, help="About one second: memory and disk are not measured.")
+@click.option("--compile", "with_compile", is_flag=True, help="Also compile a small function, to see that it works.")
+def command(as_json: bool, quick: bool, with_compile: bool) -> None:
+    """What this machine can do, measured, and what is missing.
+
+    Exit code 1 only where training cannot work at all; 0 otherwise, whatever optional part is missing.
+    """
+    from rich.console import Console
+
+    from thrifty.cli.telling import print_json
+    from thrifty.planning.probe import probe, try_compile
+
+    machine = probe(quick)
+    trial = try_compile() if with_compile else None
+    findings = diagnose(machine, runs_writable(), trial)
+    if as_json:
+        print_json(
+            {
+                "machine": asdict(machine) | {"cores": machine.cores},
+                "compile": None if trial is None else asdict(trial),
+                "findings": [asdict(finding) for finding in findings],
+            }
+        )
+    else:
+        show(Console(highlight=False), machine, trial, findings)
+    raise SystemExit(1 if any(finding.fatal for finding in findings) else 0)
+
+
+def runs_writable() -> bool:
+    """Whether a run folder can be made under ./runs."""
+    import tempfile
+    from pathlib import Path
+
+    folder = Path("runs") if Path("runs").exists() else Path()
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def diagnose(machine: Machine, writable: bool, trial: CompileTrial | None) -> list[Finding]:
+    """Everything worth telling, the fatal first, each with what to do."""
+    return [*_fatal(machine, writable), *_compiler(machine, trial), *_resources(machine), *_optional(machine)]
+
+
+def _fatal(machine: Machine, writable: bool) -> list[Finding]:
+    found = []
+    version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        found.append(Finding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True))
+    if not writable:
+        found.append(
+            Finding("no run folder can be written under ./runs", "work in a folder you may write to", fatal=True)
+        )
+    return found
+
+
+def _compiler(machine: Machine, trial: CompileTrial | None) -> list[Finding]:
+    needs = "the techniques `compile` and `attention.tiled` need it on a CPU"
+    if machine.compiler is None:
+        return [Finding(f"no C++ compiler: {needs}", "install g++ (Debian: apt-get install g++), or set CXX to yours")]
+    if not machine.python_headers:
+        return [
+            Finding(f"Python's C headers are missing: {needs}", "install them (Debian: apt-get install python3-dev)")
+        ]
+    if trial is not None and not trial.works:
+        return [Finding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")]
+    return []
+
+
+def _resources(machine: Machine) -> list[Finding]:
+    from thrifty.report.units import scaled
+
+    found = []
+    if not machine.gpus and _gain(machine) < NO_GAIN:
+        found.append(
+            Finding(
+                f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
+                "leave out `precision.mixed`: it gains nothing here",
+            )
+        )
+    if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
+        found.append(
+            Finding(
+                "the same matrix product takes more than twice as long at times: other programs use these cores",
+                "measure again when the machine is quiet; until then training is slowed down as much",
+            )
+        )
+    if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
+        found.append(
+            Finding(
+                f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
+                f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
+            )
+        )
+    if machine.memory_available < LITTLE_MEMORY:
+        available = scaled(machine.memory_available, "B")
+        found.append(Finding(f"only {available} of memory is free", "close other programs, or train a smaller preset"))
+    if machine.disk_free < LITTLE_DISK:
+        free = scaled(machine.disk_free, "B")
+        found.append(Finding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
+    return found
+
+
+def _optional(machine: Machine) -> list[Finding]:
+    found = [
+        Finding(f"extra `{extra}` is not installed ({', '.join(modules)})", f'pip install "thrifty[{extra}]"')
+        for extra, modules in machine.missing_extras.items()
+    ]
+    if "gloo" not in machine.backends:
+        found.append(
+            Finding("torch has no gloo backend: no training on several CPU ranks", "install an official torch wheel")
+        )
+    if machine.gpus and "nccl" not in machine.backends:
+        found.append(
+            Finding("torch has no NCCL backend: GPUs cannot train together", "install torch for CUDA on Linux")
+        )
+    return found
+
+
+def _gain(machine: Machine) -> float:
+    """How many times as fast bfloat16 products are, by the best repeat of each: others may use the machine too."""
+    return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
+
+
+def show(console: Console, machine: Machine, trial: CompileTrial | None, findings: list[Finding]) -> None:
+    _show_table(console, "Machine", _machine_rows(machine))
+    _show_table(console, "Measured: median (slowest to fastest repeat)", _rate_rows(machine))
+    _show_table(console, "Software", _software_rows(machine, trial))
+    if not findings:
+        console.print("\n[green]Nothing is missing.[/green]")
+    for finding in findings:
+        mark = "[red]cannot train[/red]" if finding.fatal else "[yellow]note[/yellow]"
+        console.print(f"\n{mark}  {_plain(finding.what)}\n      {_plain(finding.fix)}", soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _show_table(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=18)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, _plain(value))
+    console.print()
+    console.print(table)
+
+
+def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    from thrifty.report.units import scaled
+
+    quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
+    gpus = [f"{gpu.name}, {scaled(gpu.memory, 'B')}, capability {gpu.capability}" for gpu in machine.gpus]
+    return [
+        ("processor", machine.cpu),
+        ("cores", f"{machine.physical_cores} physical, {machine.logical_cores} logical{quota}"),
+        ("instructions", f"{', '.join(machine.instructions) or 'unknown'}; torch uses {machine.torch_instructions}"),
+        ("GPU", "\n".join(gpus) or "none"),
+        ("memory", f"{scaled(machine.memory, 'B')}, {scaled(machine.memory_available, 'B')} free"),
+        ("disk here", f"{scaled(machine.disk_free, 'B')} free"),
+    ]
+
+
+def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
+    rows = [(f"{dtype} products", _rate(rate, "FLOP/s")) for dtype, rate in machine.matmul.items()]
+    for gpu in machine.gpus:
+        rows += [(f"{dtype} on {gpu.name}", _rate(rate, "FLOP/s")) for dtype, rate in gpu.matmul.items()]
+    return [
+        *rows,
+        ("memory copy", _rate(machine.memory_rate, "B/s")),
+        ("disk, flushed", _rate(machine.disk_rate, "B/s")),
+    ]
+
+
+def _rate(rate: Rate | None, unit: str) -> str:
+    from thrifty.report.units import scaled
+
+    if rate is None:
+        return "not measured"
+    return f"{scaled(rate.median, unit)}  ({scaled(rate.low, unit)} to {scaled(rate.high, unit)})"
+
+
+def _software_rows(machine: Machine, trial: CompileTrial | None) -> list[tuple[str, str]]:
+    compiles = "not tried (--compile)"
+    if trial is not None:
+        compiles = f"works, {trial.seconds:.0f} s for the first function" if trial.works else "fails"
+    return [
+        ("thrifty", machine.thrifty),
+        ("torch", machine.torch),
+        ("python", f"{machine.python} on {machine.platform}"),
+        (
+            "C++ compiler",
+            f"{machine.compiler or 'none'}, Python headers {'found' if machine.python_headers else 'missing'}",
+        ),
+        ("torch.compile", compiles),
+        ("distributed", ", ".join(machine.backends) or "none"),
+    ]

@@ -1,0 +1,60 @@
+"""`thrifty list`: what there is to choose from."""
+
+import click
+
+KINDS = ("techniques", "recipes", "presets", "objectives")
+
+
+@click.command(short_help="What there is to choose from.")
+@click.argument("kind", type=click.Choice(KINDS), default="techniques")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(kind: str, as_json: bool) -> None:
+    """List techniques (the default), recipes, presets or objectives; `thrifty data list` lists data."""
+    from thrifty.cli.telling import print_json
+
+    rows = {"techniques": _techniques, "recipes": _recipes, "presets": _presets, "objectives": _objectives}[kind]()
+    if as_json:
+        print_json([{"name": name, "about": about} for name, about in rows])
+        return
+    width = max(len(name) for name, _ in rows)
+    for name, about in rows:
+        click.echo(f"{name:<{width}}  {about}")
+
+
+def _first_line(text: str | None) -> str:
+    line = (text or "").strip().split("\n")[0]
+    return line.partition(": ")[2] or line
+
+
+def _techniques() -> list[tuple[str, str]]:
+    import sys
+
+    from thrifty import techniques
+
+    return [(name, _first_line(sys.modules[techniques.find(name).__module__].__doc__)) for name in techniques.names()]
+
+
+def _recipes() -> list[tuple[str, str]]:
+    from thrifty.recipes import RECIPES
+
+    return [(name, make().about) for name, make in RECIPES.items()]
+
+
+def _presets() -> list[tuple[str, str]]:
+    import torch
+
+    from thrifty.models.presets import PRESETS, assemble
+
+    rows = []
+    for name, shape in PRESETS.items():
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in assemble(shape).parameters())
+        about = f"{shape.depth} blocks, width {shape.width}, vocabulary {shape.vocabulary:,}, {parameters:,} parameters"
+        rows.append((name, about))
+    return rows
+
+
+def _objectives() -> list[tuple[str, str]]:
+    from thrifty.objectives import OBJECTIVES
+
+    return [(name, _first_line(make.__doc__)) for name, make in OBJECTIVES.items()]

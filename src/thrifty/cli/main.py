@@ -1,0 +1,73 @@
+"""`thrifty VERB …`: verbs are imported only when used, so that help answers at once."""
+
+import importlib
+import pkgutil
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import click
+
+from thrifty.cli import __path__ as _folder
+from thrifty.core.errors import ThriftyError, did_you_mean
+
+ABOUT = {
+    "train": "Train by a recipe: its name or a TOML file, with anything changed.",
+    "resume": "Go on with a run that ended early, exactly where it was.",
+    "list": "What there is: techniques, recipes, presets, data.",
+    "show": "The card of one technique: what, promise, cost, when not, settings.",
+    "explain": "What a recipe will do, stage by stage, before it runs.",
+    "report": "A run folder as one offline HTML page.",
+    "export": "A trained model as a Hugging Face folder.",
+    "sample": "Text from a trained model.",
+    "data": "Known data sets: list, get, look.",
+    "doctor": "What this machine can do, and what is missing.",
+}
+"""The short help of each verb stands here so that it can be listed without importing the verb."""
+
+
+class Verbs(click.Group):
+    def list_commands(self, context: click.Context) -> list[str]:
+        return [verb for verb in ABOUT if verb in _verbs()] + sorted(_verbs() - ABOUT.keys())
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _verbs():
+            context.fail(f"there is no verb {name!r}: {did_you_mean(name, _verbs())}")
+        return importlib.import_module(f"thrifty.cli.{name}").command
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, ABOUT.get(verb, "")) for verb in self.list_commands(context)])
+
+
+def _verbs() -> set[str]:
+    return {module.name for module in pkgutil.iter_modules(_folder) if module.name in ABOUT}
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="thrifty")
+def thrifty() -> None:
+    """Train Transformers with less compute, memory and data, and prove it."""
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Runs a verb. Exit codes: 0 fine, 1 a run failed, 2 usage, 3 infeasible, 4 integrity, 130 and 143 signals."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    try:
+        return thrifty(arguments, prog_name="thrifty")
+    except ThriftyError as error:
+        click.echo(f"thrifty: {error}", err=True)
+        sys.exit(error.exit_code)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Unwind and exit with the usual code, at once if asked again; while it trains, a run has its own way to end."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_DFL)
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The options that put a recipe together, shared by the verbs that take one."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from thrifty.recipes.layers import Layers
+
+_UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RECIPE and everything that changes it; the decorated function receives them by name (see `put_together`)."""
+    for option in reversed(
+        [
+            click.argument("recipe", default="text"),
+            click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
+            click.option("--model", help="Preset name, or a folder in Hugging Face layout."),
+            click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
+            click.option("--seed", type=int),
+            click.option("--name", help="Name of the run and its folder under runs/."),
+            click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
+            click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
+            click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def put_together(
+    recipe: str,
+    data: str | None = None,
+    model: str | None = None,
+    budget: str | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    additions: tuple[str, ...] = (),
+    removals: tuple[str, ...] = (),
+    assignments: tuple[str, ...] = (),
+) -> "Layers":
+    """The layers of a recipe as the command line describes it."""
+    from pathlib import Path
+
+    from thrifty.recipes import load_tables
+    from thrifty.recipes.layers import Layers
+
+    layers = Layers().lay(f"recipe {recipe}", load_tables(recipe))
+    if data is not None:
+        layers.lay("--data", {"data": {"source": data}})
+    if model is not None:
+        layers.lay("--model", {"model": {"folder": model} if Path(model).is_dir() else {"preset": model, "folder": ""}})
+    if budget is not None:
+        layers.replace("--budget", "budget", read_budget(budget))
+    for option, value in (("seed", seed), ("name", name)):
+        if value is not None:
+            layers.lay(f"--{option}", {option: value})
+    for words in removals:
+        layers.drop_technique(words)
+    for words in additions:
+        layers.add_technique(words)
+    for assignment in assignments:
+        layers.set(assignment)
+    return layers
+
+
+def read_budget(text: str) -> dict[str, float]:
+    """`500steps`, `1e7tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
+    import re
+
+    from thrifty.core.errors import UsageError
+
+    found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if unit in ("step", "steps"):
+        return {"steps": int(number)}
+    if unit in ("token", "tokens"):
+        return {"tokens": number}
+    if unit in _UNITS:
+        return {"seconds": number * _UNITS[unit]}
+    raise UsageError(f"--budget {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 90s, 10min or 2h")

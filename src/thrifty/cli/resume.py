@@ -1,0 +1,44 @@
+"""`thrifty resume`: go on with a run exactly where it was."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command(short_help="Go on with a run that ended early.")
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change a value; most need --fork.")
+@click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
+@click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
+@click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
+def command(
+    run: Path,
+    assignments: tuple[str, ...],
+    additions: tuple[str, ...],
+    removals: tuple[str, ...],
+    fork: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> Any:
+    """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
+    from thrifty.cli.telling import run_path, tell_summary
+    from thrifty.recipes.layers import Layers
+    from thrifty.recipes.toml import read_tables
+    from thrifty.run import resume
+
+    path = run_path(run)
+    layers = Layers().lay(f"run {path.name}", read_tables(path / "recipe.toml"))
+    for words in removals:
+        layers.drop_technique(words)
+    for words in additions:
+        layers.add_technique(words)
+    for assignment in assignments:
+        layers.set(assignment)
+    origins = {where: origin for where, origin in layers.changed().items() if origin.startswith("--")}
+    summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
+    tell_summary(summary, as_json, quiet)
+    sys.exit(summary["exit_code"])

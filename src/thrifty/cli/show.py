@@ -1,0 +1,64 @@
+"""`thrifty show`: the card of one technique."""
+
+from typing import Any
+
+import click
+
+
+@click.command(short_help="The card of one technique.")
+@click.argument("technique")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(technique: str, as_json: bool) -> None:
+    """What TECHNIQUE does, promises and costs, when not to use it, and its settings with their defaults."""
+    from thrifty.cli.telling import print_json
+
+    card = card_of(technique)
+    if as_json:
+        print_json(card)
+        return
+    click.echo(f"{card['name']}  (stage {card['stage']}, numerics {card['numerics']})\n")
+    click.echo(card["card"] + "\n")
+    for setting in card["settings"]:
+        click.echo(f"  {setting['name']} = {setting['default']!r}  ({setting['type']})")
+    if not card["settings"]:
+        click.echo("  no settings")
+    click.echo(f"\nuse it: --with {card['name']}" + _example(card["settings"]))
+
+
+def card_of(name: str) -> dict[str, Any]:
+    """A technique's card as plain data: its file's docstring is the text."""
+    import dataclasses
+    import inspect
+    import sys
+
+    from thrifty import techniques
+
+    kind = techniques.find(name)
+    return {
+        "name": name,
+        "stage": kind.stage.label,
+        "numerics": kind.numerics.value,
+        "claims": sorted(kind.claims),
+        "seams": [seam for seam in _SEAMS if seam in vars(kind)],
+        "card": inspect.cleandoc(sys.modules[kind.__module__].__doc__ or ""),
+        "settings": [
+            {"name": field.name, "type": _type_name(field.type), "default": field.default}
+            for field in dataclasses.fields(kind)
+        ],
+    }
+
+
+_SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds")
+
+
+def _type_name(kind: Any) -> str:
+    return (
+        getattr(kind, "__name__", str(kind)).replace("typing.", "").partition(", 'moment")[0].removeprefix("Annotated[")
+    )
+
+
+def _example(settings: list[dict[str, Any]]) -> str:
+    import json
+
+    simple = [s for s in settings if isinstance(s["default"], (int, float)) and not isinstance(s["default"], bool)]
+    return f":{simple[0]['name']}={json.dumps(simple[0]['default'])}" if simple else ""

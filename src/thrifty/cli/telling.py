@@ -1,0 +1,43 @@
+"""How verbs find runs and print results."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from thrifty.core.errors import UsageError, did_you_mean
+
+
+def run_path(run: Path) -> Path:
+    """A run folder by path, or by name under runs/. Raises UsageError with the nearest name."""
+    for path in (run, Path("runs") / run):
+        if (path / "recipe.toml").is_file():
+            return path
+    known = [folder.parent.name for folder in Path("runs").glob("*/recipe.toml")]
+    raise UsageError(f"{run} is not a run folder", fix=did_you_mean(str(run), known))
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, default=str))
+
+
+def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
+    """The end of a run in three lines: how it ended, what was reached, where it is kept. Only rank 0 tells."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        print_json(summary)
+        return
+    if quiet:
+        return
+    loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
+    click.echo(f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training")
+    if loss is not None and unigram is not None:
+        bits = loss / math.log(2) / summary["bytes_per_token"]
+        click.echo(
+            f"held-out loss {loss:.3f} nats/token ({bits:.2f} bits/byte); unigram entropy {unigram:.3f} nats/token"
+        )
+    click.echo(f"run folder {summary['folder']}")

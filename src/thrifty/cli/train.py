@@ -1,0 +1,28 @@
+"""`thrifty train`: from a recipe to a run folder."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from thrifty.cli.options import put_together, recipe_options
+
+
+@click.command(short_help="Train by a recipe.")
+@recipe_options
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are kept.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
+def command(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Train by RECIPE: the name of a recipe (`thrifty list recipes`) or a TOML file. Default: text.
+
+    The run is kept in runs/NAME; a name that exists is refused, never overwritten.
+    """
+    from thrifty.cli.telling import tell_summary
+    from thrifty.run import train
+
+    layers = put_together(**options)
+    summary = train(layers.recipe(), runs, origins=layers.changed(), quiet=quiet)
+    tell_summary(summary, as_json, quiet)
+    sys.exit(summary["exit_code"])

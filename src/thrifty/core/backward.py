@@ -1,0 +1,31 @@
+"""How gradients are obtained: a function that leaves them, summed, in each parameter's `.grad`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch
+from thrifty.core.objective import Objective
+
+
+@dataclass
+class Outcome:
+    """What one backward pass found: the weighted loss (scalar, detached) and anything worth recording."""
+
+    loss: Tensor
+    notes: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(self.loss + other.loss, self.notes | other.notes)
+
+
+Backward = Callable[[nn.Module, Objective, Batch], Outcome]
+
+
+def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    """The whole batch in one forward and one backward pass."""
+    losses = objective.losses(objective.predict(model, batch), batch)
+    loss = (losses * batch.weight).sum()
+    loss.backward()
+    return Outcome(loss.detach())

@@ -1,0 +1,45 @@
+"""Errors a user can act on: what happened, where, and the smallest fix. Each kind has a stable exit code."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ThriftyError(Exception):
+    """A run failed for a reason that is ours to explain."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, fix: str = ""):
+        super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+        self.what, self.fix = what, fix
+
+
+class UsageError(ThriftyError):
+    """A recipe, an option or an input file is not what it must be."""
+
+    exit_code = 2
+
+
+class Infeasible(ThriftyError):
+    """What was asked for cannot fit the budget or the machine."""
+
+    exit_code = 3
+
+
+class IntegrityError(ThriftyError):
+    """Stored data is damaged, or a promise made by a technique no longer holds."""
+
+    exit_code = 4
+
+
+class Refused(UsageError):
+    """A technique cannot do its work here, and says why."""
+
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """A hint naming the nearest option, or all of them when none is near."""
+    options = sorted(options)
+    near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"choose one of: {', '.join(options)}" if options else "there is nothing to choose from"

@@ -1,0 +1,34 @@
+"""Who this process is among its ranks, and what part of the data is its own."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thrifty.core.batches import BatchSource, Share
+from thrifty.core.errors import Refused
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def own_share(source: BatchSource) -> BatchSource:
+    """This rank's equal part of each effective batch. Raises Refused when the batch cannot be shared equally."""
+    if source.batch % ranks():
+        raise Refused(
+            f"an effective batch of {source.batch} examples cannot be shared equally by {ranks()} ranks",
+            fix=f"--set data.batch={-(-source.batch // ranks()) * ranks()}",
+        )
+    return source if ranks() == 1 else Share(source, rank(), ranks())
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of a tensor over all ranks, the same on each."""
+    if ranks() > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+        value /= ranks()
+    return value

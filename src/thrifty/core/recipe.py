@@ -1,0 +1,100 @@
+"""A recipe: one value that says everything about a run.
+
+The sections below are plain values. What they mean is known where they are used: `models` builds from `ModelSettings`,
+`data` opens `DataSettings`, `training` obeys the rest.
+"""
+
+from dataclasses import dataclass, field
+
+from thrifty.core.errors import UsageError
+from thrifty.core.technique import Technique
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A preset by name, with any of its sizes changed; or a folder in Hugging Face layout."""
+
+    preset: str = "llama-nano"
+    folder: str = ""
+    """A Hugging Face model folder (config.json, and safetensors weights unless `fresh`); takes the preset's place."""
+    fresh: bool = False
+    """With `folder`: take the architecture only and start from random weights."""
+    depth: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    hidden: int | None = None
+    """Inner width of the feed-forward network."""
+    tied: bool | None = None
+    """Whether the head shares the token embedding's weights."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    source: str = "python-stdlib"
+    """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name."""
+    column: str = "text"
+    """Where a row of .jsonl or .parquet keeps its text."""
+    tokenizer: str = ""
+    """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
+    vocabulary: int = 4096
+    length: int = 256
+    """Tokens per example."""
+    batch: int = 32
+    """Effective batch: examples per step over all ranks and micro-batches."""
+    held_out: float = 0.05
+    """Fraction of documents kept for evaluation, chosen by the hash of their text."""
+
+
+@dataclass(frozen=True)
+class ObjectiveSettings:
+    name: str = "next_token"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long to train: exactly one of these is set."""
+
+    steps: int | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("steps", "tokens", "seconds") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise UsageError(f"budget: {' and '.join(given)} are both set", fix=f"keep one, such as {given[0]}")
+        for name in given:
+            if getattr(self, name) <= 0:
+                raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive amount")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    every: int = 100
+    """Steps between evaluations on held-out data; one at the end is always made."""
+    examples: int = 64
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    every: int = 200
+    """Steps between checkpoints; one at the end is always made."""
+    keep: int = 2
+    """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str = "run"
+    about: str = ""
+    """One line for people: what the run is and what to expect of it."""
+    seed: int = 0
+    device: str = "auto"
+    """"cpu", "cuda", or "auto" for a GPU where there is one."""
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
+    budget: Budget = field(default_factory=lambda: Budget(steps=500))
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    techniques: tuple[Technique, ...] = ()

@@ -1,0 +1,97 @@
+"""The state of a run: exactly what a checkpoint holds. What is not in it is not state."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from thrifty.core.optimizer import TransformOptimizer
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One structural change that was made: by whom, before which step, and what was decided (plain JSON)."""
+
+    step: int
+    technique: str
+    decision: Mapping[str, Any]
+    reason: str = ""
+
+
+@dataclass
+class TrainState:
+    """Step, model, optimizer, what techniques remember, counters, and the log of structural changes.
+
+    While a structure is being replayed there is no model yet: a technique asked for a change it finds in the log
+    must answer from the log alone.
+    """
+
+    step: int = 0
+    model: nn.Module | None = None
+    optimizer: TransformOptimizer | None = None
+    techniques: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    log: list[Decision] = field(default_factory=list)
+
+    def decided(self, technique: str, step: int) -> Mapping[str, Any] | None:
+        """What this technique decided before this step, if the log says so."""
+        for entry in self.log:
+            if entry.technique == technique and entry.step == step:
+                return entry.decision
+        return None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state under a flat name, as it lives: `optimizer/SLOT/PARAMETER` and so on."""
+        return dict(self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.model is not None and self.optimizer is not None
+        for name, parameter in self.model.named_parameters():
+            yield f"parameters/{name}", parameter.detach()
+        persistent = self.model.state_dict(keep_vars=True)
+        for name, buffer in self.model.named_buffers():
+            if name in persistent:
+                yield f"buffers/{name}", buffer
+        for slot, tensors in self.optimizer.slots.items():
+            for name, tensor in zip(self.optimizer.names, tensors, strict=True):
+                yield f"optimizer/{slot}/{name}", tensor
+        for technique, memory in self.techniques.items():
+            for name, tensor in memory.items():
+                yield f"techniques/{technique}/{name}", tensor
+
+    def scalars(self) -> dict[str, Any]:
+        assert self.optimizer is not None
+        return {
+            "step": self.step,
+            "updates": self.optimizer.updates,
+            "born": self.optimizer.born,
+            "counters": self.counters,
+            "log": [asdict(entry) for entry in self.log],
+        }
+
+    def load_scalars(self, scalars: Mapping[str, Any]) -> None:
+        assert self.optimizer is not None
+        self.step = scalars["step"]
+        self.optimizer.updates, self.optimizer.born = scalars["updates"], scalars["born"]
+        self.counters = dict(scalars["counters"])
+        self.log = read_log(scalars)
+
+
+def read_log(scalars: Mapping[str, Any]) -> list[Decision]:
+    return [Decision(**entry) for entry in scalars["log"]]
+
+
+@torch.no_grad()
+def fill_tensor(tensor: Tensor, value: Tensor) -> None:
+    """Copy a full value into a tensor, taking this rank's part of it where the tensor is sharded."""
+    if isinstance(tensor, DTensor):
+        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
+    tensor.copy_(value)
+
+
+def full_value(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, gathered where it is sharded; a copy, so that the original may go."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()

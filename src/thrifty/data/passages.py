@@ -1,0 +1,27 @@
+"""Cutting running text into documents at blank lines."""
+
+from collections.abc import Iterable, Iterator
+
+PASSAGE = 2_000
+"""Characters that a passage has at least, except the last one."""
+LONGEST = 10 * PASSAGE
+"""Text without blank lines is cut at the next line end once it has this many characters."""
+
+
+def passages(lines: Iterable[str]) -> Iterator[str]:
+    """Paragraphs (separated by blank lines) joined until a passage has at least PASSAGE characters."""
+    kept: list[str] = []
+    size = 0
+    for line in lines:
+        kept.append(line)
+        size += len(line) + 1
+        if (size >= PASSAGE and not line.strip()) or size >= LONGEST:
+            yield from _joined(kept)
+            kept, size = [], 0
+    yield from _joined(kept)
+
+
+def _joined(lines: list[str]) -> Iterator[str]:
+    text = "\n".join(lines).strip("\n")
+    if text.strip():
+        yield text

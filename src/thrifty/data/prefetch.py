@@ -1,0 +1,27 @@
+"""The batches of coming steps, computed in the background while the present one is trained on."""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
+
+from thrifty.core.batches import Batch, BatchSource
+
+
+def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) -> Iterator[Batch]:
+    """`source.at(step)` for steps start … stop-1 (for ever if None), up to `depth` of them computed ahead in a thread.
+
+    An error surfaces at the step it belongs to. The thread ends with the iterator: when it is exhausted, closed or
+    collected.
+    """
+    steps = iter(count(start) if stop is None else range(start, stop))
+    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+    try:
+        pending = deque(pool.submit(source.at, step) for step in islice(steps, depth))
+        while pending:
+            batch = pending.popleft().result()
+            pending.extend(pool.submit(source.at, step) for step in islice(steps, 1))
+            yield batch
+    finally:
+        # Not waiting: the collector may run this in the pool's own thread, which cannot wait for itself.
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,84 @@
+"""Which documents are held out: a function of each document's own text, whatever their order or files."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from thrifty.core.errors import UsageError
+
+SCARCE = 0.25
+"""The split by hash is good enough when the held-out text has this share of the bytes it should have."""
+
+
+class Part(StrEnum):
+    TRAIN = "train"
+    HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the documents of a source are divided, and how large the training part is.
+
+    A document is held out when the hash of its text falls into the chosen fraction. Where the documents are so few that
+    this leaves next to nothing on one side, all are trained on and the end of the longest one is held out instead.
+    """
+
+    held_out: float
+    longest: bytes | None
+    """Digest of the document whose end is held out, where the split is not by hash."""
+    train_characters: int
+
+    def parts(self, documents: Iterable[str]) -> Iterator[tuple[Part, str]]:
+        """Each document with the part it belongs to; the longest one may come in two pieces."""
+        for text in documents:
+            digest = _digest(text)
+            if self.longest is None:
+                yield _part(digest, self.held_out), text
+            elif digest == self.longest:
+                cut = _cut(text, self.held_out)
+                yield Part.TRAIN, text[:cut]
+                yield Part.HELD_OUT, text[cut:]
+            else:
+                yield Part.TRAIN, text
+
+    def sample(self, documents: Iterable[str], characters: int) -> Iterator[str]:
+        """Training text of about this many characters, chosen by the documents' hashes."""
+        share = min(1.0, characters / max(1, self.train_characters))
+        for part, text in self.parts(documents):
+            if part is Part.TRAIN and (share == 1 or _fraction(_digest(text)[8:]) < share):
+                yield text
+
+
+def plan_split(documents: Iterable[str], held_out: float, name: str) -> Split:
+    """Read the documents once and decide. Raises UsageError where there is not enough text to divide."""
+    characters = {Part.TRAIN: 0, Part.HELD_OUT: 0}
+    longest = (0, b"")
+    for text in documents:
+        digest = _digest(text)
+        characters[_part(digest, held_out)] += len(text)
+        longest = max(longest, (len(text), digest))
+    total = sum(characters.values())
+    if longest[0] < 2:
+        raise UsageError(f"{name} holds no text to train on", fix="give a source with some text in it")
+    enough = characters[Part.HELD_OUT] >= SCARCE * held_out * total
+    if enough and characters[Part.TRAIN] >= SCARCE * (1 - held_out) * total:
+        return Split(held_out, None, characters[Part.TRAIN])
+    return Split(held_out, longest[1], total)
+
+
+def _part(digest: bytes, held_out: float) -> Part:
+    return Part.HELD_OUT if _fraction(digest[:8]) < held_out else Part.TRAIN
+
+
+def _fraction(digest: bytes) -> float:
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _cut(text: str, held_out: float) -> int:
+    """Where the held-out end of a text begins: both pieces have at least one character."""
+    return min(max(1, round(len(text) * (1 - held_out))), len(text) - 1)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

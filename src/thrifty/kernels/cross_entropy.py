@@ -1,0 +1,214 @@
+"""Softmax cross-entropy of a linear head, chunk by chunk over the tokens: all logits never exist at once.
+
+Idea: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), and the Liger kernels
+(Hsu et al. 2024, arXiv 2410.10989), which already take the gradients while the logits of a chunk are there.
+
+The gradients of a chunk are linear in how much each token's loss will count. A trainer knows that beforehand up to one
+factor: it is the weight of the example. So the forward pass leaves both gradients for the expected weights, and the
+backward pass has only to multiply. If something else arrives (a z-loss on `lse`, new weights), the chunks are computed
+again, so the result is right either way.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thrifty.core.errors import UsageError
+
+IGNORED = -100
+"""A target that is not to be predicted: its loss and lse are 0 and it has no gradient."""
+
+Step = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
+
+
+def chunk_step(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    soft: Tensor | None,
+    hard: Tensor | None,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Losses and lse (c,) of one chunk, and the gradients of hidden (c, d), weight (v, d) and bias (v,) where wanted.
+
+    The gradient at the logits is soft · softmax - hard · one-hot, with `soft` and `hard` (c,) zero for ignored targets.
+    A pure function, so that it can be compiled: all its elementwise work then becomes a few passes over the logits.
+    """
+    logits = F.linear(hidden, weight, bias).to(_accurate(hidden.dtype))
+    lse = logits.logsumexp(-1)
+    losses = lse - logits.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    kept = targets != IGNORED
+    losses, masked_lse = torch.where(kept, losses, 0.0), torch.where(kept, lse, 0.0)
+    if soft is None or hard is None:
+        return losses, masked_lse, None, None, None
+    gradient = (logits - lse[:, None]).exp() * soft[:, None]
+    is_target = torch.arange(weight.shape[0], device=weight.device) == targets[:, None]
+    gradient = torch.where(is_target, gradient - hard[:, None], gradient)
+    of_bias = gradient.sum(0) if want_bias else None
+    gradient = gradient.to(hidden.dtype)
+    of_hidden = gradient @ weight if want_hidden else None
+    of_weight = gradient.t() @ hidden if want_weight else None
+    return losses, masked_lse, of_hidden, of_weight, of_bias
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    expected: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    chunk: int = 512,
+    step: Step = chunk_step,
+) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,) and targets (n,) int64.
+
+    `expected` (n,) is what the caller will multiply each loss with, up to one factor for all; without it, or if the
+    gradient that arrives is another, the backward pass computes the logits of each chunk again. `step` is `chunk_step`
+    or a compiled version of it. Matrix products run in the dtype `F.linear` would use here, softmax in float32; targets
+    of -100 are ignored. Asking for second derivatives is a `UsageError`.
+    """
+    device = "cpu" if hidden.is_meta else hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    if not torch.is_grad_enabled():
+        expected = None  # evaluation: the losses are all that is wanted
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, expected, chunk, step)
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same by the book: all logits (n, v) at once."""
+    logits = F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
+    logits = logits.to(_accurate(hidden.dtype))
+    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    return losses, torch.where(targets != IGNORED, logits.logsumexp(-1), 0.0)
+
+
+@torch.no_grad()
+def gradient_norm_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int = 512
+) -> Tensor:
+    """Squared norm of each token's loss gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 where ignored.
+
+    Its root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
+    """
+    weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
+    scores = []
+    for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        difference = F.linear(part, weight, bias).to(_accurate(hidden.dtype)).softmax(-1)
+        ones = torch.ones_like(difference[:, :1])
+        difference.scatter_add_(1, target.clamp(min=0)[:, None], -ones)
+        scores.append(torch.where(target != IGNORED, difference.square().sum(-1), 0.0))
+    return torch.cat(scores)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, expected, chunk, step):  # type: ignore[override]
+        ctx.chunk, ctx.step, ctx.kept = chunk, step, None
+        ctx.wants = tuple(ctx.needs_input_grad[:3])
+        ctx.save_for_backward(hidden, weight, bias, targets, expected)
+        coefficients = None
+        if expected is not None and any(ctx.wants):
+            coefficients = _relative(expected, targets, _accurate(hidden.dtype))
+        losses, lse, *gradients = _in_chunks(ctx, hidden, weight, bias, targets, coefficients, coefficients)
+        if coefficients is not None:
+            ctx.kept = gradients
+        ctx.set_materialize_grads(False)
+        return losses, lse
+
+    @staticmethod
+    def backward(ctx, of_losses, of_lse):  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "the chunked cross-entropy has no second derivative", fix="use linear_cross_entropy_reference for it"
+            )
+        hidden, weight, bias, targets, expected = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, None  # given away: a second backward over a retained graph computes again
+        factor = None
+        if kept is not None and of_losses is not None and of_lse is None:
+            factor = _common_factor(of_losses, _relative(expected, targets, of_losses.dtype), targets)
+        if kept is not None and factor is not None:
+            gradients = [None if gradient is None else gradient.mul_(factor) for gradient in kept]
+        else:
+            del kept
+            zeros = torch.zeros(targets.shape, dtype=_accurate(hidden.dtype), device=targets.device)
+            hard = zeros if of_losses is None else torch.where(targets != IGNORED, of_losses, 0.0)
+            soft = hard if of_lse is None else hard + torch.where(targets != IGNORED, of_lse, 0.0)
+            with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):
+                _, _, *gradients = _in_chunks(ctx, hidden, weight, bias, targets, soft, hard)
+        given = (hidden, weight, bias)
+        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients, given, strict=True)]
+        return *cast, None, None, None, None
+
+
+def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | None]:
+    """`step` over all tokens: losses, lse, and the wanted gradients, those of weight and bias summed in float32."""
+    wants = ctx.wants if soft is not None else (False, False, False)
+    accurate = _accurate(hidden.dtype)
+    cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
+    losses, lse = (torch.empty(targets.shape, dtype=accurate, device=hidden.device) for _ in range(2))
+    of_hidden = torch.empty_like(hidden) if wants[0] else None
+    of_weight = torch.zeros_like(weight, dtype=accurate) if wants[1] else None
+    of_bias = torch.zeros_like(bias, dtype=accurate) if wants[2] else None
+    size = _even_chunk(len(hidden), ctx.chunk)
+    for start in range(0, len(hidden), size):
+        rows = slice(start, min(start + size, len(hidden)))
+        count = rows.stop - start
+        padded = [_pad(part[rows], size, fill) for part, fill in ((hidden, 0), (targets, IGNORED))]
+        scales = [None if scale is None else _pad(scale[rows], size, 0) for scale in (soft, hard)]
+        found = ctx.step(padded[0], cast_weight, cast_bias, padded[1], *scales, *wants)
+        losses[rows], lse[rows] = found[0][:count], found[1][:count]
+        if of_hidden is not None:
+            of_hidden[rows] = found[2][:count]
+        for total, part in ((of_weight, found[3]), (of_bias, found[4])):
+            if total is not None:
+                total.add_(part)
+    return [losses, lse, of_hidden, of_weight, of_bias]
+
+
+def _even_chunk(tokens: int, chunk: int) -> int:
+    """Nearly equal chunks, a multiple of 16 rows each: one shape for the compiler, and little padding at the end."""
+    parts = max(1, -(-tokens // chunk))
+    return max(16, -(-tokens // (16 * parts)) * 16)
+
+
+def _pad(rows: Tensor, size: int, fill: int) -> Tensor:
+    missing = size - len(rows)
+    if missing == 0:
+        return rows
+    return torch.cat((rows, rows.new_full((missing, *rows.shape[1:]), fill)))
+
+
+def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Expected weights brought near 1, so that float16 gradients do not vanish; 0 where ignored.
+
+    The divisor is a power of two: it costs no rounding, here or when it is multiplied back.
+    """
+    scale = torch.where(targets != IGNORED, expected.to(dtype), 0.0)
+    largest = torch.cat((scale.abs(), scale.new_full((1,), torch.finfo(dtype).tiny))).amax()
+    return scale / torch.exp2(largest.log2().ceil())
+
+
+def _common_factor(arrived: Tensor, relative: Tensor, targets: Tensor) -> Tensor | None:
+    """The c (scalar) with arrived = c · relative for each token to 1e-6 of its value, or None."""
+    arrived = torch.where(targets != IGNORED, arrived, 0.0)
+    factor = (arrived.double() @ relative.double()) / relative.double().square().sum().clamp(min=1e-300)
+    if arrived.is_meta or isinstance(arrived, FakeTensor):  # shapes only: there are no values to compare
+        return factor
+    wanted = factor * relative
+    same = ((arrived - wanted).abs() <= 1e-6 * wanted.abs()).all()
+    return factor if bool(same) else None
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

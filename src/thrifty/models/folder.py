@@ -1,0 +1,151 @@
+"""A model folder in Hugging Face layout: config.json, safetensors weights, tokenizer files. Read and written here
+without `transformers`; pickled weights (.bin, .pt) are never opened."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise IntegrityError(f"{path} cannot be read as JSON: {error}", fix="fetch the model folder again") from error
+    if not isinstance(content, dict):
+        raise IntegrityError(f"{path} holds no JSON object", fix="fetch the model folder again")
+    return content
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a model folder; a clear error where there is none."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"there is no model folder {folder}", fix="give a folder with config.json and safetensors in it"
+        )
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} has no config.json", fix="give the folder that holds config.json")
+    return _read_json(folder / "config.json")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, whole or in shards; UsageError where there are only pickles, or none."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return _shards(index)
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in {".bin", ".pt", ".pth"})
+    if pickles:
+        raise UsageError(
+            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
+            fix="convert the weights to safetensors where you trust their origin, then give that folder",
+        )
+    raise UsageError(f"{folder} has no model.safetensors", fix="give a folder with weights, or set model.fresh = true")
+
+
+def _shards(index: Path) -> list[Path]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise IntegrityError(f"{index} has no weight_map", fix="fetch the model folder again")
+    paths = [index.parent / name for name in sorted(set(names.values()))]
+    for path in paths:
+        if path.parent != index.parent or path.suffix != ".safetensors":
+            raise UsageError(f"{index} points to {path.name}, outside of what a shard may be called")
+        if not path.is_file():
+            raise IntegrityError(f"{index} names {path.name}, which is missing", fix="fetch the missing shard")
+    return paths
+
+
+class StoredTensors:
+    """The tensors of a folder by name; each is read from disk when it is taken."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._files = {}
+        self._open = ExitStack()
+        for path in weight_files(folder):
+            try:
+                file = self._open.enter_context(safe_open(path, "pt"))
+            except (SafetensorError, OSError) as error:
+                raise IntegrityError(f"{path} is damaged: {error}", fix="fetch the file again") from error
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __enter__(self) -> "StoredTensors":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """A new folder to write into, which takes its place under the final name only when all of it is on disk.
+
+    Raises UsageError when the final folder exists with something in it; leaves nothing behind on failure.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists already", fix="name a folder that does not exist yet, or remove that one")
+    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+        yield aside
+        for path in (*aside.iterdir(), aside):
+            _flush(path)
+        aside.replace(folder)
+        _flush(folder.parent)
+    except (OSError, SafetensorError) as error:
+        raise ThriftyError(
+            f"{folder} could not be written: {error}", fix="free disk space or choose another place"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def end_of_text(tokenizer_json: Path) -> int | None:
+    """The id of the token that ends a document, where the tokenizer has one."""
+    added = _read_json(tokenizer_json).get("added_tokens", [])
+    return next((token["id"] for token in added if token["content"] == END_OF_TEXT), None)
+
+
+def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
+    """tokenizer.json and the tokenizer_config.json by which `AutoTokenizer` finds its class and special tokens."""
+    shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
+    special = {} if end_of_text(tokenizer_json) is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})

@@ -1,0 +1,24 @@
+"""Runs worth repeating, each a function that returns a Recipe; its docstring has the command and what to expect."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.recipe import Recipe
+from thrifty.recipes import text
+from thrifty.recipes.toml import read_tables, recipe_to_data
+
+RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (text.text, text.kjv, text.stdlib)}
+
+
+def load_tables(name_or_path: str) -> dict[str, Any]:
+    """The tables of a recipe by its name here or of a TOML file."""
+    if name_or_path in RECIPES:
+        return recipe_to_data(RECIPES[name_or_path]())
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or path.exists():
+        if not path.is_file():
+            raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
+        return read_tables(path)
+    raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, RECIPES))

@@ -1,0 +1,139 @@
+"""The report of a run: one HTML file that needs nothing but a browser, and its charts as pictures in plots/."""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import altair as alt
+import jinja2
+import vl_convert
+
+from thrifty.report import tables
+from thrifty.report.charts import Figure, figures
+from thrifty.report.key_figures import key_figures, verdict
+from thrifty.report.palette import DARK, LIGHT, chart_look, css_variable
+from thrifty.report.record import RunRecord, read_run
+
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+SECTIONS = [
+    ("curves", "Curves"),
+    ("techniques", "Techniques"),
+    ("timeline", "Timeline"),
+    ("repeat", "Repeat this run"),
+    ("environment", "Environment"),
+]
+
+
+def write_report(folder: Path) -> Path:
+    """Writes report.html and plots/*.png into a run folder and returns the path of the page.
+
+    Works while the run goes on and with files missing. Raises `UsageError` when `folder` is not a run folder.
+    """
+    return write_page(read_run(folder))
+
+
+def write_page(record: RunRecord) -> Path:
+    drawn = figures(record, key_figures(record))
+    page = record.folder / "report.html"
+    _replace(page, render(record, drawn).encode())
+    plots = record.folder / "plots"
+    plots.mkdir(exist_ok=True)
+    for figure in drawn:
+        _replace(plots / f"{figure.id}.png", picture(figure))
+    return page
+
+
+def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
+    """The page as text. The same record gives the same page."""
+    key = key_figures(record)
+    vega, script = _vega(), _asset("report.js")
+    return _template().render(
+        record=record,
+        key=key,
+        verdict=verdict(key),
+        sections=SECTIONS,
+        tiles=tables.tiles(key),
+        figures=[(figure, tables.chart_table(figure)) for figure in drawn],
+        techniques=tables.techniques(record, key),
+        parts=tables.predicted_parts(record),
+        timeline=tables.timeline(record),
+        settings=tables.settings(record),
+        environment=tables.environment(record),
+        repeat=repeat_command(record),
+        command=original_command(record),
+        charts=_charts_json(drawn),
+        policy=_policy([vega, script]),
+        light=LIGHT,
+        dark=DARK,
+        style=_asset("report.css"),
+        vega=vega,
+        script=script,
+    )
+
+
+def picture(figure: Figure) -> bytes:
+    """A chart as PNG on white."""
+    wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
+    unit = f", {figure.unit}" if figure.unit else ""
+    title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
+    return vl_convert.vegalite_to_png(
+        {**figure.spec, **wide, "title": title},
+        vl_version=VEGA_LITE,
+        config=chart_look(LIGHT.__getitem__, font="sans-serif"),
+        scale=2,
+        allowed_base_urls=[],
+    )
+
+
+def repeat_command(record: RunRecord) -> str:
+    inside_runs = record.folder.parent.name == "runs"
+    recipe = Path("runs") / record.name / "recipe.toml" if inside_runs else Path("recipe.toml")
+    return shlex.join(["thrifty", "train", str(recipe)])
+
+
+def original_command(record: RunRecord) -> str:
+    command = record.environment.get("command")
+    return shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
+
+
+def _charts_json(drawn: Sequence[Figure]) -> str:
+    # without $schema, a URL that nothing reads here
+    specs = {figure.id: {key: part for key, part in figure.spec.items() if key != "$schema"} for figure in drawn}
+    text = json.dumps({"config": chart_look(css_variable), "specs": specs}, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Nothing may be fetched, and no script may run but these: also when text of a run gets past the escaping."""
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+
+@functools.cache
+def _vega() -> str:
+    return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("thrifty.report", "assets")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template("report.html")
+
+
+def _asset(name: str) -> str:
+    return resources.files("thrifty.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Written aside first, so that a reader never sees half a file."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    aside.replace(path)

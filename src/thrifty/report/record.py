@@ -1,0 +1,150 @@
+"""Reading a run folder: everything the report shows, as one value, with secrets already taken out."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.report.redaction import redact, redact_text
+
+EVENTS = ("change", "checkpoint", "notice")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder holds. A file that is missing is empty here; one that cannot be read is also in `damage`."""
+
+    folder: Path
+    recipe_text: str
+    recipe: Mapping[str, Any]
+    origins: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    explanation: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    events: tuple[Mapping[str, Any], ...]
+    """Changes, checkpoints and notices by step."""
+    damage: tuple[str, ...]
+    """Sentences about what could not be read."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run given as a path or as a name under ./runs.
+
+    Raises `UsageError` when there is no such run folder.
+    """
+    candidates = [Path(run), Path("runs") / run]
+    for folder in candidates:
+        if is_run_folder(folder):
+            return folder
+    existing = next((folder for folder in candidates if folder.exists()), None)
+    if existing is not None:
+        raise UsageError(
+            f"{existing} is not a run folder: it holds neither recipe.toml nor records.jsonl",
+            fix="give the folder that `thrifty train` made, such as runs/NAME",
+        )
+    names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
+    raise UsageError(
+        f"there is no run {run!r}, neither as a folder nor under runs/",
+        fix=did_you_mean(run, names) if names else "train one first: thrifty train",
+    )
+
+
+def is_run_folder(folder: Path) -> bool:
+    return (folder / "recipe.toml").is_file() or (folder / "records.jsonl").is_file()
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Raises `UsageError` when `folder` is not a run folder."""
+    folder = find_run(str(folder)).resolve()
+    damage: list[str] = []
+    text, recipe = _read_recipe(folder / "recipe.toml", damage)
+    files = {
+        name: redact(_read_object(folder / f"{name}.json", damage))
+        for name in ("origins", "environment", "explanation", "summary")
+    }
+    records = _read_records(folder / "records.jsonl", damage)
+    kinds = {kind: tuple(record for record in records if record["kind"] == kind) for kind in ("step", "evaluation")}
+    return RunRecord(
+        folder=folder,
+        recipe_text=text,
+        recipe=recipe,
+        **files,
+        steps=kinds["step"],
+        evaluations=kinds["evaluation"],
+        events=tuple(redact(record) for record in records if record["kind"] in EVENTS),
+        damage=tuple(damage),
+    )
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else: a skipped step has no finite loss."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return redact_text(text), redact(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        damage.append(f"recipe.toml is not valid TOML ({error}).")
+        return redact_text(text), {}
+
+
+def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        damage.append(f"{path.name} is not valid JSON ({error}).")
+        return {}
+    if not isinstance(value, dict):
+        damage.append(f"{path.name} does not hold a JSON object.")
+        return {}
+    return value
+
+
+def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
+    """The records by step; of several with one kind and step, the last written one."""
+    latest: dict[tuple[str, float, str, str], dict[str, Any]] = {}
+    unreadable: list[int] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for position, line in enumerate(lines, start=1):
+        record = _parse_record(line)
+        if record is not None:
+            # a step can bring several notices, so their text is part of what makes two lines the same
+            same = (record["kind"], record["step"], str(record.get("text")), str(record.get("technique")))
+            latest[same] = record
+        elif line.strip() and position < len(lines):  # the last line may be half written
+            unreadable.append(position)
+    if unreadable:
+        damage.append(f"records.jsonl: {len(unreadable)} unreadable lines were left out, the first is {unreadable[0]}.")
+    return sorted(latest.values(), key=lambda record: record["step"])
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or number(record.get("step")) is None:
+        return None
+    return record

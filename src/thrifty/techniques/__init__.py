@@ -1,0 +1,61 @@
+"""The catalogue. One file is one technique, its path is its name, and this folder is the registry.
+
+Third parties add techniques through the entry-point group `thrifty.techniques` (the entry's name is the technique's),
+or by naming a folder of the same layout in $THRIFTY_TECHNIQUES. Their code is imported only when a technique is named.
+"""
+
+import importlib
+import inspect
+import os
+import pkgutil
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.technique import Technique
+
+for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
+    __path__.append(str(Path(_folder).resolve()))
+
+
+def _walk(paths: list[str], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for module in pkgutil.iter_modules(paths):
+        if module.ispkg:
+            names += _walk([str(Path(path, module.name)) for path in paths], f"{prefix}{module.name}.")
+        else:
+            names.append(prefix + module.name)
+    return names
+
+
+def _third_party() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group="thrifty.techniques")}
+
+
+def names() -> list[str]:
+    """Every technique by name, sorted; nothing of anybody's is imported for this."""
+    return sorted(set(_walk(list(__path__))) | _third_party().keys())
+
+
+def find(name: str) -> type[Technique]:
+    """The technique class of this name; raises UsageError with the nearest name when there is none."""
+    if name not in names():
+        raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
+    outside = _third_party().get(name)
+    if outside is not None:
+        technique = outside.load()
+        technique.name = name
+        return technique
+    *group, _ = name.split(".")
+    if group:
+        package = importlib.import_module(f"{__name__}.{'.'.join(group)}")
+        package.__path__ = [str(Path(path, *group)) for path in __path__ if Path(path, *group).is_dir()]
+    module = importlib.import_module(f"{__name__}.{name}")
+    own = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
+    ]
+    if len(own) != 1:
+        raise UsageError(f"{module.__file__} must hold exactly one technique, it holds {len(own)}")
+    return own[0]

@@ -1,0 +1,47 @@
+"""Compile: torch.compile on each block and on the arithmetic of the loss.
+
+Paper     Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
+Promise   elementwise passes fused into few; the blocks are equal, so one compilation serves all of them.
+Cost      some ten seconds before the first step, and again after a structural change.
+Does not  change what is computed (numerics: rounding); rename any parameter.
+Avoid     on very short runs; needs a C++ compiler on CPUs (`thrifty doctor` tells).
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from thrifty.core.compiler import can_compile
+from thrifty.core.errors import Refused
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import find_blocks, note
+from thrifty.core.technique import Numerics, Technique
+
+
+@dataclass(frozen=True)
+class Compile(Technique):
+    stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
+
+    backend: str = "inductor"
+    """Of torch.compile; "aot_eager" traces without generating code."""
+    dynamic: bool = False
+    """One compilation for all shapes instead of one for each."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        device = next(model.parameters()).device.type
+        if device == "cpu" and self.backend == "inductor" and not can_compile():
+            raise Refused(
+                "there is no C++ compiler, or no Python headers, on this machine",
+                fix="install one (Debian: apt-get install g++ python3-dev) or use --without compile",
+            )
+        name, blocks = find_blocks(model)
+        for block in blocks:
+            block.compile(backend=self.backend, dynamic=self.dynamic)
+        note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once")
+        return model
+
+    def objective(self, objective: Objective) -> Objective:
+        return objective.compiled(partial(torch.compile, backend=self.backend, dynamic=self.dynamic))

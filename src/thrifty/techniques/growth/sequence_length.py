@@ -1,0 +1,46 @@
+"""Sequence-length warm-up: short examples first.
+
+Paper     Li, Zhang & He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084); part of CompoundGrow
+          (Gu et al. 2021, arXiv 2010.12562).
+Promise   cheaper and steadier early steps: attention costs length squared, everything else length.
+Avoid     when tokens, not seconds, are the budget: early steps see fewer of them.
+Note      lengths rise in equal steps and are multiples of `multiple`, so that few shapes are compiled.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.errors import Refused
+from thrifty.core.moments import Moment
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+
+
+def length_at(step: int, start: int, full: int, until: int, multiple: int, phases: int) -> int:
+    """Tokens per example at this step: from `start` to `full` in `phases` equal phases over `until` steps."""
+    if step >= until:
+        return full
+    wanted = start + (full - start) * (step * phases // until) / phases
+    return min(max(round(wanted / multiple), 1) * multiple, full)
+
+
+@dataclass(frozen=True)
+class SequenceLength(Technique):
+    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
+    claims = frozenset({"sequence length"})
+
+    start: int = 64
+    """Tokens per example in the first phase."""
+    until: Moment = 0.3
+    phases: int = 4
+    multiple: int = 8
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        def shorten(step: int, batch: Batch) -> Batch:
+            if "tokens" not in batch.fields:
+                raise Refused(f"{self.name} needs batches of tokens", fix="use it with a text objective")
+            full = batch["tokens"].shape[1] - 1
+            length = length_at(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
+            return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight)
+
+        return Mapped(source, shorten)

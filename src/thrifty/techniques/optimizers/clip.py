@@ -1,0 +1,23 @@
+"""Clip: scale all gradients together when their joint norm is too large.
+
+Paper     Pascanu, Mikolov & Bengio 2013, On the difficulty of training recurrent neural networks (arXiv 1211.5063).
+Promise   one odd batch cannot throw the parameters away.
+Cost      one pass over the gradients.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import ClipByGlobalNorm, Transform, chain
+
+
+@dataclass(frozen=True)
+class Clip(Technique):
+    stage, numerics = Stage.CLIP, Numerics.DIFFERENT
+
+    largest: float = 1.0
+    """Largest 2-norm of all gradients taken as one vector."""
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(ClipByGlobalNorm(self.largest), transform)

@@ -1,0 +1,32 @@
+"""Lion: the sign of a momentum, one moment instead of two.
+
+Paper     Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), program 1.
+Promise   half of AdamW's optimizer state and no second moment to compute.
+Avoid     at small batches, where the noise of the sign hurts; do not keep AdamW's rate: use a 3-10 times smaller
+          one with a decay larger by the same factor. No Train No Gain (Kaddour et al. 2023) found no gain at equal
+          budget on BERT and T5.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import AddDecayedWeights, ScaleByLion, Transform, chain, scale_by_learning_rate
+
+
+def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> Transform:
+    """Lion as a chain of transforms: parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay · parameter)."""
+    return chain(ScaleByLion(*betas), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
+
+
+@dataclass(frozen=True)
+class Lion(Technique):
+    stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
+    claims = frozenset({"optimizer"})
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 1.0
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(lion(self.lr, self.betas, self.weight_decay), transform)

@@ -1,0 +1,80 @@
+"""Replicate: data parallelism. Every rank holds the whole model and takes an equal share of each effective batch.
+
+Paper     the synchronous scheme of Goyal et al. 2017 (arXiv 1706.02677), section 3, with the sum taken over example
+          weights that are fixed for the effective batch, so that no rank's mean is averaged with another's.
+Promise   the single-process run at the same effective batch and in the same data order, within the order of summation.
+Cost      all gradients are summed over the ranks once a step: 2 · parameters elements sent by each rank.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.footprint import Footprint
+from thrifty.core.objective import Objective
+from thrifty.core.ranks import own_share, ranks
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+
+BUCKET = 8_000_000
+"""Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""
+
+
+def sum_over_ranks(tensors: list[torch.Tensor]) -> None:
+    """Replace each tensor by its sum over all ranks, several at a time in flat buckets."""
+    bucket: list[torch.Tensor] = []
+    for index, tensor in enumerate(tensors):
+        bucket.append(tensor)
+        last = index == len(tensors) - 1
+        if last or sum(t.numel() for t in bucket) >= BUCKET or tensors[index + 1].dtype != tensor.dtype:
+            flat = torch.cat([t.flatten() for t in bucket])
+            dist.all_reduce(flat)
+            for target, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+                target.copy_(part.view_as(target))
+            bucket = []
+
+
+def summed(backward: Backward) -> Backward:
+    """A backward pass over this rank's share, then the sum of gradients and loss over all ranks."""
+
+    def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        outcome = backward(model, objective, batch)
+        gradients = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        loss = outcome.loss.clone()
+        sum_over_ranks([*gradients, loss])
+        return Outcome(loss, outcome.notes)
+
+    return over_ranks
+
+
+@dataclass(frozen=True)
+class Replicate(Technique):
+    stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"distribution of data"})
+
+    def model(self, model: nn.Module) -> nn.Module:
+        if ranks() > 1:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.data, 0)
+        return model
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        return own_share(source)
+
+    def backward(self, backward: Backward) -> Backward:
+        return summed(backward) if ranks() > 1 else backward
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        share = 1 / ranks()
+        return footprint.scale(activations=share, temporary=share).add(
+            traffic=2 * footprint.gradients * (1 - share), temporary=4 * BUCKET if ranks() > 1 else 0
+        )

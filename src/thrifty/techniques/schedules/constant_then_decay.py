@@ -1,0 +1,35 @@
+"""Constant, then decay: warm up, hold the peak rate, fall straight to zero over the last part of the run.
+
+Paper     Hu et al. 2024, MiniCPM (arXiv 2404.06395), "warmup-stable-decay"; Hägele et al. 2024 (arXiv 2405.18392).
+Promise   one constant phase can serve runs of several lengths; fully decayed when the run ends.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.moments import Moment
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import ScaleBySchedule, Transform, chain
+
+
+def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:
+    """The factor before update `step`: linear warm-up, 1, then linear from `decay_from` to 0 at `until`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < decay_from:
+        return 1.0
+    return max(until - step, 0) / max(until - decay_from, 1)
+
+
+@dataclass(frozen=True)
+class ConstantThenDecay(Technique):
+    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
+    claims = frozenset({"schedule"})
+
+    warmup: Moment = 0.05
+    decay_from: Moment = 0.8
+    until: Moment = 1.0
+
+    def update(self, transform: Transform) -> Transform:
+        warmup, decay_from, until = int(self.warmup), int(self.decay_from), int(self.until)
+        return chain(ScaleBySchedule(lambda step: constant_then_decay(step, warmup, decay_from, until)), transform)

@@ -1,0 +1,37 @@
+"""Inverse square root: warm up linearly, fall as 1/sqrt(step), then straight to zero at the end.
+
+Paper     Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3, scaled to peak at the end of
+          the warm-up; the final cooldown after Zhai et al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
+Promise   a run that may be prolonged: everything before `cooldown` does not depend on the length of the run.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.moments import Moment
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import ScaleBySchedule, Transform, chain
+
+
+def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:
+    """The factor before update `step`: linear warm-up, sqrt(warmup / step), then linear from `cooldown` to 0 at
+    `until`."""
+    warmup = max(warmup, 1)
+    factor = min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+    if step >= cooldown:
+        factor *= max(until - step, 0) / max(until - cooldown, 1)
+    return factor
+
+
+@dataclass(frozen=True)
+class InverseSquareRoot(Technique):
+    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
+    claims = frozenset({"schedule"})
+
+    warmup: Moment = 0.05
+    cooldown: Moment = 0.8
+    until: Moment = 1.0
+
+    def update(self, transform: Transform) -> Transform:
+        warmup, cooldown, until = int(self.warmup), int(self.cooldown), int(self.until)
+        return chain(ScaleBySchedule(lambda step: inverse_square_root(step, warmup, cooldown, until)), transform)

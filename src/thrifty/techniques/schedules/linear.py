@@ -1,0 +1,28 @@
+"""Linear: warm up linearly, then fall in a straight line to the end of the run.
+
+Paper     the schedule of BERT (Devlin et al. 2019); the best simple one at a fixed budget in Bergsma et al. 2025,
+          Straight to Zero (arXiv 2502.15938).
+Promise   fully decayed when the run ends.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.moments import Moment
+from thrifty.core.schedules import warmed_up
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import ScaleBySchedule, Transform, chain
+
+
+@dataclass(frozen=True)
+class Linear(Technique):
+    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
+    claims = frozenset({"schedule"})
+
+    warmup: Moment = 0.05
+    until: Moment = 1.0
+    floor: float = 0.0
+
+    def update(self, transform: Transform) -> Transform:
+        factor = warmed_up(int(self.warmup), int(self.until), lambda progress: 1 - (1 - self.floor) * progress)
+        return chain(ScaleBySchedule(factor), transform)

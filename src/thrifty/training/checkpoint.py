@@ -1,0 +1,202 @@
+"""Checkpoints that a crash, a full disk or a flipped bit cannot take away.
+
+A save writes `step-00000200.partial-<id>/` (tensors as safetensors, then `state.json`), flushes each file, writes the
+manifest with every file's length and sha256 last, reads everything back against it, and only then renames the folder to
+`step-00000200`. `LATEST` and `BEST` are swapped next, older checkpoints go at the very end. So whatever moment is the
+last one, a folder named `step-<number>` is complete; and since nothing is believed without its manifest, what decays
+later is found, moved to `quarantine/`, and the checkpoint before it is used. `LATEST` is only a hint.
+
+Several ranks save into one folder, each the pieces that no earlier rank holds; rank 0 decides, all follow, and an error
+on one is raised on all. How many ranks wrote a checkpoint does not matter to those who read it. `folder` is always a
+run's `checkpoints` folder, on a disk that all ranks see; one process, or one group of ranks, may write it at a time.
+"""
+
+import errno
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+from thrifty.training import shelf
+from thrifty.training.agreement import Alone
+from thrifty.training.durable import Durable
+from thrifty.training.manifest import verify
+from thrifty.training.saving import STATE, Attempt, tensor_files
+from thrifty.training.tensor_file import Box, Stored, local_boxes, local_values, stored_bytes
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """`bytes` over all ranks; `seconds` until all was on the disk, read back, and the old checkpoints gone."""
+
+    path: Path
+    bytes: int
+    seconds: float
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that verified, its tensors not yet read; `notices` say what was wrong with newer ones."""
+
+    step: int
+    scalars: dict[str, Any]
+    path: Path
+    notices: list[str]
+
+
+@dataclass(frozen=True)
+class Loaded(Found):
+    tensors: Tensors
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    scalars: dict[str, Any],
+    *,
+    files: Durable | None = None,
+    best: bool = False,
+    keep: int = 2,
+    ranks: Alone | None = None,
+) -> Saved:
+    """Saves a state; once it returns, the state survives anything but the loss of the disk.
+
+    Keeps `keep` verified checkpoints in all, and the last one saved as `best`. With `ranks=Together()` all ranks call
+    it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's. Raises `ThriftyError` when it does not fit
+    or the disk fails, `UsageError` for a state that cannot be stored; earlier checkpoints remain in every case.
+    """
+    started, files, ranks = time.monotonic(), files or Durable(), ranks or Alone()
+    if keep < 1:
+        raise UsageError(f"cannot keep {keep} checkpoints", "keep at least 1")
+    mine = _share(tensors, ranks)
+    state = ranks.first(lambda: _as_json(scalars)).encode()
+    needed = len(state) + sum(ranks.all(lambda: stored_bytes(tensors, mine)))
+    attempt = Attempt(folder, step, needed, files)
+    attempt.name = ranks.first(attempt.begin)
+    try:
+        written = ranks.all(lambda: attempt.write_pieces(tensors, mine, ranks))
+        name, size = ranks.first(lambda: attempt.commit(state, written))
+    except Exception:
+        if ranks.rank == 0:
+            attempt.discard()
+        raise
+    notices = ranks.first(lambda: attempt.finish(name, best, keep))
+    return Saved(folder / name, size, time.monotonic() - started, tuple(notices))
+
+
+def load(folder: Path, step: int | None = None, *, files: Durable | None = None) -> Loaded:
+    """The newest undamaged checkpoint (of `step`, if given), whole and in plain tensors, whoever wrote it.
+
+    A damaged one is set aside and named in `notices`. Raises `IntegrityError` when none is left, `UsageError` when
+    handed a pickle, which is never opened.
+    """
+    found = find(folder, step, files=files)
+    stored = Stored(tensor_files(found.path))
+    tensors = {name: stored.full(name) for name in stored.pieces}
+    return Loaded(found.step, found.scalars, found.path, found.notices, tensors)
+
+
+def find(folder: Path, step: int | None = None, *, files: Durable | None = None, ranks: Alone | None = None) -> Found:
+    """The first half of a load: which checkpoint, and its scalars, from which the tensors to `fill` can be built.
+
+    Rank 0 chooses as `load` does, and every rank gets its choice.
+    """
+    facts = (ranks or Alone()).first(lambda: _choose(folder, step, files or Durable()))
+    return Found(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
+
+
+def fill(found: Found, into: Tensors, *, ranks: Alone | None = None) -> None:
+    """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
+
+    Each rank reads only what its shards need. Raises `UsageError` before anything is changed if names, shapes or dtypes
+    are not exactly those of the checkpoint.
+    """
+    (ranks or Alone()).all(lambda: _fill(found.path, into))
+
+
+def _share(tensors: Tensors, ranks: Alone) -> dict[str, Box]:
+    """What this rank writes: its part of each tensor, unless an earlier rank holds the same part."""
+
+    def held() -> dict[str, Any]:
+        boxes = local_boxes(tensors)
+        if ranks.size == 1 and any(box.shape != box.full for box in boxes.values()):
+            raise UsageError("a sharded state cannot be saved by one rank", "save it with ranks=Together() on all")
+        return {name: [list(box.offset), list(box.shape)] for name, box in boxes.items()}
+
+    earlier = ranks.all(held)[: ranks.rank]
+    mine = {}
+    for name, box in local_boxes(tensors).items():
+        parts = [theirs[name] for theirs in earlier if name in theirs]
+        if (box.numel and [list(box.offset), list(box.shape)] not in parts) or (0 in box.full and not parts):
+            mine[name] = box
+    return mine
+
+
+def _as_json(scalars: dict[str, Any]) -> str:
+    """JSON that reads back as the very same value (non-finite numbers in Python's spelling)."""
+    for name, value in scalars.items():
+        try:
+            same = repr(json.loads(json.dumps(value))) == repr(value) and isinstance(name, str)
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:
+            what = f"the state {name!r} would not come back from JSON as it is: {value!r:.200}"
+            raise UsageError(what, "use dict with text keys, list, str, int, float, bool and None; no tuples")
+    return json.dumps(scalars, indent=1)
+
+
+def _choose(folder: Path, step: int | None, files: Durable) -> dict[str, Any]:
+    shelf.refuse_foreign(folder)
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(shelf.checkpoints(folder)):
+        if step is not None and shelf.step_of(path) != step:
+            continue
+        try:
+            verify(path)
+            scalars = json.loads((path / STATE).read_bytes())
+        except IntegrityError as error:
+            damaged.append((path, error.what))
+            continue
+        except OSError as error:
+            if not path.is_dir():  # a running training has just removed it
+                continue
+            if error.errno not in (errno.EIO, errno.ENOENT):
+                raise ThriftyError(f"{path} could not be read: {error.strerror}", "mend its permissions") from error
+            damaged.append((path, str(error.strerror)))
+            continue
+        notices = [shelf.set_aside(bad, reason, files) for bad, reason in damaged]
+        return {"step": shelf.step_of(path), "scalars": scalars, "name": path.name, "notices": notices}
+    raise _none_left(folder, step, damaged)
+
+
+def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) -> IntegrityError:
+    """Damaged checkpoints stay where they are when there is no other, so that the next load says the same."""
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    if damaged:
+        reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
+        what = f"no undamaged {wanted} is left in {folder} ({reasons})"
+        return IntegrityError(what, "bring the folder back from a copy, or start the run again")
+    others = ", ".join(str(shelf.step_of(path)) for path in shelf.checkpoints(folder))
+    fix = f"there are steps {others}" if others else "the run ended before its first save: start it again"
+    return IntegrityError(f"there is no {wanted} in {folder}", fix)
+
+
+def _fill(checkpoint: Path, into: Tensors) -> None:
+    stored, boxes = Stored(tensor_files(checkpoint)), local_boxes(into)
+    for name in sorted(stored.pieces.keys() | into.keys()):
+        there = stored.describe(name) if name in stored.pieces else "absent"
+        here = f"{into[name].dtype} {tuple(into[name].shape)}" if name in into else "absent"
+        if there != here:
+            what = f"{checkpoint} does not fit this run: {name!r} is {there} in the checkpoint and {here} here"
+            raise UsageError(what, "resume with the recipe that the checkpoint was written with")
+    with torch.no_grad():
+        for name, tensor in into.items():
+            stored.read(name, boxes[name], local_values(tensor))

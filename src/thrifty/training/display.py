@@ -1,0 +1,74 @@
+"""What a person sees while a run goes on: one live line on a terminal, a plain line now and then elsewhere."""
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The numbers of the display; `of_peak` is the share of the measured matrix rate, None when unknown."""
+
+    step: int
+    steps: int
+    loss: float
+    held_out: float | None
+    tokens_per_second: float
+    of_peak: float | None
+    memory: float
+    predicted_memory: float | None
+    seconds_left: float
+
+
+def line(p: Progress) -> str:
+    parts = [f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
+    if p.held_out is not None:
+        parts.append(f"held-out {p.held_out:.3f}")
+    parts.append(f"{p.tokens_per_second:,.0f} tokens/s")
+    if p.of_peak is not None:
+        parts.append(f"{p.of_peak:.0%} of peak")
+    predicted = f" (predicted {p.predicted_memory / 1e9:.2f})" if p.predicted_memory else ""
+    parts.append(f"{p.memory / 1e9:.2f} GB{predicted}")
+    parts.append(f"{duration(p.seconds_left)} left")
+    return " · ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Display:
+    """Quiet ranks print nothing. `update` is cheap enough to call at every step."""
+
+    def __init__(self, quiet: bool = False, every: float = 10.0):
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self.every, self._last = every, -float("inf")
+        self._live = Live(console=self.console, refresh_per_second=4, transient=False) if self.live else None
+
+    @property
+    def live(self) -> bool:
+        return self.console.is_terminal and not self.console.quiet
+
+    def __enter__(self) -> "Display":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(self, progress: Progress, now: bool = False) -> None:
+        if self._live:
+            self._live.update(Text(line(progress), overflow="ellipsis", no_wrap=True))
+        elif now or time.monotonic() - self._last >= self.every:
+            self._last = time.monotonic()
+            self.say(line(progress))
+
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)

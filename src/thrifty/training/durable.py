@@ -1,0 +1,118 @@
+"""The one door to the disk: everything a save changes in the file system passes through a method of `Durable`.
+
+Each primitive is one change that can fail or be the last thing a process does, so a test overrides them, counts them
+and stops the world at every single one. What is written is on the disk, not only in the page cache, once the file
+(`write_file`) and the folder that names it (`sync_folder`) have been flushed.
+"""
+
+import errno
+import hashlib
+import os
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers that mean: the disk, the quota or the limit on file sizes is used up."""
+
+_CHUNK = 16 << 20
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file must hold: its length in bytes and the sha256 of its content in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class Durable:
+    """The real disk. The first group of methods are the primitives; the second is built on them alone."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(exist_ok=True)
+
+    def create_file(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        if sys.platform == "darwin":
+            import fcntl
+
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # macOS keeps fsync'ed data in the drive's cache
+        else:
+            os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomic; a file at `target` is replaced."""
+        os.replace(source, target)
+
+    def remove_file(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        path.rmdir()
+
+    def free_bytes(self, folder: Path) -> int:
+        """What a user may still write where `folder` is, or will be."""
+        while not folder.exists():
+            folder = folder.parent
+        facts = os.statvfs(folder)
+        return facts.f_bavail * facts.f_frsize
+
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+        """Writes and flushes one file; its name is safe only after `sync_folder(path.parent)`."""
+        length, digest = 0, hashlib.sha256()
+        descriptor = self.create_file(path)
+        try:
+            for chunk in chunks:
+                view = memoryview(chunk)
+                digest.update(view)
+                length += len(view)
+                while view:
+                    view = view[self.write(descriptor, view[:_CHUNK]) :]
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+        return Written(length, digest.hexdigest())
+
+    def sync_folder(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def make_folders(self, path: Path) -> None:
+        """`path` and its missing parents, each flushed into the folder above it."""
+        if path.is_dir():
+            return
+        self.make_folders(path.parent)
+        self.make_folder(path)
+        self.sync_folder(path.parent)
+
+    def swap_text(self, path: Path, text: str) -> None:
+        """Replaces a small file as a whole: a reader, or the next start, sees the old text or the new one."""
+        aside = path.with_name(f".{path.name}.partial")
+        try:
+            self.write_file(aside, [text.encode()])
+            self.rename(aside, path)
+        except OSError:
+            with suppress(OSError):
+                self.remove_file(aside)
+            raise
+        self.sync_folder(path.parent)
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a folder and what is in it; a link is removed, not followed."""
+        for entry in sorted(path.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                self.remove_tree(entry)
+            else:
+                self.remove_file(entry)
+        self.remove_folder(path)

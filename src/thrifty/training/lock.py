@@ -1,0 +1,72 @@
+"""One process at a time writes a run folder.
+
+The system holds the lock (`flock`) and frees it when the process ends, however it ends; the file says who holds it. A
+file left by a process that died is taken over and said; one left on another machine is not ours to judge.
+"""
+
+import fcntl
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from thrifty.core.errors import UsageError
+
+
+class Lock:
+    """Held from the moment it is made until `release`. Raises `UsageError` if another process holds it."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.notice = ""
+        """What was found of an earlier owner, if anything worth saying."""
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._taken(self._owner()) from error
+        owner = self._owner()
+        if owner and (owner["host"] != socket.gethostname() or _is_alive(owner)):
+            raise self._taken(owner)
+        if owner:
+            self.notice = f"process {owner['pid']} ended without giving this run back; taken over from it"
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
+
+    def _owner(self) -> dict[str, Any]:
+        """Who wrote the file last and did not empty it; {} if nobody, or if it is not readable as that."""
+        try:
+            owner = json.loads(os.pread(self._descriptor, 4096, 0))
+            return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
+        except (ValueError, KeyError, TypeError):
+            return {}
+
+    def _taken(self, owner: dict[str, Any]) -> UsageError:
+        who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+        fix = "wait for it to end, or give this run another --name"
+        if owner and owner["host"] != socket.gethostname():
+            fix = f"if it no longer runs there, remove {self.file}"
+        return UsageError(f"{self.file.parent} is in use by {who}", fix)
+
+    def release(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+
+def _is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the very process is there, not a later one with the same number."""
+    try:
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
+    except psutil.Error:
+        return False

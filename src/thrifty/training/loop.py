@@ -1,0 +1,101 @@
+"""The training loop: a generator of records.
+
+    changes that are due → batch of the step → gradients → update → record
+
+Everything else (evaluating, saving, showing, stopping) is ordinary code around it that reads the records. A reader may
+touch the state between two records: at a yield the state is exactly what a checkpoint holds.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from thrifty.core.compose import Composition
+from thrifty.core.errors import ThriftyError
+from thrifty.core.ranks import rank, ranks
+from thrifty.core.state import Decision, TrainState
+from thrifty.core.transforms import global_norm
+from thrifty.data.prefetch import prefetch
+
+PATIENCE = 10
+"""Steps in a row without a finite gradient after which a run stops."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one step reports. `step` counts finished steps: 1 after the first."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    tokens: int
+    """Predictions trained in this step, over all ranks."""
+    seconds: float
+    skipped: bool = False
+    notes: dict[str, float] = field(default_factory=dict)
+    changes: tuple[Decision, ...] = ()
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """The random state inside a step: a function of these three and nothing that happened before."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest())
+
+
+def train(run: Composition, state: TrainState, seed: int) -> Iterator[Record]:
+    """Train from the state's step to the run's end, one record a step; the state moves along.
+
+    A step whose loss or gradient is not finite changes neither parameters nor optimizer state nor schedule. Raises
+    ThriftyError after ten such steps in a row, IntegrityError when a technique's promise breaks.
+    """
+    run.verify(state)
+    skipped = 0
+    for batch in prefetch(run.source, state.step, run.steps):
+        began = time.perf_counter()
+        changes = run.changes(state)
+        if changes:
+            run.verify(state)
+        model, optimizer = state.model, state.optimizer
+        assert model is not None and optimizer is not None
+        model.train()
+        torch.manual_seed(step_seed(seed, state.step, rank()))
+        outcome = run.backward(model, run.objective, batch.to(run.device))
+        norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
+        # one transfer for both, and the same numbers on every rank: all take the same decision
+        loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
+        learning_rate = optimizer.learning_rate()
+        finite = math.isfinite(loss) and math.isfinite(gradient_norm)
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        skipped = 0 if finite else skipped + 1
+        tokens = run.objective.tokens(batch) * ranks()
+        _count(state, tokens=tokens, skipped=int(not finite), seconds=time.perf_counter() - began)
+        yield Record(
+            step=state.step,
+            loss=loss,
+            learning_rate=learning_rate,
+            gradient_norm=gradient_norm,
+            tokens=tokens,
+            seconds=time.perf_counter() - began,
+            skipped=not finite,
+            notes=outcome.notes,
+            changes=tuple(changes),
+        )
+        if skipped >= PATIENCE:
+            raise ThriftyError(
+                f"the loss or the gradient was not finite in {skipped} steps in a row, up to step {state.step}: "
+                f"the last loss was {loss}, the last gradient norm {gradient_norm}",
+                fix="lower the learning rate, or switch on optimizers.clip; parameters are as they were before",
+            )
+    run.verify(state)
+
+
+def _count(state: TrainState, **amounts: float) -> None:
+    for name, amount in amounts.items():
+        state.counters[name] = state.counters.get(name, 0) + amount

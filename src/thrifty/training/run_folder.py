@@ -1,0 +1,197 @@
+"""The folder of one run: everything that is kept of it, and the only place where training writes.
+
+Each thing in it is written so that a crash at any moment leaves it readable: small JSON files are replaced as a whole,
+records are lines of which only the last can be cut, checkpoints have a module of their own.
+"""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
+from thrifty.training.durable import NO_ROOM, Durable
+from thrifty.training.lock import Lock
+
+Record = Mapping[str, Any]
+
+
+class RunFolder:
+    """`runs/<name>/`. `RunFolder(path)` looks at nothing; `create` and `lock` make this process its only writer.
+
+    with RunFolder.create(path) as run: ...          a new run
+    with RunFolder.open(path).lock() as run: ...     an existing one, to go on with
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: Lock | None = None
+        self._records: int | None = None
+
+    @classmethod
+    def create(cls, path: Path) -> "RunFolder":
+        """A new folder, locked. Raises `UsageError` if there is something in it, or if another process has it."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UsageError(f"{path} is a file", "give the run another --name") from error
+        _refuse_full(path)  # before the lock, which would leave a file in a folder that is not ours
+        run = cls(path).lock()
+        try:
+            _refuse_full(path)
+        except UsageError:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run, not locked. Raises `UsageError` if there is none."""
+        run = cls(path)
+        if not run.recipe.is_file():
+            runs = [recipe.parent.name for recipe in path.parent.glob("*/recipe.toml")]
+            fix = did_you_mean(path.name, runs) if runs else "start one with `thrifty train`"
+            raise UsageError(f"there is no run in {path}", fix)
+        return run
+
+    def lock(self) -> "RunFolder":
+        """Raises `UsageError` if another process has the run. See `notice` for what was taken over."""
+        if self._lock is None:
+            self._lock = Lock(self.path / "lock")
+        return self
+
+    @property
+    def notice(self) -> str:
+        """Whose lock was taken over, or nothing."""
+        return self._lock.notice if self._lock else ""
+
+    def close(self) -> None:
+        if self._records is not None:
+            os.close(self._records)
+            self._records = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def records(self) -> Path:
+        return self.path / "records.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def plots(self) -> Path:
+        return self.path / "plots"
+
+    def append(self, record: Record) -> None:
+        """Adds a record as one line, at once visible to readers. Numbers that are not finite become null."""
+        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        if self._records is None:
+            self._records = _opened_at_whole_lines(self.records)
+        descriptor = self._records
+        before = os.fstat(descriptor).st_size
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            os.ftruncate(descriptor, before)
+            room = error.errno in NO_ROOM
+            fix = "free some space there, then `thrifty resume`" if room else "mend the disk, then `thrifty resume`"
+            raise ThriftyError(f"{self.records} cannot be written: {error.strerror}", fix) from error
+
+    def sync_records(self) -> None:
+        """Brings all records to the disk; called at each checkpoint."""
+        if self._records is not None:
+            Durable().sync(self._records)
+
+    def read_records(self) -> list[dict[str, Any]]:
+        """All records, oldest first. A line cut by a crash is left out, and of a step repeated after a resume the last
+        counts; changes and notices are told apart by what they say. Raises `IntegrityError` for a damaged line."""
+        found: dict[Any, dict[str, Any]] = {}
+        content = self.records.read_bytes() if self.records.is_file() else b""
+        for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+                identity = (record["kind"], record["step"], record.get("technique"), record.get("text"))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                what = f"line {number} of {self.records} is damaged"
+                raise IntegrityError(what, "remove that line; it is only needed for the report") from error
+            found.pop(identity, None)
+            found[identity] = record
+        return list(found.values())
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Replaces `<name>.json` as a whole: environment, explanation, origins, summary."""
+        self.write_text(f"{name}.json", json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+
+    def write_text(self, file: str, text: str) -> None:
+        """Replaces a file as a whole."""
+        try:
+            Durable().swap_text(self.path / file, text)
+        except OSError as error:
+            fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
+            raise ThriftyError(f"{self.path / file} cannot be written: {error.strerror}", fix) from error
+
+    def read_json(self, name: str) -> Any:
+        """Raises `IntegrityError` if it is missing or not JSON."""
+        try:
+            return json.loads((self.path / f"{name}.json").read_bytes())
+        except FileNotFoundError as error:
+            raise IntegrityError(f"{self.path} has no {name}.json", "is this the folder of a run?") from error
+        except ValueError as error:
+            raise IntegrityError(f"{self.path / name}.json is damaged: {error}", "bring it back from a copy") from error
+
+
+def _refuse_full(path: Path) -> None:
+    if any(entry.name != "lock" for entry in path.iterdir()):
+        fix = "give the new run another --name, or go on with this one: `thrifty resume`"
+        raise UsageError(f"the run folder {path} exists already", fix)
+
+
+def _opened_at_whole_lines(file: Path) -> int:
+    """Open for appending, after cutting what a crash left of a last line."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    content = file.read_bytes()
+    os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+    return descriptor
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan and no infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

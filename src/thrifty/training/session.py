@@ -1,0 +1,193 @@
+"""A run from its first step, or from a checkpoint, to its end: the observers around the loop.
+
+Each record is written, shown, and followed by whatever is due: an evaluation, a checkpoint, a stop.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thrifty.core.batches import Batch
+from thrifty.core.compose import Composition
+from thrifty.core.errors import ThriftyError
+from thrifty.core.ranks import rank, ranks
+from thrifty.core.recipe import Recipe
+from thrifty.core.state import TrainState
+from thrifty.training import checkpoint
+from thrifty.training.agreement import Alone, Together
+from thrifty.training.display import Display, Progress
+from thrifty.training.evaluate import held_out_loss
+from thrifty.training.loop import Record, train
+from thrifty.training.memory import MemoryMeter
+from thrifty.training.run_folder import RunFolder
+from thrifty.training.signals import StopRequest
+
+
+@dataclass
+class Session:
+    written: Mapping[str, Any]
+    """The recipe as plain data, kept in each checkpoint so that a resume can tell what changed."""
+    recipe: Recipe
+    run: Composition
+    held_out: Sequence[Batch]
+    folder: RunFolder
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is known beforehand and belongs in the summary: unigram_entropy, bytes_per_token, predicted_memory,
+    peak_flops_per_second, flops_per_step."""
+    notices: Sequence[str] = ()
+    """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
+    quiet: bool = False
+
+    def run_to_end(self, state: TrainState, meter: MemoryMeter) -> dict[str, Any]:
+        """Train, evaluate, save; returns the summary, which is also in the folder. A stop by signal is not an error:
+        the summary's status is "interrupted" and `exit_code` the signal's."""
+        together = Together() if ranks() > 1 else Alone()
+        observer = _Observer(self, state, meter)
+        observer.summarize("running", 0)
+        with StopRequest() as stop, Display(self.quiet or rank() > 0) as display:
+            observer.display = display
+            for notice in self.notices:
+                display.say(notice)
+            try:
+                status = observer.follow(stop)
+            except ThriftyError as error:
+                with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
+                    observer.note("notice", text=str(error))
+                    observer.summarize("stopped", error.exit_code)
+                raise
+            # the signal handler stays, and no rank leaves, until rank 0 has written the end down
+            return together.first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
+
+
+class _Observer:
+    def __init__(self, session: Session, state: TrainState, meter: MemoryMeter):
+        self.session, self.state, self.meter = session, state, meter
+        self.recipe, self.folder = session.recipe, session.folder
+        self.display = Display(quiet=True)
+        self.held_out: float | None = None
+        self.last: Record | None = None
+        self.saved_step = state.step if state.step else None
+        self.rate = 0.0
+
+    def follow(self, stop: StopRequest) -> str:
+        for record in train(self.session.run, self.state, self.recipe.seed):
+            self.last = record
+            self.record(record)
+            done = record.step == self.session.run.steps
+            if done or record.step % self.recipe.evaluation.every == 0:
+                self.evaluate()
+            stopping = stop.agreed()
+            if done or stopping or record.step % self.recipe.checkpoints.every == 0:
+                self.save()
+            if stopping and not done:
+                self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
+                self.display.say(f"go on with: thrifty resume {self.folder.path}")
+                return "interrupted"
+        if self.held_out is None:  # the run was killed between its last checkpoint and its end
+            self.evaluate()
+        return "finished"
+
+    def record(self, record: Record) -> None:
+        for change in record.changes:
+            self.note("change", **(asdict(change) | {"step": record.step - 1}))
+        rate = record.tokens / record.seconds
+        self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
+        flops = self.session.facts.get("flops_per_step")
+        memory = self.meter.now()
+        self.note(
+            "step",
+            loss=_finite(record.loss),
+            learning_rate=record.learning_rate,
+            gradient_norm=_finite(record.gradient_norm),
+            tokens=self.state.counters["tokens"],
+            seconds=round(self.state.counters["seconds"], 4),
+            step_seconds=round(record.seconds, 5),
+            tokens_per_second=round(rate, 1),
+            flops_per_second=flops / record.seconds if flops else None,
+            memory=memory,
+            skipped=record.skipped,
+            notes=record.notes,
+        )
+        if record.skipped:
+            self.say(f"step {record.step} skipped: loss {record.loss}, gradient norm {record.gradient_norm}")
+        self.show(record, flops, memory)
+
+    def show(self, record: Record, flops: float | None, memory: float) -> None:
+        peak = self.session.facts.get("peak_flops_per_second")
+        left = self.session.run.steps - record.step
+        self.display.update(
+            Progress(
+                step=record.step,
+                steps=self.session.run.steps,
+                loss=record.loss,
+                held_out=self.held_out,
+                tokens_per_second=self.rate,
+                of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
+                memory=memory,
+                predicted_memory=self.session.facts.get("predicted_memory"),
+                seconds_left=left * record.tokens / self.rate,
+            ),
+            now=left == 0,
+        )
+
+    def evaluate(self) -> None:
+        assert self.state.model is not None
+        run = self.session.run
+        self.held_out = held_out_loss(self.state.model, run.objective, self.session.held_out, run.device)
+        best = self.state.counters.get("best_held_out_loss", math.inf)
+        self.is_best = self.held_out < best
+        self.state.counters["best_held_out_loss"] = min(best, self.held_out)
+        self.note("evaluation", loss=_finite(self.held_out))
+
+    is_best = False
+
+    def save(self) -> None:
+        if self.saved_step == self.state.step:
+            return
+        saved = checkpoint.save(
+            self.folder.checkpoints,
+            self.state.step,
+            self.state.tensors(),
+            self.state.scalars() | {"recipe": self.session.written, "steps": self.session.run.steps},
+            best=self.is_best,
+            keep=self.recipe.checkpoints.keep,
+            ranks=Together() if ranks() > 1 else Alone(),
+        )
+        self.saved_step, self.is_best = self.state.step, False
+        self.note("checkpoint", seconds=round(saved.seconds, 4), bytes=saved.bytes)
+        for notice in saved.notices:
+            self.say(notice)
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+        self.note("notice", text=text)
+
+    def note(self, kind: str, **values: Any) -> None:
+        if rank() == 0:
+            self.folder.append({"kind": kind, "step": self.state.step} | values)
+
+    def summarize(self, status: str, exit_code: int) -> dict[str, Any]:
+        counters = self.state.counters
+        summary = {
+            "status": status,
+            "exit_code": exit_code,
+            "steps": self.state.step,
+            "tokens": counters.get("tokens", 0),
+            "seconds": counters.get("seconds", 0.0),
+            "loss": _finite(self.last.loss) if self.last else None,
+            "held_out_loss": _finite(self.held_out),
+            "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
+            "peak_memory": self.meter.peak(),
+            "skipped_steps": int(counters.get("skipped", 0)),
+            **self.session.facts,
+        }
+        if rank() == 0:
+            self.folder.write_json("summary", summary)
+        return summary
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinities: what is not finite is written as null."""
+    return value if value is not None and math.isfinite(value) else None

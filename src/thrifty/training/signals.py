@@ -1,0 +1,52 @@
+"""SIGTERM and SIGINT: finish the step, save, leave with the usual code. A second one leaves at once."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thrifty.core.ranks import ranks
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """While open, remembers the first signal instead of dying of it; `code` is the exit code it stands for."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is not threading.main_thread():
+            return self  # only the main thread of a process may receive signals
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+
+    @property
+    def code(self) -> int:
+        return 128 + self.signal
+
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop; all ranks must ask together, and all get the same answer."""
+        if ranks() == 1:
+            return bool(self.signal)
+        backend = str(dist.get_backend())
+        asked = torch.tensor(self.signal, device="cuda" if backend == "nccl" else "cpu")
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        self.signal = int(asked)
+        return bool(self.signal)
