@@ -21,7 +21,7 @@ lint: $(VENV)/tested
 	$(BIN)/lint-imports
 
 bench: $(VENV)/tested
-	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	export OMP_WAIT_POLICY=PASSIVE; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

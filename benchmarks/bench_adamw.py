@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
-from side_by_side import keep, side_by_side, tell
 from torch import nn
 
+from side_by_side import keep, side_by_side, tell
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
 from thrifty.core.recipe import ModelSettings

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from side_by_side import keep, side_by_side, tell
 
+from side_by_side import keep, side_by_side, tell
 from thrifty.core.batches import BatchSource
 from thrifty.core.compose import Plain, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
@@ -53,7 +53,12 @@ def main() -> None:
         timings = side_by_side({"plain loop": lambda: next(theirs), "thrifty": lambda: next(ours)}, 40, 5)  # noqa: B023
         tell(f"one step of {preset}, 8 x 256 tokens", timings, "plain loop", 8 * 256, "tokens/s")
         if len(sys.argv) > 1:
-            keep(Path(sys.argv[1]) / f"loop-{preset}.json", {"benchmark": "loop", "preset": preset}, timings, "plain loop")
+            keep(
+                Path(sys.argv[1]) / f"loop-{preset}.json",
+                {"benchmark": "loop", "preset": preset},
+                timings,
+                "plain loop",
+            )
 
 
 if __name__ == "__main__":
