@@ -63,8 +63,8 @@ class Prepared:
 
 @contextmanager
 def ranked() -> Iterator[None]:
-    """The process group of a start by torchrun, for as long as the block lasts; nothing for a single process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start."""
+    if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -72,6 +72,8 @@ def ranked() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -99,9 +101,7 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", rank() % torch.cuda.device_count())
 
 
-def prepare(
-    recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False
-) -> Prepared:
+def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False) -> Prepared:
     """Open the data and compose the run.
 
     `model` builds the plain model in place of the recipe's. `steps` is known when a run is resumed; otherwise the
@@ -115,9 +115,9 @@ def prepare(
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        return build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed)
+        return model() if model else build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed)
 
-    plain = Plain(model or build, data.train, find_objective(recipe.objective.name))
+    plain = Plain(build, data.train, find_objective(recipe.objective.name))
     return Prepared(recipe, data, compose(plain, recipe.techniques, steps or _steps(recipe, plain, device), device))
 
 

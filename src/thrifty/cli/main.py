@@ -1,6 +1,7 @@
 """`thrifty VERB …`: verbs are imported only when used, so that help answers at once."""
 
 import importlib
+import os
 import pkgutil
 import signal
 import sys
@@ -11,6 +12,10 @@ import click
 
 from thrifty.cli import __path__ as _folder
 from thrifty.core.errors import ThriftyError, did_you_mean
+
+# A thread that waits for its fellows should sleep: spinning, as OpenMP does by default, makes a step up to ten times
+# slower as soon as anything else wants the processor, and gains nothing on a quiet machine. Read as torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ABOUT = {
     "train": "Train by a recipe: its name or a TOML file, with anything changed.",

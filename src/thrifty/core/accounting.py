@@ -10,13 +10,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
+    """Scores and weighted values, a causal mask not taken off, as torch counts its other attention kernels."""
+    b, h, t, k = query
+    return 4 * b * h * t * key[2] * k
+
+
+def _attention_backward_flops(of_output: torch.Size, query: torch.Size, key: torch.Size, *others: Any, **_: Any) -> int:
+    return _attention_flops(query, key) // 2 * 5  # the scores again, and two products for each of the two
+
+
+FLOPS_OF = {
+    **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
+}
+"""torch's own formulas, and those of kernels that it does not know."""
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -36,18 +54,22 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class LiveBytes(TorchDispatchMode):
-    """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak."""
+class StepTrace(TorchDispatchMode):
+    """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
+    and adds up the FLOPs of matrix products and attention."""
 
     def __init__(self, *known: Tensor):
         super().__init__()
-        self.now, self.peak = 0, 0
+        self.now, self.peak, self.flops = 0, 0, 0
         # storages that were there before (parameters, the batch) are not this step's
         self._alive = {tensor.untyped_storage()._cdata: None for tensor in known}
         self._watches: dict[int, weakref.finalize] = {}
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        formula = FLOPS_OF.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
@@ -72,7 +94,7 @@ class LiveBytes(TorchDispatchMode):
 class _Marking(Objective):
     """Another objective that notes how many bytes are alive once the forward pass is over."""
 
-    def __init__(self, inner: Objective, live: LiveBytes):
+    def __init__(self, inner: Objective, live: StepTrace):
         self.inner, self.live, self.after_forward = inner, live, -1
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
@@ -101,7 +123,7 @@ def count_step(
     """
     model.train()
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with uncollected(), FlopCounterMode(display=False) as flops, LiveBytes(*known) as live:
+    with uncollected(), StepTrace(*known) as live:
         marking = _Marking(objective, live)
         outcome: Outcome = backward(model, marking, batch)
         del outcome
@@ -114,5 +136,5 @@ def count_step(
         optimizer=sum(tensor_bytes(tensor) for tensors in optimizer.slots.values() for tensor in tensors),
         activations=marking.after_forward,
         temporary=max(peak - max(marking.after_forward, gradients), 0),
-        flops=flops.get_total_flops(),
+        flops=live.flops,
     )

@@ -98,3 +98,8 @@ class Recipe:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     techniques: tuple[Technique, ...] = ()
+    """In order of stage, whatever the order given."""
+
+    def __post_init__(self) -> None:
+        ordered = sorted(self.techniques, key=lambda technique: (technique.stage, technique.name))
+        object.__setattr__(self, "techniques", tuple(ordered))

@@ -94,4 +94,5 @@ def fill_tensor(tensor: Tensor, value: Tensor) -> None:
 
 def full_value(tensor: Tensor) -> Tensor:
     """The whole of a tensor, gathered where it is sharded; a copy, so that the original may go."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    # what is not divided (one rank, a replicated tensor) comes back from full_tensor as it is, not as a copy
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()

@@ -14,6 +14,7 @@ from torch import nn
 
 from thrifty.core.backward import Backward
 from thrifty.core.batches import BatchSource
+from thrifty.core.bounds import check_bounds
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
@@ -47,6 +48,9 @@ class Technique:
     def __init_subclass__(cls) -> None:
         _, package, path = cls.__module__.rpartition("techniques.")
         cls.name = path if package else re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def __post_init__(self) -> None:
+        check_bounds(self, self.name)
 
     def model(self, model: nn.Module) -> nn.Module:
         """Before training, and again after every structural change."""

@@ -1,5 +1,6 @@
 """The batches of coming steps, computed in the background while the present one is trained on."""
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,5 +24,7 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
             pending.extend(pool.submit(source.at, step) for step in islice(steps, 1))
             yield batch
     finally:
-        # Not waiting: the collector may run this in the pool's own thread, which cannot wait for itself.
-        pool.shutdown(wait=False, cancel_futures=True)
+        # Not waiting: the collector may run this in the pool's own thread, which cannot wait for itself. At the very
+        # end of the interpreter the pool is gone already.
+        if not sys.is_finalizing():
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -103,7 +103,8 @@ def toml_value(text: str) -> Any:
 
 def toml_table(settings: str, words: str) -> dict[str, Any]:
     """`lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text."""
-    quoted = re.sub(r"=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)", r'="\1"', settings)
+    bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
+    quoted = re.sub(bare, lambda found: found[1] or f'="{found[2]}"', settings)
     try:
         return tomllib.loads(f"table = {{{quoted}}}")["table"]
     except tomllib.TOMLDecodeError:

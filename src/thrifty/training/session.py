@@ -69,6 +69,7 @@ class _Observer:
         self.held_out: float | None = None
         self.last: Record | None = None
         self.saved_step = state.step if state.step else None
+        self.best_step: int | None = None
         self.rate = 0.0
 
     def follow(self, stop: StopRequest) -> str:
@@ -76,10 +77,12 @@ class _Observer:
             self.last = record
             self.record(record)
             done = record.step == self.session.run.steps
-            if done or record.step % self.recipe.evaluation.every == 0:
-                self.evaluate()
             stopping = stop.agreed()
-            if done or stopping or record.step % self.recipe.checkpoints.every == 0:
+            due = done or record.step % self.recipe.checkpoints.every == 0
+            # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
+            if due or record.step % self.recipe.evaluation.every == 0:
+                self.evaluate()
+            if due or stopping:
                 self.save()
             if stopping and not done:
                 self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
@@ -137,11 +140,9 @@ class _Observer:
         run = self.session.run
         self.held_out = held_out_loss(self.state.model, run.objective, self.session.held_out, run.device)
         best = self.state.counters.get("best_held_out_loss", math.inf)
-        self.is_best = self.held_out < best
+        self.best_step = self.state.step if self.held_out < best else self.best_step
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
         self.note("evaluation", loss=_finite(self.held_out))
-
-    is_best = False
 
     def save(self) -> None:
         if self.saved_step == self.state.step:
@@ -151,12 +152,14 @@ class _Observer:
             self.state.step,
             self.state.tensors(),
             self.state.scalars() | {"recipe": self.session.written, "steps": self.session.run.steps},
-            best=self.is_best,
+            best=self.best_step == self.state.step,
             keep=self.recipe.checkpoints.keep,
             ranks=Together() if ranks() > 1 else Alone(),
         )
-        self.saved_step, self.is_best = self.state.step, False
+        self.saved_step = self.state.step
         self.note("checkpoint", seconds=round(saved.seconds, 4), bytes=saved.bytes)
+        if rank() == 0:
+            self.folder.sync_records()
         for notice in saved.notices:
             self.say(notice)
 

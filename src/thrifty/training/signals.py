@@ -48,5 +48,6 @@ class StopRequest:
         backend = str(dist.get_backend())
         asked = torch.tensor(self.signal, device="cuda" if backend == "nccl" else "cpu")
         dist.all_reduce(asked, dist.ReduceOp.MAX)
-        self.signal = int(asked)
-        return bool(self.signal)
+        if asked:  # a signal that came while the ranks talked stays for the next step
+            self.signal = int(asked)
+        return bool(asked)

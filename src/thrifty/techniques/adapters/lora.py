@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thrifty.core.bounds import Positive, Probability
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
@@ -73,9 +74,9 @@ class Lora(Technique):
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
     claims = frozenset({"frozen base weights"})
 
-    rank: int = 8
+    rank: Positive = 8
     alpha: float = 16.0
-    dropout: float = 0.0
+    dropout: Probability = 0.0
     where: str = r"attention|attn|mlp|fc|dense|proj"
     """Pattern that the name of a linear layer must contain."""
     stabilised: bool = False

@@ -14,6 +14,7 @@ from functools import partial
 
 from torch import nn
 
+from thrifty.core.bounds import Natural
 from thrifty.core.errors import Refused
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
@@ -26,7 +27,7 @@ class Tiled(Technique):
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
     claims = frozenset({"attention core"})
 
-    tile: int = 0
+    tile: Natural = 0
     """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512."""
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Presampled
+from thrifty.core.bounds import Positive, Probability
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.ranks import mean_over_ranks
@@ -82,12 +83,12 @@ class Sampler:
 
 @dataclass(frozen=True)
 class GradientNormSampling(Technique):
-    stage, numerics = Stage.SAMPLE, Numerics.DIFFERENT
+    stage, numerics = Stage.SELECT, Numerics.DIFFERENT
     claims = frozenset({"which examples are trained on"})
 
-    times: int = 3
+    times: Positive = 3
     """How many times more examples are looked at than trained on."""
-    momentum: float = 0.9
+    momentum: Probability = 0.9
     """Of the running average of tau."""
 
     def batches(self, source: BatchSource) -> BatchSource:

@@ -10,6 +10,7 @@ Note      lengths rise in equal steps and are multiples of `multiple`, so that f
 from dataclasses import dataclass
 
 from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
@@ -29,11 +30,11 @@ class SequenceLength(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({"sequence length"})
 
-    start: int = 64
+    start: Positive = 64
     """Tokens per example in the first phase."""
     until: Moment = 0.3
-    phases: int = 4
-    multiple: int = 8
+    phases: Positive = 4
+    multiple: Positive = 8
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:

@@ -15,6 +15,7 @@ from torch import nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
+from thrifty.core.bounds import Positive
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -37,7 +38,7 @@ def accumulated(backward: Backward, parts: int) -> Backward:
 class Accumulate(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
 
-    parts: int = 4
+    parts: Positive = 4
     """Micro-batches per step."""
 
     def backward(self, backward: Backward) -> Backward:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thrifty.core.bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_blocks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
@@ -26,7 +27,7 @@ def run_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
 class Recompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
 
-    every: int = 1
+    every: Positive = 1
     """Recompute every k-th block: 1 is all of them, 2 every other one."""
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 
 from dataclasses import dataclass
 
+from thrifty.core.bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import AddDecayedWeights, ScaleByAdam, Transform, chain, scale_by_learning_rate
@@ -26,10 +27,10 @@ class AdamW(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({"optimizer"})
 
-    lr: float = 1e-3
+    lr: Rate = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.1
 
     def update(self, transform: Transform) -> Transform:
         return chain(adamw(self.lr, self.betas, self.eps, self.weight_decay), transform)

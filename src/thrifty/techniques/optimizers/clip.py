@@ -6,7 +6,9 @@ Cost      one pass over the gradients.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from thrifty.core.bounds import Bound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import ClipByGlobalNorm, Transform, chain
@@ -16,7 +18,7 @@ from thrifty.core.transforms import ClipByGlobalNorm, Transform, chain
 class Clip(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
-    largest: float = 1.0
+    largest: Annotated[float, Bound(above=0)] = 1.0
     """Largest 2-norm of all gradients taken as one vector."""
 
     def update(self, transform: Transform) -> Transform:

@@ -9,6 +9,7 @@ Avoid     at small batches, where the noise of the sign hurts; do not keep AdamW
 
 from dataclasses import dataclass
 
+from thrifty.core.bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import AddDecayedWeights, ScaleByLion, Transform, chain, scale_by_learning_rate
@@ -24,9 +25,9 @@ class Lion(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({"optimizer"})
 
-    lr: float = 1e-4
+    lr: Rate = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 1.0
+    weight_decay: Rate = 1.0
 
     def update(self, transform: Transform) -> Transform:
         return chain(lion(self.lr, self.betas, self.weight_decay), transform)

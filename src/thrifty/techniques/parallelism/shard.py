@@ -9,8 +9,9 @@ Does not  rename any parameter.
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -18,7 +19,7 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
-from thrifty.core.objective import Objective
+from thrifty.core.objective import Objective, Prediction
 from thrifty.core.ranks import own_share, ranks
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_blocks, note
@@ -41,6 +42,35 @@ def sharded(model: nn.Module) -> nn.Module:
     return model
 
 
+class GivingBack(Objective):
+    """Another objective that, where no backward pass will do so, frees what was gathered once the losses are known."""
+
+    def __init__(self, inner: Objective):
+        self.inner = inner
+        self.model: nn.Module | None = None
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        self.model = model
+        return self.inner.predict(model, batch)
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self._given_back(self.inner.losses(prediction, batch))
+
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self._given_back(self.inner.scores(prediction, batch))
+
+    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self.inner.normalizers(prediction, batch)
+
+    def tokens(self, batch: Batch) -> int:
+        return self.inner.tokens(batch)
+
+    def _given_back(self, result: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() and isinstance(self.model, FSDPModule):
+            self.model.reshard()
+        return result
+
+
 @dataclass(frozen=True)
 class Shard(Technique):
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
@@ -53,6 +83,9 @@ class Shard(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         return own_share(source)
+
+    def objective(self, objective: Objective) -> Objective:
+        return GivingBack(objective)
 
     def backward(self, backward: Backward) -> Backward:
         def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:

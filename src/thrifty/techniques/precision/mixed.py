@@ -19,27 +19,35 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
 
+def _autocast(batch: Batch) -> torch.autocast:
+    return torch.autocast(batch.weight.device.type, torch.bfloat16)
+
+
 class InBfloat16(Objective):
-    """Another objective with the model's forward pass under autocast. The losses stay outside: they are float32."""
+    """Another objective with the model's forward pass, and its head wherever it is called, under autocast. What
+    follows the logits is float32: objectives see to that themselves."""
 
     def __init__(self, inner: Objective):
         self.inner = inner
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        with torch.autocast(batch.weight.device.type, torch.bfloat16):
+        with _autocast(batch):
             prediction = self.inner.predict(model, batch)
         if prediction.hidden is not None:  # the head's product is one of the matrix products
             prediction.hidden = prediction.hidden.to(torch.bfloat16)
         return prediction
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.losses(prediction, batch)
+        with _autocast(batch):
+            return self.inner.losses(prediction, batch)
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.scores(prediction, batch)
+        with _autocast(batch):
+            return self.inner.scores(prediction, batch)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.normalizers(prediction, batch)
+        with _autocast(batch):
+            return self.inner.normalizers(prediction, batch)
 
     def tokens(self, batch: Batch) -> int:
         return self.inner.tokens(batch)

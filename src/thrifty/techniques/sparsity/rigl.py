@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.bounds import Positive, Probability, Share
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.moments import Moment
 from thrifty.core.sparsity import layer_densities, random_mask
@@ -108,12 +109,12 @@ class Rigl(Technique):
     claims = frozenset({"weight masks"})
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it moves weights that adapters keep frozen"}
 
-    density: float = 0.2
+    density: Share = 0.2
     """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
     distribution: Literal["erk", "uniform"] = "erk"
-    every: int = 100
+    every: Positive = 100
     """Steps between moves."""
-    alpha: float = 0.3
+    alpha: Probability = 0.3
     """Share of the active connections moved at first."""
     until: Moment = 0.75
     where: str = r"\.\d+\."
@@ -121,8 +122,6 @@ class Rigl(Technique):
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:
-        if not 0 < self.density <= 1:
-            raise Refused(f"density {self.density} is not in (0, 1]", fix="density=0.2 keeps a fifth of the weights")
         densities = self.densities(dict(model.named_parameters()))
         if not densities:
             raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")

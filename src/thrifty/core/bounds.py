@@ -1,0 +1,44 @@
+"""Limits of settings, stated where the setting is declared: `parts: Positive = 4`."""
+
+import typing
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from thrifty.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a number may be; `above` excludes the limit itself."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+
+    def admits(self, value: float) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+        )
+
+    def __str__(self) -> str:
+        parts = {"at least": self.least, "above": self.above, "at most": self.most}
+        return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
+
+
+Positive = Annotated[int, Bound(least=1)]
+Natural = Annotated[int, Bound(least=0)]
+Share = Annotated[float, Bound(above=0, most=1)]
+Probability = Annotated[float, Bound(least=0, most=1)]
+Rate = Annotated[float, Bound(least=0)]
+
+
+def check_bounds(value: Any, name: str) -> None:
+    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation."""
+    hints = typing.get_type_hints(type(value), include_extras=True)
+    for field in fields(value):
+        for bound in getattr(hints[field.name], "__metadata__", ()):
+            given = getattr(value, field.name)
+            if isinstance(bound, Bound) and not bound.admits(given):
+                raise UsageError(f"{name}: {field.name} is {given!r}", fix=f"{field.name} must be {bound}")

@@ -1,0 +1,90 @@
+"""`thrifty doctor` tells what is there, what is missing and what to do."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from thrifty.cli.doctor import command, diagnose
+from thrifty.planning.probe import CompileTrial, Gpu, Machine, probe
+from thrifty.planning.rates import Rate
+
+STEADY = {"float32": Rate(2e11, 1.9e11, 2.1e11, 5), "bfloat16": Rate(8e11, 7e11, 9e11, 5)}
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Machine:
+    """This machine with everything in place and nobody else on it."""
+    return replace(
+        probe(quick=True),
+        torch="2.11.0+cpu",
+        compiler="/usr/bin/g++",
+        python_headers=True,
+        memory_available=int(16e9),
+        disk_free=int(100e9),
+        core_quota=None,
+        missing_extras={},
+        backends=("gloo", "nccl"),
+        gpus=(),
+        matmul=STEADY,
+    )
+
+
+def test_nothing_is_said_of_a_healthy_machine(healthy):
+    assert diagnose(healthy, True, CompileTrial(True, 10.0, "")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        ({"compiler": None}, "attention.tiled", "apt-get install g++"),
+        ({"python_headers": False}, "compile", "python3-dev"),
+        ({"matmul": {**STEADY, "bfloat16": STEADY["float32"]}}, "1.00 times", "precision.mixed"),
+        ({"matmul": {**STEADY, "float32": Rate(5e10, 1e10, 2e11, 9)}}, "other programs", "quiet"),
+        ({"core_quota": 1.0, "logical_cores": 8}, "grants 1", "OMP_NUM_THREADS=1"),
+        ({"disk_free": int(1e9)}, "1.00 GB", "free some"),
+        ({"memory_available": int(1e9)}, "1.00 GB", "smaller preset"),
+        ({"missing_extras": {"hub": ("datasets",)}}, "datasets", 'pip install "thrifty[hub]"'),
+        ({"backends": ()}, "gloo", "torch wheel"),
+        ({"backends": ("gloo",), "gpus": (Gpu("a GPU", int(8e9), "8.0", STEADY),)}, "NCCL", "CUDA"),
+    ],
+)
+def test_each_thing_missing_is_named_with_what_to_do_and_does_not_stop_training(healthy, changes, what, fix):
+    (finding,) = diagnose(replace(healthy, **changes), True, None)
+    assert what in finding.what and fix in finding.fix and not finding.fatal
+
+
+def test_what_makes_training_impossible_is_fatal(healthy):
+    (old,) = diagnose(replace(healthy, torch="2.4.1"), True, None)
+    (locked,) = diagnose(healthy, False, None)
+    assert old.fatal and "2.11" in old.fix and locked.fatal
+
+
+def test_a_compiler_that_does_not_work_is_found_by_trying(healthy):
+    (finding,) = diagnose(healthy, True, CompileTrial(False, 3.0, "ld: cannot find -lgomp"))
+    assert "cannot find -lgomp" in finding.what and "--without compile" in finding.fix
+
+
+def test_json_is_one_document_with_the_same_facts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["--quick", "--json"])
+    document = json.loads(result.stdout)
+    assert result.exit_code == 0 and set(document) == {"machine", "compile", "findings"}
+    assert document["machine"]["matmul"]["float32"]["median"] > 0 and document["compile"] is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_names_the_measured_rates(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["--quick"])
+    assert result.exit_code == 0
+    for words in ("float32 products", "FLOP/s", "C++ compiler", "physical", "disk here"):
+        assert words in result.stdout
+
+
+def test_exit_code_is_1_where_no_run_folder_can_be_made(tmp_path, monkeypatch):
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(command, ["--quick"])
+    assert result.exit_code == 1 and "cannot train" in result.stdout

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from thrifty.cli.sample import command
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import ModelSettings
+from thrifty.models import build_model, export_model, model_shape
+from thrifty.models.interchange import import_folder
+from thrifty.models.sampling import generate
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An exported model with random weights and a byte-level tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["a word and another word"], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = ModelSettings(preset="llama-nano", depth=1, width=32)
+    model = build_model(settings, 280, 64, seed=0)
+    export_model(model, model_shape(settings, 280, 64), tmp_path / "model", tmp_path / "tokenizer.json")
+    return tmp_path / "model"
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_json_is_one_document_with_the_tokens_that_generate_gives(folder):
+    options = ["--prompt", "a word", "--tokens", 12, "--temperature", 0, "--json"]
+    answer = json.loads(run(folder, *options).stdout)
+    model, _ = import_folder(folder)
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("a word").ids
+    expected = generate(model, torch.tensor([ids]), 12, greedy=True, stop=0)[0, len(ids) :].tolist()
+    assert answer["new_tokens"] == expected
+    assert answer["text"].startswith("a word") and len(answer["text"]) > len("a word")
+
+
+def test_text_continues_the_prompt_and_the_seed_decides_how(folder):
+    first, same, other = (
+        run(folder, "--prompt", "a word", "--tokens", 20, "--seed", seed).stdout for seed in (1, 1, 2)
+    )
+    assert first.startswith("a word") and first == same != other
+
+
+def test_without_a_prompt_the_model_begins_a_document(folder):
+    answer = json.loads(run(folder, "--tokens", 5, "--json").stdout)
+    assert answer["prompt"] == "" and 1 <= len(answer["new_tokens"]) <= 5
+
+
+def test_what_cannot_be_sampled_from_is_refused(folder, tmp_path):
+    with pytest.raises(UsageError, match="is not a run folder"):
+        run(tmp_path / "nothing")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match="no tokenizer"):
+        run(folder)
+    assert run(folder, "--temperature", -1).exit_code == 2

@@ -1,0 +1,269 @@
+"""What every technique promises. A new file in the catalogue is picked up here by itself."""
+
+import dataclasses
+import inspect
+import random
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from torch import nn
+
+from thrifty import techniques
+from thrifty.core.accounting import count_step
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.explain import count, explain
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState, read_log
+from thrifty.core.technique import Numerics, Technique
+from thrifty.recipes.values import build, to_data
+from thrifty.training import checkpoint
+from tiny_runs import (
+    advance,
+    assert_same,
+    losses,
+    plain_run,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
+
+HOW = range(Stage.SPLIT, Stage.SOURCE)
+"""Stages that decide how something is computed, never what."""
+STEPS = 6
+
+
+@pytest.fixture(params=techniques.names())
+def name(request: pytest.FixtureRequest) -> str:
+    torch._dynamo.reset()
+    if request.param.startswith("parallelism."):
+        request.getfixturevalue("one_rank")  # several ranks: tests/techniques/test_parallelism.py
+    return request.param
+
+
+@pytest.fixture
+def one(name: str) -> Technique:
+    return technique(name)
+
+
+def overrides(one: Technique, seam: str) -> bool:
+    return getattr(type(one), seam) is not getattr(Technique, seam)
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval().head(model(plain_run().source.at(9)["tokens"][:, :-1]))
+
+
+def test_its_card_names_a_paper_and_a_promise(one: Technique) -> None:
+    card = inspect.getdoc(sys.modules[type(one).__module__]) or ""
+    starts = [line.split("  ")[0] for line in card.splitlines()]
+    assert "Paper" in starts and "Promise" in starts
+
+
+def test_it_is_a_frozen_value_whose_settings_survive_toml(one: Technique, name: str) -> None:
+    assert one.name == name
+    assert hash(one) == hash(dataclasses.replace(one))
+    for field in dataclasses.fields(one):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, field.name, getattr(one, field.name))
+    for value in (one, techniques.find(name)()):
+        assert build(type(one), tomllib.loads(tomli_w.dumps(to_data(value)))) == value
+
+
+def test_its_stage_and_its_numerics_agree(one: Technique) -> None:
+    assert one.stage in Stage
+    assert (one.tolerance > 0) == (one.numerics is Numerics.ROUNDING)
+    if one.stage in HOW:
+        assert one.numerics is not Numerics.DIFFERENT
+
+
+def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> None:
+    plain = plain_run()
+    run = Composition(plain, (one,), STEPS)
+    bare = Composition(plain, (), STEPS)
+    for seam, mine, theirs in (
+        ("batches", run.source, plain.source),
+        ("objective", run.objective, plain.objective),
+        ("backward", run.backward, bare.backward),
+    ):
+        assert (mine is theirs) or overrides(one, seam), seam
+    if not overrides(one, "model"):
+        assert dict(run.build_model().named_parameters()).keys() == dict(plain.build().named_parameters()).keys()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
+    plain = plain_run(style="gpt", dropout=dropout)
+    if one.numerics is Numerics.DIFFERENT or (dropout and one.numerics is Numerics.ROUNDING):
+        pytest.skip("another algorithm" if one.numerics is Numerics.DIFFERENT else "draws its masks differently")
+    reference, expected = run_through(plain, with_optimizer([]), STEPS)
+    records, state = run_through(plain, with_optimizer([one]), STEPS)
+    if one.numerics is Numerics.EXACT:
+        assert losses(records) == losses(reference)
+        assert_same(snapshot(state), snapshot(expected))
+    else:
+        assert losses(records) == pytest.approx(losses(reference), rel=one.tolerance)
+
+
+def test_it_learns(one: Technique) -> None:
+    records, _ = run_through(plain_run(repeated=True), with_optimizer([one]), 40)
+    assert losses(records)[-1] < losses(records)[0] - 1.0
+
+
+def test_it_keeps_every_name_of_the_plain_model(one: Technique) -> None:
+    _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
+    assert state.model is not None
+    found, plain = (dict(model.named_parameters()).keys() for model in (state.model, plain_run().build()))
+    assert plain <= found
+    if one.stage in HOW:
+        assert plain == found
+
+
+def test_the_order_in_which_techniques_are_given_is_irrelevant(one: Technique) -> None:
+    together = with_optimizer([one])
+    for other in ("optimizers.clip", "schedules.linear", "large_batch.accumulate", "memory.recompute"):
+        if other != one.name and not technique(other).claims & one.claims:
+            together.append(technique(other))
+    _, state = run_through(plain_run(), together, 4)
+    random.Random(one.name).shuffle(together)
+    for order in (together, together[::-1]):
+        torch._dynamo.reset()
+        _, other_state = run_through(plain_run(), order, 4)
+        assert_same(snapshot(other_state), snapshot(state))
+
+
+def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(one: Technique, tmp_path: Path) -> None:
+    plain = plain_run(style="gpt", dropout=0.3)  # what is drawn inside a step must come back too
+    straight, expected = run_through(plain, with_optimizer([one]), STEPS)
+    run = compose(plain, with_optimizer([one]), STEPS)
+    state = run.start()
+    first = advance(run, state, 3)
+    checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
+    found = checkpoint.find(tmp_path)
+    run = compose(plain, with_optimizer([one]), STEPS)
+    state = run.place(read_log(found.scalars))
+    checkpoint.fill(found, state.tensors())
+    state.load_scalars(found.scalars)
+    second = advance(run, state)
+    assert losses(first + second) == losses(straight)
+    assert_same(snapshot(state), snapshot(expected))
+
+
+def test_two_runs_of_one_composition_are_the_same_run(one: Technique) -> None:
+    run = compose(plain_run(), with_optimizer([one]), 3)
+    states = []
+    for _ in range(2):
+        state = run.start()
+        advance(run, state)
+        states.append(snapshot(state))
+    assert_same(*states)
+
+
+def test_its_promise_holds_at_every_step(one: Technique) -> None:
+    run = compose(plain_run(), with_optimizer([one]), STEPS)
+    state = run.start()
+    for step in range(STEPS + 1):
+        run.verify(state)
+        if step < STEPS:
+            advance(run, state, step + 1)
+
+
+def test_a_broken_promise_is_noticed(one: Technique) -> None:
+    if not overrides(one, "holds"):
+        pytest.skip("it promises nothing that can be checked on the state")
+    noticed = []
+    for break_it in (every_weight_is_one, nothing_is_logged, what_was_frozen_is_trained):
+        run = compose(plain_run(), with_optimizer([one]), 2)
+        state = run.start()
+        run.verify(state)
+        break_it(state)
+        try:
+            run.verify(state)
+        except IntegrityError as error:
+            noticed.append(str(error))
+    assert noticed, "nothing that was broken was noticed"
+    assert all(one.name in message for message in noticed)
+
+
+@torch.no_grad()
+def every_weight_is_one(state: TrainState) -> None:
+    assert state.model is not None
+    for parameter in state.model.parameters():
+        parameter.fill_(1.0)
+
+
+def nothing_is_logged(state: TrainState) -> None:
+    state.log.clear()
+
+
+def what_was_frozen_is_trained(state: TrainState) -> None:
+    assert state.model is not None
+    state.model.requires_grad_(True)
+
+
+def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Technique) -> None:
+    _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
+    assert state.model is not None
+    before = logits_of(state.model)
+    finished = one.finish(state.model)
+    assert (logits_of(finished) - before).abs().max() < 1e-5
+    plain = plain_run().build()
+    assert list(dict(finished.named_parameters())) == list(dict(plain.named_parameters()))
+    assert finished.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_its_footprint_counted_without_memory_is_the_one_counted_with_it(one: Technique) -> None:
+    if overrides(one, "footprint"):
+        pytest.skip("it states its own")
+    run = compose(plain_run(), with_optimizer([one]), STEPS)
+    _, counted = count(run, run.techniques)
+    model = run.build_model()
+    optimizer = TransformOptimizer(model.named_parameters(), run.transform())
+    assert counted == count_step(model, run.objective, run.backward, run.source.at(STEPS - 1), optimizer)
+
+
+def test_it_is_explained_without_making_a_tensor(one: Technique) -> None:
+    built: list[nn.Module] = []
+    plain = plain_run()
+
+    def build_and_keep() -> nn.Module:
+        built.append(plain.build())
+        return built[-1]
+
+    run = compose(Plain(build_and_keep, plain.source, plain.objective), with_optimizer([one]), STEPS)
+    explanation = explain(run)
+    assert [row.technique for row in explanation.rows] == list(run.techniques)
+    assert explanation.footprint.memory > 0 and explanation.footprint.flops > 0
+    assert built and all(hasattr(parameter, "fake_mode") for model in built for parameter in model.parameters())
+
+
+def test_it_refuses_in_words_a_model_that_it_cannot_work_on(one: Technique) -> None:
+    try:
+        one.model(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    except UsageError as error:
+        assert error.what
+
+
+def test_off_is_off() -> None:
+    """Having every technique imported and made changes nothing of a run that uses none of them."""
+    program = (
+        "from tiny_runs import losses, plain_run, run_through, technique\n"
+        "print(*[loss.hex() for loss in losses(run_through(plain_run(), [technique('optimizers.adamw')], 4)[0])])"
+    )
+    tests = Path(__file__).parents[1]
+    alone = subprocess.run(
+        [sys.executable, "-c", f"import torch; torch.set_num_threads(1)\n{program}"],
+        cwd=tests, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in techniques.names():
+        techniques.find(name)()
+    found = losses(run_through(plain_run(), [technique("optimizers.adamw")], 4)[0])
+    assert alone.stdout.split() == [loss.hex() for loss in found]

@@ -1,0 +1,81 @@
+"""Batches as a pure function of the step, however they are divided."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from thrifty.core.batches import Batch, BatchSource, Mapped, Presampled, Share
+
+
+class Numbered(BatchSource):
+    """Row r of step s is the number s · batch + r."""
+
+    def __init__(self, batch: int):
+        self.batch = batch
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        numbers = torch.arange(step * self.batch + start, step * self.batch + stop)
+        return Batch({"number": numbers, "pair": torch.stack([numbers, -numbers], 1)}, self.weight(stop - start))
+
+    def weight(self, count: int) -> Tensor:
+        return torch.full((count,), 1 / self.batch, dtype=torch.float64)
+
+
+def numbers(batch: Batch) -> list[int]:
+    return batch["number"].tolist()
+
+
+@given(share=some.integers(1, 5), ranks=some.integers(1, 6), step=some.integers(0, 1000))
+def test_the_shares_of_all_ranks_are_the_effective_batch(share: int, ranks: int, step: int) -> None:
+    source = Numbered(share * ranks)
+    parts = [Share(source, rank, ranks).at(step) for rank in range(ranks)]
+    assert [n for part in parts for n in numbers(part)] == numbers(source.at(step))
+    assert sum(float(part.weight.sum()) for part in parts) == pytest.approx(1.0)
+
+
+@given(batch=some.integers(1, 6), times=some.integers(1, 5), step=some.integers(0, 1000), data=some.data())
+def test_presampling_gives_consecutive_batches_whole_or_in_any_part(
+    batch: int, times: int, step: int, data: some.DataObject
+) -> None:
+    source = Numbered(batch)
+    presampled = Presampled(source, times)
+    whole = presampled.at(step)
+    assert presampled.batch == len(whole) == batch * times
+    assert numbers(whole) == [n for i in range(times) for n in numbers(source.at(step * times + i))]
+    assert float(whole.weight.sum()) == pytest.approx(1.0)
+    start = data.draw(some.integers(0, len(whole) - 1))
+    stop = data.draw(some.integers(start + 1, len(whole)))
+    assert numbers(presampled.rows(step, start, stop)) == numbers(whole)[start:stop]
+
+
+@given(share=some.integers(1, 4), ranks=some.integers(1, 4), times=some.integers(1, 4), step=some.integers(0, 50))
+def test_ranks_that_presample_see_together_what_one_process_sees(share: int, ranks: int, times: int, step: int) -> None:
+    source = Numbered(share * ranks)
+    whole = sorted(numbers(Presampled(source, times).at(step)))
+    before = [Presampled(Share(source, rank, ranks), times) for rank in range(ranks)]
+    after = [Share(Presampled(source, times), rank, ranks) for rank in range(ranks)]
+    for parts in (before, after):
+        assert sorted(n for part in parts for n in numbers(part.at(step))) == whole
+
+
+@given(ranks=some.integers(1, 4), step=some.integers(0, 50))
+def test_a_pure_function_of_the_step_commutes_with_sharing(ranks: int, step: int) -> None:
+    def shifted(step: int, batch: Batch) -> Batch:
+        return batch.map(lambda tensor: tensor + step)
+
+    source = Numbered(2 * ranks)
+    for rank in range(ranks):
+        one, other = Mapped(Share(source, rank, ranks), shifted), Share(Mapped(source, shifted), rank, ranks)
+        assert numbers(one.at(step)) == numbers(other.at(step))
+        assert one.batch == other.batch == 2
+
+
+def test_rows_and_picked_examples_keep_fields_and_weights_together() -> None:
+    batch = Numbered(5).at(2).weighted(torch.arange(5.0))
+    part = batch.take(torch.tensor([4, 0, 4]))
+    assert numbers(part) == [14, 10, 14] and part.weight.tolist() == [4, 0, 4]
+    assert part["pair"].tolist() == [[14, -14], [10, -10], [14, -14]]
+    assert numbers(batch.rows(1, 3)) == [11, 12] and batch.rows(1, 3).weight.tolist() == [1, 2]
+    assert len(part) == 3 and numbers(part.to("cpu")) == numbers(part)

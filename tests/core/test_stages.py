@@ -1,0 +1,109 @@
+"""The one table of order."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+from thrifty import techniques
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.compose import compose
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Numbers, Slots, Transform, chain
+from tiny_runs import plain_run, technique
+
+HEARD: list[str] = []
+
+
+class Speaking(Transform):
+    def __init__(self, name: str):
+        self.name = name
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        HEARD.append(self.name)
+        return updates
+
+
+class Around(Transform):
+    name = "around"
+
+    def __init__(self, inner: Transform, word: str):
+        self.inner, self.word = inner, word
+        self.numbers, self.init = inner.numbers, inner.init  # type: ignore[method-assign]
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        HEARD.append(f"{self.word} in")
+        updates = self.inner.update(updates, slots, parameters, numbers)
+        HEARD.append(f"{self.word} out")
+        return updates
+
+
+@dataclass(frozen=True)
+class Telling(Technique):
+    """Says at each seam when it is asked."""
+
+    numerics: ClassVar[Numerics] = Numerics.DIFFERENT
+    word: str = field(default="")
+
+    def model(self, model: nn.Module) -> nn.Module:
+        HEARD.append(f"{self.word} model")
+        return model
+
+    def backward(self, backward: Backward) -> Backward:
+        def telling(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+            HEARD.append(f"{self.word} before")
+            outcome = backward(model, objective, batch)
+            HEARD.append(f"{self.word} after")
+            return outcome
+
+        return telling
+
+
+class First(Telling):
+    stage = Stage.INITIALIZE
+
+    def update(self, transform: Transform) -> Transform:
+        return Around(transform, self.word)
+
+
+class Second(Telling):
+    stage = Stage.ACCUMULATE
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(Speaking(self.word), transform)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_models_are_folded_and_gradients_pass_in_order_of_stage(reverse: bool) -> None:
+    chosen = [First("first"), Second("second"), technique("optimizers.adamw")]
+    run = compose(plain_run(depth=1), chosen[::-1] if reverse else chosen, 1)
+    HEARD.clear()
+    state = run.start()
+    assert HEARD == ["first model", "second model"]
+    HEARD.clear()
+    assert state.model is not None and state.optimizer is not None
+    run.backward(state.model, run.objective, run.source.at(0))
+    assert HEARD == ["first before", "second before", "second after", "first after"]
+    HEARD.clear()
+    state.optimizer.step()
+    assert HEARD == ["first in", "second", "first out"]
+
+
+def test_the_table_has_each_stage_once_and_its_groups_in_order() -> None:
+    labels = [stage.label for stage in Stage]
+    assert len(set(labels)) == len(labels) == 30
+    assert Stage.PRECISION < Stage.SPLIT <= Stage.SHARD < Stage.SOURCE
+    assert Stage.SOURCE < Stage.SELECT < Stage.RESHAPE < Stage.OBJECTIVE
+    assert Stage.CLIP < Stage.PRECONDITION < Stage.DECAY < Stage.SCHEDULE < Stage.AVERAGE
+
+
+def test_gradients_are_summed_over_ranks_once_after_all_micro_batches() -> None:
+    assert Stage.REDUCE < Stage.ACCUMULATE < Stage.SCALE
+
+
+def test_every_technique_names_a_stage_of_the_table() -> None:
+    assert all(techniques.find(name).stage in Stage for name in techniques.names())

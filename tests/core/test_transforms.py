@@ -1,0 +1,237 @@
+"""Gradient transforms against float64 arithmetic written out, torch's AdamW and lion_pytorch."""
+
+import math
+
+import pytest
+import torch
+from lion_pytorch import Lion as TheirLion
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.core.fused import split_fused_tail
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.parameters import is_matrix
+from thrifty.core.transforms import (
+    AddDecayedWeights,
+    Chain,
+    ClipByGlobalNorm,
+    ScaleByAdam,
+    ScaleByLion,
+    ScaleBySchedule,
+    Transform,
+    chain,
+    global_norm,
+    partition,
+    scale_by_learning_rate,
+)
+from thrifty.techniques.optimizers.adamw import adamw
+from thrifty.techniques.optimizers.lion import lion
+
+SHAPES = {"one.weight": (5, 3), "one.bias": (5,), "two.weight": (4, 5)}
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES.values()]
+
+
+def applied(transform: Transform, steps: int, born: int = 0) -> list[list[Tensor]]:
+    """What a transform makes of the gradients of each step, the parameters standing still."""
+    held = parameters()
+    values = [parameter.detach() for parameter in held.values()]
+    slots = transform.init(list(held), values)
+    return [
+        transform.update([g.clone() for g in gradients(step)], slots, values, transform.numbers(step, step - born))
+        for step in range(steps)
+    ]
+
+
+def trained(
+    transform: Transform, steps: int, compiled: bool = False, dtype: torch.dtype = torch.float32
+) -> dict[str, nn.Parameter]:
+    held = parameters(dtype=dtype)
+    optimizer = TransformOptimizer(held.items(), transform)
+    if compiled:
+        optimizer.compile(backend="aot_eager", fullgraph=True)
+    for step in range(steps):
+        for parameter, gradient in zip(held.values(), gradients(step, dtype), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return held
+
+
+def assert_close(found: dict[str, nn.Parameter], wanted: dict[str, nn.Parameter], tolerance: float) -> None:
+    for name in wanted:
+        assert (found[name] - wanted[name]).abs().max() <= tolerance, name
+
+
+class Unfusable(ScaleByAdam):
+    """The same element, which the fused kernel does not recognise."""
+
+
+def test_chains_inside_chains_are_opened_and_the_identity_is_left_out() -> None:
+    a, b, c = ScaleByAdam(), AddDecayedWeights(0.1), scale_by_learning_rate(1.0)
+    assert list(chain(chain(a, b), Transform(), c).elements.values()) == [a, b, c]
+    assert list(chain(chain(a), chain(b, chain(c))).elements) == list(chain(a, b, c).elements)
+
+
+def test_two_elements_of_one_name_keep_their_own_state() -> None:
+    twice = chain(ScaleByLion(0.9, 0.99), ScaleByLion(0.5, 0.5))
+    assert list(twice.elements) == ["scale_by_lion", "scale_by_lion#2"]
+    slots = twice.init(["x"], [torch.zeros(2)])
+    assert set(slots) == {"scale_by_lion.momentum", "scale_by_lion#2.momentum"}
+    twice.update([torch.ones(2)], slots, [torch.zeros(2)], {})
+    assert slots["scale_by_lion.momentum"][0][0] != slots["scale_by_lion#2.momentum"][0][0]
+
+
+def test_adam_is_algorithm_one_of_its_paper() -> None:
+    mean = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
+    square = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
+    for step, found in enumerate(applied(ScaleByAdam(0.8, 0.95, 1e-6), 5)):
+        for i, g in enumerate(gradients(step, torch.float64)):
+            mean[i] = 0.8 * mean[i] + 0.2 * g
+            square[i] = 0.95 * square[i] + 0.05 * g * g
+            wanted = (mean[i] / (1 - 0.8 ** (step + 1))) / ((square[i] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-6)
+            torch.testing.assert_close(found[i].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_lion_is_program_one_of_its_paper() -> None:
+    momentum = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
+    for step, found in enumerate(applied(ScaleByLion(0.7, 0.9), 5)):
+        for i, g in enumerate(gradients(step, torch.float64)):
+            assert torch.equal(found[i].double(), (0.7 * momentum[i] + 0.3 * g).sign())
+            momentum[i] = 0.9 * momentum[i] + 0.1 * g
+
+
+def test_decay_is_added_to_matrices_and_spares_vectors() -> None:
+    held = list(parameters().values())
+    (found,) = applied(AddDecayedWeights(0.1), 1)
+    for update, gradient, parameter in zip(found, gradients(0), held, strict=True):
+        wanted = gradient.double() + (0.1 * parameter.double() if parameter.ndim > 1 else 0.0)
+        torch.testing.assert_close(update.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_schedule_multiplies_by_its_factor_of_the_step() -> None:
+    for step, found in enumerate(applied(ScaleBySchedule(lambda step: 0.5**step), 4)):
+        assert all(torch.equal(f, g * 0.5**step) for f, g in zip(found, gradients(step), strict=True))
+
+
+@pytest.mark.parametrize("largest", [0.5, 1e6])
+def test_clipping_bounds_the_joint_norm_and_leaves_small_gradients_alone(largest: float) -> None:
+    (found,) = applied(ClipByGlobalNorm(largest), 1)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradients(0, torch.float64)))
+    factor = min(1.0, largest / norm)
+    for f, g in zip(found, gradients(0, torch.float64), strict=True):
+        torch.testing.assert_close(f.double(), g * factor, rtol=1e-5, atol=1e-7)
+    assert float(global_norm(gradients(0))) == pytest.approx(norm, rel=1e-6)
+
+
+def test_partition_gives_each_parameter_to_its_first_rule() -> None:
+    split = partition(
+        ("matrices", is_matrix, ScaleByLion()),
+        ("rest", lambda name, parameter: True, chain(ScaleByAdam(), ScaleBySchedule(lambda step: 2.0))),
+    )
+    by_lion, by_adam = applied(ScaleByLion(), 3), applied(ScaleByAdam(), 3)
+    for step, found in enumerate(applied(split, 3)):
+        assert torch.equal(found[0], by_lion[step][0]) and torch.equal(found[2], by_lion[step][2])
+        assert torch.equal(found[1], by_adam[step][1] * 2)
+
+
+def test_partition_refuses_to_leave_a_parameter_out() -> None:
+    with pytest.raises(UsageError, match=r"no rule covers parameter 'one.bias' of shape \(5,\)"):
+        TransformOptimizer(parameters().items(), partition(("matrices", is_matrix, ScaleByLion())))
+
+
+def test_every_slot_of_a_partition_has_one_entry_per_parameter() -> None:
+    split = partition(("matrices", is_matrix, ScaleByLion()), ("rest", lambda n, p: True, ScaleByAdam()))
+    slots = split.init(list(SHAPES), list(parameters().values()))
+    assert {slot: [len(tensor) for tensor in tensors] for slot, tensors in slots.items()} == {
+        "matrices.momentum": [5, 0, 4], "rest.mean": [0, 5, 0], "rest.square": [0, 5, 0],
+    }  # fmt: skip
+
+
+def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
+    rate = ScaleBySchedule(lambda step: 1 - step / 200)
+    fused = chain(adamw(1e-2, (0.9, 0.95), 1e-8, 0.1), rate)
+    plain = chain(Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2), rate)
+    assert split_fused_tail(fused)[1] is not None
+    assert split_fused_tail(plain)[1] is None
+    theirs = parameters()
+    groups = [
+        {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    for step in range(100):
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * (1 - step / 200)
+        for parameter, gradient in zip(theirs.values(), gradients(step), strict=True):
+            parameter.grad = gradient
+        reference.step()
+    assert_close(trained(fused, 100), theirs, 1e-7)
+    exact = [trained(transform, 100, dtype=torch.float64) for transform in (fused, plain)]
+    assert_close(*exact, 1e-12)
+
+
+def test_what_stands_before_the_fused_tail_still_acts() -> None:
+    clipped = chain(ClipByGlobalNorm(0.1), adamw(1e-2))
+    plain = chain(ClipByGlobalNorm(0.1), Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2))
+    head, tail = split_fused_tail(clipped)
+    assert tail is not None and isinstance(head, Chain) and list(head.elements) == ["clip_by_global_norm"]
+    exact = [trained(transform, 20, dtype=torch.float64) for transform in (clipped, plain)]
+    assert_close(*exact, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "elements",
+    [
+        (ScaleByAdam(),),
+        (ScaleByAdam(), scale_by_learning_rate(0.1), ClipByGlobalNorm(1.0)),
+        (ScaleByAdam(), scale_by_learning_rate(0.1), AddDecayedWeights(0.1)),
+        (ScaleByLion(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
+        (AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
+        (scale_by_learning_rate(0.1),),
+    ],
+)
+def test_only_the_exact_tail_of_adamw_is_fused(elements: tuple[Transform, ...]) -> None:
+    transform = chain(*elements)
+    assert split_fused_tail(transform) == (transform, None)
+
+
+def test_lion_is_lion_pytorch() -> None:
+    theirs = parameters(dtype=torch.float64)
+    groups = [
+        {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = TheirLion(groups, lr=1e-3, betas=(0.9, 0.99))
+    for step in range(100):
+        for parameter, gradient in zip(theirs.values(), gradients(step, torch.float64), strict=True):
+            parameter.grad = gradient
+        reference.step()
+    assert_close(trained(lion(1e-3, (0.9, 0.99), 0.5), 100, dtype=torch.float64), theirs, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        chain(Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2)),
+        chain(ClipByGlobalNorm(1.0), lion(1e-3), ScaleBySchedule(lambda step: 1 / (step + 1))),
+        partition(("m", is_matrix, lion(1e-3)), ("rest", lambda n, p: True, chain(ScaleByAdam(), lion(1e-3)))),
+    ],
+    ids=["adamw", "clipped lion", "partition"],
+)
+def test_a_compiled_update_is_the_eager_one_and_is_traced_once(transform: Transform) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert_close(trained(transform, 20, compiled=True), trained(transform, 20), 1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_fused_optimizer_is_the_same_too() -> None:
+    assert_close(trained(adamw(1e-2), 20, compiled=True), trained(adamw(1e-2), 20), 1e-6)

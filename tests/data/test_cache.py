@@ -1,0 +1,62 @@
+import errno
+import select
+import subprocess
+import sys
+
+import pytest
+
+from thrifty.core.errors import ThriftyError
+from thrifty.data.cache import building
+
+WAIT_FOR_THE_LOCK = """
+import sys
+from pathlib import Path
+from thrifty.data.cache import locked
+print("waiting", flush=True)
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "set"
+    with pytest.raises(KeyError), building(folder) as aside:
+        (aside / "half").write_text("half")
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    with building(folder) as aside:
+        (aside / "whole").write_text("whole")
+        assert not folder.exists()
+    assert [path.name for path in folder.iterdir()] == ["whole"] and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_new_folder_replaces_the_old_one(tmp_path):
+    for name in ("old", "new"):
+        with building(tmp_path / "set") as aside:
+            (aside / name).write_text(name)
+    assert [path.name for path in (tmp_path / "set").iterdir()] == ["new"]
+
+
+def test_a_full_disk_says_what_can_be_done_and_keeps_the_old_folder(tmp_path):
+    with building(tmp_path / "set") as aside:
+        (aside / "old").write_text("old")
+    with pytest.raises(ThriftyError, match="disk is full") as caught, building(tmp_path / "set"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert "THRIFTY_CACHE" in caught.value.fix
+    assert (tmp_path / "set" / "old").is_file()
+
+
+def test_a_lock_is_held_by_one_process_and_freed_when_it_is_killed(tmp_path):
+    def start():
+        command = [sys.executable, "-c", WAIT_FOR_THE_LOCK, str(tmp_path / "set")]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
+        assert [first.stdout.readline(), first.stdout.readline()] == ["waiting\n", "held\n"]
+        with start() as second:
+            assert second.stdout.readline() == "waiting\n"
+            assert not select.select([second.stdout], [], [], 0.3)[0]
+            first.kill()
+            assert second.stdout.readline() == "held\n"
+            second.stdin.close()

@@ -1,0 +1,35 @@
+import re
+
+import pytest
+
+from thrifty.core.errors import UsageError
+from thrifty.data import extracting
+from thrifty.data.catalogue import entries, entry
+
+
+@pytest.mark.parametrize("name", entries())
+def test_every_entry_is_whole(name):
+    item = entry(name)
+    assert item.about and item.licence and item.origin and item.size > 0
+    assert not item.documents or callable(getattr(extracting, item.documents))
+    assert not item.instead or entry(item.instead).kind == item.kind
+    assert bool(item.packages) == bool(item.members)
+    hashes = [*item.members.values(), *(package.sha256 for package in item.packages)]
+    assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes)
+    assert all(package.client in ("pip", "npm") and package.folder.endswith("/") for package in item.packages)
+
+
+@pytest.mark.parametrize("name", [name for name, item in entries().items() if item.packages])
+def test_fetching_never_runs_code_of_a_package(name):
+    for package in entry(name).packages:
+        command = package.command()
+        assert {"--only-binary=:all:", "--no-deps"} <= set(command) or "--ignore-scripts" in command
+
+
+def test_only_the_python_sources_are_there_from_the_start():
+    assert [name for name, item in entries().items() if item.present] == ["python-stdlib"]
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    with pytest.raises(UsageError, match="did you mean 'minilm-l6'"):
+        entry("minilm-16")

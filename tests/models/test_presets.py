@@ -1,0 +1,110 @@
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import ModelSettings
+from thrifty.models.presets import PRESETS, assemble, build, shape_of
+from thrifty.models.transformer import initialize
+
+PUBLISHED = {
+    "gpt-small": 124_439_808,
+    "gpt-medium": 354_823_168,
+    "gpt-large": 774_030_080,
+    "gpt-xl": 1_557_611_200,
+    "smollm2-135m": 134_515_008,
+    "llama-1b": 1_235_814_400,
+    "llama-8b": 8_030_261_248,
+}
+OURS = {
+    "gpt-nano": 1.3e6,
+    "gpt-micro": 4.3e6,
+    "gpt-mini": 16e6,
+    "llama-nano": 1.3e6,
+    "llama-micro": 4e6,
+    "llama-mini": 16e6,
+    "llama-small": 124e6,
+}
+
+
+def count(preset: str) -> int:
+    with torch.device("meta"):
+        model = build(ModelSettings(preset=preset))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_named_model_has_the_published_number_of_parameters(preset):
+    assert count(preset) == PUBLISHED[preset]
+
+
+@pytest.mark.parametrize("preset", OURS)
+def test_small_preset_has_about_the_size_it_is_meant_for(preset):
+    assert count(preset) == pytest.approx(OURS[preset], rel=0.05)
+
+
+def test_every_preset_is_counted_here():
+    assert PRESETS.keys() == PUBLISHED.keys() | OURS.keys()
+
+
+def test_vocabulary_and_length_come_from_the_data_where_given():
+    model = build(ModelSettings(preset="gpt-nano"), vocabulary=100, length=8)
+    assert model.head.weight.shape == (100, 128)
+    assert model.embedding.position.weight.shape == (8, 128)
+    assert model.head.weight is model.embedding.token.weight
+
+
+def test_sizes_follow_a_changed_width_and_heads_in_proportion():
+    shape = shape_of(ModelSettings(preset="llama-nano", width=256, heads=8))
+    assert (shape.hidden, shape.kv_heads) == (768, 4)
+    assert shape_of(ModelSettings(preset="gpt-nano", width=64)).hidden == 256
+
+
+def test_given_sizes_are_taken_as_they_are():
+    settings = ModelSettings(preset="llama-nano", depth=3, width=48, heads=6, kv_heads=3, hidden=50, tied=False)
+    shape = shape_of(settings)
+    assert (shape.depth, shape.width, shape.heads, shape.kv_heads, shape.hidden, shape.tied) == (3, 48, 6, 3, 50, False)
+    model = assemble(shape)
+    assert model.head.weight is not model.embedding.token.weight
+
+
+def test_unknown_preset_names_the_nearest():
+    with pytest.raises(UsageError, match="did you mean 'llama-nano'"):
+        build(ModelSettings(preset="lama-nano"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (ModelSettings(heads=5), "width 128 does not divide into 5 heads"),
+        (ModelSettings(kv_heads=3), "4 heads cannot share 3 key-value heads"),
+        (ModelSettings(width=12), "a head is 3 wide"),
+        (ModelSettings(depth=0), "depth is 0"),
+        (ModelSettings(hidden=-1), "hidden is -1"),
+    ],
+)
+def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        build(settings)
+    assert refused.value.fix
+
+
+@hypothesis.settings(max_examples=20, deadline=None)
+@given(
+    preset=st.sampled_from(["gpt-nano", "llama-nano"]),
+    heads=st.integers(1, 4),
+    head_width=st.sampled_from([2, 6, 8]),
+    depth=st.integers(1, 3),
+    vocabulary=st.integers(1, 50),
+    length=st.integers(1, 9),
+)
+def test_any_size_that_is_accepted_can_be_run(preset, heads, head_width, depth, vocabulary, length):
+    settings = ModelSettings(preset=preset, heads=heads, kv_heads=heads, width=heads * head_width, depth=depth)
+    model = build(settings, vocabulary, length)
+    initialize(model, seed=0)
+    logits = model.logits(torch.zeros(2, length, dtype=torch.long))
+    assert logits.shape == (2, length, vocabulary)
+    assert logits.isfinite().all()

@@ -1,0 +1,76 @@
+"""What the tests of parallelism let each rank do; here, so that a fresh process can import it."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from thrifty.core.compose import compose
+from thrifty.core.errors import Refused
+from thrifty.core.explain import explain
+from thrifty.core.sparsity import random_mask
+from thrifty.core.state import full_value
+from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
+
+STEPS = 4
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, str]
+    """A digest of every whole tensor."""
+    sharded: int
+    """How many parameters are held in part only."""
+
+
+def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        if tensor.dim() and tensor.numel()
+        else str(tensor)
+        for name, tensor in tensors.items()
+    }
+
+
+def train_with_each(strategy: str, names: list[str]) -> dict[str, Run]:
+    found = {}
+    for name in names:
+        chosen = with_optimizer([technique(strategy), technique(name)])
+        run = compose(plain_run(tied=name != "optimizers.lion"), chosen, STEPS)
+        state = run.start()
+        records = advance(run, state)
+        run.verify(state)
+        assert state.model is not None
+        parts = [p for p in state.model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+        norms = [record.gradient_norm for record in records]
+        found[name] = Run(losses(records), norms, digests(snapshot(state).tensors), len(parts))
+    return found
+
+
+def refusals(strategy: str) -> list[str]:
+    run = compose(plain_run(batch=3), with_optimizer([technique(strategy)]), STEPS)
+    try:
+        return [str(run.source)]
+    except Refused as refused:
+        return [refused.what, refused.fix]
+
+
+def predicted(strategy: str) -> tuple[float, float, float, float]:
+    explanation = explain(compose(plain_run(), with_optimizer([technique(strategy)]), STEPS))
+    before, after = explanation.plain, explanation.footprint
+    return before.parameters, after.parameters, after.optimizer, after.traffic
+
+
+def masks_and_copies() -> tuple[bool, bool, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12.0).view(4, 3)
+    sharded, replicated = (distribute_tensor(whole.clone(), mesh, [kind]) for kind in (Shard(0), Replicate()))
+    mask = random_mask(sharded, 0.5, "key")
+    same = torch.equal(full_value(mask), random_mask(whole, 0.5, "key"))
+    copy = full_value(replicated)
+    replicated.to_local().zero_()
+    return same, torch.equal(copy, whole), bool(full_value(replicated).any())

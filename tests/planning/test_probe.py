@@ -1,0 +1,123 @@
+"""What the probe says of this machine is what other sources say of it."""
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import thrifty
+from thrifty.planning.cgroups import cgroup_limits
+from thrifty.planning.probe import EXTRAS, Machine, peak_flops, probe, try_compile
+from thrifty.planning.rates import disk_rate, matmul_rate, memory_rate
+
+
+@pytest.fixture(scope="module")
+def machine() -> Machine:
+    return probe(quick=True)
+
+
+def test_the_machine_is_the_one_this_test_runs_on(machine):
+    assert machine.torch == torch.__version__ and machine.thrifty == thrifty.__version__
+    assert machine.python == ".".join(map(str, sys.version_info[:3]))
+    assert 0 < machine.memory_available <= machine.memory <= psutil.virtual_memory().total
+    assert 1 <= machine.physical_cores <= machine.logical_cores <= os.cpu_count()
+    assert len(machine.gpus) == torch.cuda.device_count()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_only_cores_this_process_may_run_on_count():
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        machine = probe(quick=True)
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert machine.physical_cores == machine.logical_cores == machine.cores == 1
+
+
+def test_quick_leaves_out_what_takes_long(machine):
+    assert machine.memory_rate is None and machine.disk_rate is None
+    assert set(machine.matmul) == {"float32", "bfloat16"}
+
+
+def test_rates_have_a_median_within_their_spread(tmp_path):
+    for rate in (matmul_rate("cpu", torch.float32, 0.1), memory_rate(0.1), disk_rate(tmp_path, size=1 << 20)):
+        assert rate.repeats >= 3 and 0 < rate.low <= rate.median <= rate.high
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_without_room_or_permission_is_not_written_to(tmp_path):
+    assert disk_rate(tmp_path, size=1 << 60) is None
+    assert disk_rate(tmp_path / "absent") is None
+
+
+def test_peak_is_of_the_order_a_plain_product_reaches():
+    import time
+
+    a = torch.randn(1024, 1024)
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - start)
+    assert 0.2 < peak_flops("cpu", torch.float32) / (2 * 1024**3 / min(times)) < 5
+
+
+def test_extras_are_those_of_pyproject():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = {
+        extra: tuple(requirement.split(">=")[0].replace("-", "_") for requirement in requirements)
+        for extra, requirements in project["optional-dependencies"].items()
+        if extra != "test"
+    }
+    assert {extra: tuple(modules) for extra, modules in EXTRAS.items()} == declared
+
+
+def write_groups(root: Path, files: dict[str, str], membership: str) -> tuple[Path, Path]:
+    for name, text in files.items():
+        path = root / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (root / "membership").write_text(membership)
+    return root / "fs", root / "membership"
+
+
+def test_the_tightest_limit_of_nested_control_groups_counts(tmp_path):
+    files = {
+        "job/task/cpu.max": "max 100000\n",
+        "job/cpu.max": "150000 100000\n",
+        "job/task/memory.max": "8000000000\n",
+        "job/memory.max": "max\n",
+    }
+    assert cgroup_limits(*write_groups(tmp_path, files, "0::/job/task\n")) == (1.5, 8_000_000_000)
+
+
+def test_control_groups_of_version_1_are_read(tmp_path):
+    files = {
+        "cpu,cpuacct/box/cpu.cfs_quota_us": "200000\n",
+        "cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+    groups = write_groups(tmp_path, files, "4:memory:/box\n3:cpu,cpuacct:/box\n1:name=systemd:/\n")
+    assert cgroup_limits(*groups) == (2.0, None)
+
+
+def test_without_control_groups_there_is_no_limit(tmp_path):
+    assert cgroup_limits(tmp_path, tmp_path / "absent") == (None, None)
+
+
+@pytest.mark.slow
+def test_compiling_is_really_tried(monkeypatch):
+    assert try_compile().works
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    failed = try_compile()
+    assert not failed.works and failed.message
+
+
+def test_a_trial_that_hangs_is_given_up():
+    trial = try_compile(timeout=0.2)
+    assert not trial.works and "0 s" in trial.message

@@ -1,0 +1,51 @@
+"""Work done by several real processes in one gloo group."""
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PROCESSES = multiprocessing.get_context("forkserver")
+SECONDS = 300
+
+
+def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(*args)` returned on each rank; AssertionError with the traceback if it raised on any, or hung."""
+    with tempfile.TemporaryDirectory() as folder:
+        receivers, processes = [], []
+        for rank in range(size):
+            receiver, sender = PROCESSES.Pipe(duplex=False)
+            process = PROCESSES.Process(
+                target=_run_rank, args=(rank, size, str(Path(folder, "store")), sender, work, args), daemon=True
+            )
+            process.start()
+            sender.close()
+            receivers.append(receiver)
+            processes.append(process)
+        try:
+            assert all(receiver.poll(SECONDS) for receiver in receivers), "the ranks hang"
+            results = [receiver.recv() for receiver in receivers]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    for rank, (worked, result) in enumerate(results):
+        assert worked, f"rank {rank}: {result}"
+    return [result for _, result in results]
+
+
+def _run_rank(rank: int, size: int, store: str, sender: Any, work: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    try:
+        sender.send((True, work(*args)))
+    except Exception:
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()
+        dist.destroy_process_group()

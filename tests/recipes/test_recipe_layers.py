@@ -1,0 +1,164 @@
+"""A recipe put together from the command line, and where each value came from."""
+
+import pytest
+
+from thrifty.cli.options import put_together, read_budget
+from thrifty.core.errors import UsageError
+from thrifty.recipes.layers import Layers, toml_value
+from thrifty.techniques.adapters.lora import Lora
+from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.optimizers.adamw import AdamW
+
+
+def test_later_layers_win_and_each_value_knows_its_own() -> None:
+    layers = put_together(
+        "kjv", data="mine.txt", budget="10min", seed=3, name="test", assignments=("data.batch=8", "seed=4")
+    )
+    recipe = layers.recipe()
+    assert (recipe.data.source, recipe.data.batch, recipe.seed, recipe.name) == ("mine.txt", 8, 4, "test")
+    assert (recipe.budget.seconds, recipe.budget.steps) == (600.0, None)
+    origins = layers.changed()
+    assert origins["data.source"] == "--data"
+    assert origins["data.batch"] == origins["seed"] == "--set"
+    assert origins["budget.seconds"] == "--budget" and "budget.steps" not in origins
+    assert origins["model.preset"] == "recipe kjv"
+    assert origins["techniques.optimizers.adamw.lr"] == "recipe kjv"
+    assert "data.length" not in origins  # the default, whoever wrote it
+
+
+def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
+    assert put_together("text", model="gpt-nano").recipe().model.preset == "gpt-nano"
+    assert put_together("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "technique"),
+    [
+        ("adapters.lora", Lora()),
+        ("adapters.lora:rank=4,alpha=8", Lora(rank=4, alpha=8.0)),
+        ("adapters.lora:stabilised=true,dropout=0.1", Lora(stabilised=True, dropout=0.1)),
+        ("adapters.lora:stabilised=false", Lora(stabilised=False)),
+        ("adapters.lora:where=mlp", Lora(where="mlp")),
+        ("adapters.lora:where=truely", Lora(where="truely")),
+        ('adapters.lora:where="attention|mlp"', Lora(where="attention|mlp")),
+        ('adapters.lora:where="a=b, c",rank=2', Lora(where="a=b, c", rank=2)),
+        ("adapters.lora:alpha=-1.5e-3", Lora(alpha=-1.5e-3)),
+        ("adapters.lora:alpha=-inf", Lora(alpha=float("-inf"))),
+        ("growth.stacking:at=[10,0.5],moments=copy", Stacking(at=(10, 0.5), moments="copy")),
+        ("growth.stacking: at = [] , moments = copy", Stacking(at=(), moments="copy")),
+        ("optimizers.adamw:betas=[0.8,0.9],lr=1e-3", AdamW(betas=(0.8, 0.9), lr=1e-3)),
+    ],
+)
+def test_with_takes_a_name_and_settings(words: str, technique: object) -> None:
+    layers = Layers().add_technique(words)
+    assert layers.recipe().techniques == (technique,)
+    assert set(layers.origins.values()) <= {"--with"}
+
+
+@pytest.mark.parametrize("settings", ["rank", "rank=", "rank=4;alpha=3", "]"])
+def test_with_that_cannot_be_read_says_how_it_is_written(settings: str) -> None:
+    with pytest.raises(UsageError, match="is not name:key=value") as error:
+        Layers().add_technique(f"adapters.lora:{settings}")
+    assert "--with optimizers.adamw:lr=1e-3" in error.value.fix
+
+
+def test_with_of_an_unknown_technique_or_setting_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"no technique 'adapters\.lorra'") as error:
+        Layers().add_technique("adapters.lorra")
+    assert "adapters.lora" in error.value.fix
+    with pytest.raises(UsageError, match=r"techniques\.adapters\.lora\.rnak") as error:
+        Layers().add_technique("adapters.lora:rnak=3").recipe()
+    assert "rank" in error.value.fix
+
+
+def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> None:
+    layers = put_together("text", additions=("optimizers.adamw:weight_decay=0.3",))
+    adamw = next(t for t in layers.recipe().techniques if isinstance(t, AdamW))
+    assert (adamw.weight_decay, adamw.lr) == (0.3, 2e-3)
+    assert layers.changed()["techniques.optimizers.adamw.weight_decay"] == "--with"
+    assert layers.changed()["techniques.optimizers.adamw.lr"] == "recipe text"
+
+
+def test_without_takes_a_technique_and_its_origins_away() -> None:
+    layers = put_together("text", removals=("optimizers.clip",))
+    assert "optimizers.clip" not in [t.name for t in layers.recipe().techniques]
+    assert not any("clip" in path for path in layers.changed())
+    swapped = put_together("text", removals=("optimizers.adamw",), additions=("optimizers.lion",))
+    names = [t.name for t in swapped.recipe().techniques]
+    assert "optimizers.lion" in names and "optimizers.adamw" not in names
+    with pytest.raises(UsageError, match="the recipe does not use it") as error:
+        put_together("text", removals=("optimizers.clipp",))
+    assert "optimizers.clip" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path", "value"),
+    [
+        ("data.batch=16", "data.batch", 16),
+        ("data.source=my file.txt", "data.source", "my file.txt"),
+        ("data.source=", "data.source", ""),
+        ("data.source=a=b", "data.source", "a=b"),
+        ("model.tied=true", "model.tied", True),
+        ("data.held_out=1e-1", "data.held_out", 0.1),
+        ("techniques.optimizers.adamw.lr=5e-4", "techniques.optimizers.adamw.lr", 5e-4),
+        ("techniques.optimizers.adamw.betas=[0.5, 0.6]", "techniques.optimizers.adamw.betas", [0.5, 0.6]),
+        ('name="quoted"', "name", "quoted"),
+    ],
+)
+def test_set_changes_any_value_by_its_path(assignment: str, path: str, value: object) -> None:
+    layers = put_together("text", assignments=(assignment,))
+    found = layers.data
+    for key in path.split("."):
+        found = found[key]
+    assert found == value
+    assert layers.origins[path] == "--set"
+    layers.recipe()
+
+
+@pytest.mark.parametrize("assignment", ["data.batch", "=3", ""])
+def test_set_without_a_path_or_a_value_says_how_it_is_written(assignment: str) -> None:
+    with pytest.raises(UsageError, match="is not path=value"):
+        Layers().set(assignment)
+
+
+def test_set_of_an_unknown_path_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"data\.bacth") as error:
+        put_together("text", assignments=("data.bacth=3",)).recipe()
+    assert "batch" in error.value.fix
+    with pytest.raises(UsageError, match="as a value and as a table"):
+        put_together("text", assignments=("seed.x=3",)).recipe()
+    with pytest.raises(UsageError, match="both set"):
+        put_together("text", assignments=("budget.seconds=3",)).recipe()
+
+
+def test_a_value_is_toml_or_else_text() -> None:
+    assert toml_value("[1, 2]") == [1, 2]
+    assert toml_value("true") is True and toml_value("True") == "True"
+    assert toml_value("1 2") == "1 2"
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("500steps", {"steps": 500}),
+        ("1 step", {"steps": 1}),
+        ("2e3 steps", {"steps": 2000}),
+        ("1e7tokens", {"tokens": 1e7}),
+        ("1.5e6 Tokens", {"tokens": 1.5e6}),
+        ("10_000 tokens", {"tokens": 10_000.0}),
+        ("90s", {"seconds": 90.0}),
+        ("90 sec", {"seconds": 90.0}),
+        ("10min", {"seconds": 600.0}),
+        ("1.5h", {"seconds": 5400.0}),
+    ],
+)
+def test_a_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]) -> None:
+    assert read_budget(text) == budget
+    assert put_together("text", budget=text).data["budget"] == budget
+
+
+@pytest.mark.parametrize("text", ["", "500", "steps", "-3steps", "3 parsecs", "1e-3 s", "ten steps", "5 steps 3"])
+def test_an_amount_without_sense_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(UsageError, match="is not an amount") as error:
+        read_budget(text)
+    assert "500steps, 1e7tokens, 90s, 10min or 2h" in error.value.fix

@@ -1,0 +1,199 @@
+"""A recipe and its TOML are one value in two spellings."""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, Union
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from thrifty import techniques
+from thrifty.core.bounds import Bound
+from thrifty.core.compose import refuse_illegal
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Technique
+from thrifty.recipes import RECIPES, load_tables
+from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
+from thrifty.recipes.values import differences
+
+TEXT = some.text(some.characters(exclude_categories=("Cs",)), max_size=12)
+
+
+def values_of(kind: Any) -> some.SearchStrategy:
+    """Any value of a field's type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return bounded(arguments[0], arguments[1]) if isinstance(arguments[1], Bound) else values_of(arguments[0])
+    if origin in (Union, types.UnionType):
+        return some.one_of(*(values_of(option) for option in arguments))
+    if origin is Literal:
+        return some.sampled_from(arguments)
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            return some.lists(values_of(arguments[0]), max_size=3).map(tuple)
+        return some.tuples(*map(values_of, arguments))
+    if dataclasses.is_dataclass(kind):
+        return BUDGETS if kind is Budget else any_of(kind)  # type: ignore[arg-type]
+    return {
+        int: some.integers(-(2**62), 2**62),
+        float: some.floats(allow_nan=False),
+        bool: some.booleans(),
+        str: TEXT,
+        types.NoneType: some.none(),
+    }[kind]
+
+
+def bounded(kind: type, bound: Bound) -> some.SearchStrategy:
+    if kind is int:
+        return some.integers(int(bound.least or 0), 2**62)
+    low = bound.above if bound.above is not None else bound.least
+    return some.floats(low, bound.most, exclude_min=bound.above is not None, allow_nan=False)
+
+
+def any_of(kind: type, **fixed: some.SearchStrategy) -> some.SearchStrategy:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    others = {f.name: values_of(hints[f.name]) for f in dataclasses.fields(kind) if f.name not in fixed}
+    return some.builds(kind, **others, **fixed)
+
+
+BUDGETS = some.one_of(
+    some.just(Budget()),
+    some.builds(Budget, steps=some.integers(1, 10**9)),
+    some.builds(Budget, tokens=some.floats(1, 1e15)),
+    some.builds(Budget, seconds=some.floats(0.1, 1e9)),
+)
+TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
+    some.sampled_from(techniques.names()), unique=True, max_size=6
+).flatmap(lambda names: some.tuples(*(any_of(techniques.find(name)) for name in names)))
+ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES)
+
+
+@settings(deadline=None, max_examples=150)
+@given(recipe=ANY_RECIPE)
+def test_what_is_written_reads_back_as_the_same_value(recipe: Recipe) -> None:
+    again = recipe_from_data(tomllib.loads(write_recipe(recipe)))
+    assert again == recipe
+    assert write_recipe(again) == write_recipe(recipe)
+    assert differences(recipe_to_data(recipe), recipe_to_data(again)) == []
+
+
+@settings(deadline=None, max_examples=50)
+@given(chosen=TECHNIQUES, order=some.randoms(use_true_random=False))
+def test_the_order_of_techniques_is_no_part_of_a_recipe(chosen: tuple[Technique, ...], order: Any) -> None:
+    shuffled = list(chosen)
+    order.shuffle(shuffled)
+    assert Recipe(techniques=tuple(shuffled)) == Recipe(techniques=chosen)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_here_can_be_composed_written_and_read(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES[name]()
+    assert recipe.name == name and recipe.about
+    assert "Command" in (RECIPES[name].__doc__ or "")
+    refuse_illegal(recipe.techniques)
+    path = tmp_path / "recipe.toml"
+    path.write_text(write_recipe(recipe), encoding="utf-8")
+    assert read_recipe(path) == recipe
+    assert load_tables(str(path)) == load_tables(name)
+
+
+@pytest.mark.parametrize(
+    ("toml", "key", "hint"),
+    [
+        ("sed = 1", "sed", "seed"),
+        ("[model]\nwidht = 3", "model.widht", "width"),
+        ("[modle]\nwidth = 3", "modle", "model"),
+        ("[data]\nbach = 3", "data.bach", "batch"),
+        ("[budget]\nstep = 3", "budget.step", "steps"),
+        ("[techniques.optimizers.adamw]\nweight_deacy = 0.1", "optimizers.adamw.weight_deacy", "weight_decay"),
+        ("[techniques.optimizers.adam]\nlr = 0.1", "optimizers.adam", "optimizers.adamw"),
+        ("[techniques.optimisers.adamw]", "optimisers", "optimizers"),
+        ("[techniques.compil]", "compil", "compile"),
+    ],
+)  # fmt: skip
+def test_an_unknown_key_is_named_with_its_path_and_the_nearest_right_one(toml: str, key: str, hint: str) -> None:
+    with pytest.raises(UsageError) as error:
+        recipe_from_data(tomllib.loads(toml))
+    assert key in error.value.what
+    assert hint in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ('seed = "1"', "seed must be a whole number, not '1'"),
+        ("seed = 1.5", "seed must be a whole number, not 1.5"),
+        ("seed = true", "seed must be a whole number, not True"),
+        ("name = 3", "name must be text, not 3"),
+        ("model = 3", "model must be a table, not 3"),
+        ("[model]\nfresh = 1", "model.fresh must be true or false, not 1"),
+        ('[model]\nwidth = "big"', "model.width must be a whole number, not 'big'"),
+        ("[data]\nheld_out = true", "data.held_out must be a number, not True"),
+        ("[techniques.optimizers.adamw]\nbetas = 0.9", "betas must be a list, not 0.9"),
+        ("[techniques.optimizers.adamw]\nbetas = [0.9]", "betas must have 2 entries, not 1"),
+        ('[techniques.optimizers.adamw]\nbetas = [0.9, "x"]', "betas[1] must be a number, not 'x'"),
+        ("[techniques.growth.stacking]\nat = [0.1, false]", "at[1] must be a whole number or a number, not False"),
+        ('[techniques.growth.stacking]\nmoments = "reste"', "moments is 'reste'"),
+        ("[techniques]\ncompile = 3", "techniques.compile must be a table, not 3"),
+        ("[techniques]\noptimizers = 3", "techniques.optimizers must be a table, not 3"),
+        ("techniques = 3", "techniques must be a table, not 3"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_what_it_must_be(toml: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        recipe_from_data(tomllib.loads(toml))
+    assert said in error.value.what
+
+
+def test_a_whole_number_may_stand_for_a_number() -> None:
+    recipe = recipe_from_data(tomllib.loads("[techniques.optimizers.clip]\nlargest = 2"))
+    (clip,) = recipe.techniques
+    assert repr(clip.largest) == "2.0"  # type: ignore[attr-defined]
+
+
+def test_a_moment_keeps_apart_what_is_steps_and_what_is_a_share() -> None:
+    found = recipe_from_data(tomllib.loads("[techniques.growth.stacking]\nat = [1, 1.0]")).techniques[0]
+    assert [type(moment) for moment in found.at] == [int, float]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[budget]\nsteps = 3\nseconds = 4", "budget: steps and seconds are both set"),
+        ("[budget]\nsteps = 0", "budget.steps is 0"),
+        ("[budget]\ntokens = -1.0", "budget.tokens is -1.0"),
+    ],
+)
+def test_a_budget_is_one_positive_amount(toml: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        recipe_from_data(tomllib.loads(toml))
+
+
+def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no recipe 'kvj'") as error:
+        load_tables("kvj")
+    assert "'kjv'" in error.value.fix
+    with pytest.raises(UsageError, match="there is no recipe file"):
+        load_tables("missing.toml")
+    for content in (b"name = ", b"\xff\xfe", b"[[a"):
+        path = tmp_path / "bad.toml"
+        path.write_bytes(content)
+        with pytest.raises(UsageError, match="is not TOML"):
+            load_tables(str(path))
+    path.write_bytes(b"# " + b"x" * 1_000_000)
+    with pytest.raises(UsageError, match="too large"):
+        load_tables(str(path))
+    with pytest.raises(UsageError, match="there is no recipe file"):
+        load_tables(str(tmp_path))
+
+
+def test_differences_name_each_value_that_changed() -> None:
+    old, new = (recipe_to_data(r) for r in (Recipe(), dataclasses.replace(RECIPES["kjv"](), name="run", about="")))
+    lines = differences(old, new)
+    assert "data.source: 'python-stdlib' → 'kjv'" in lines
+    assert any(line.startswith("techniques.optimizers: absent → present") for line in lines)

@@ -1,0 +1,55 @@
+import json
+import math
+
+import pytest
+
+from thrifty.report.key_figures import key_figures, verdict
+from thrifty.report.record import read_run
+
+
+def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):
+    folder = write_run()
+    summary = json.loads((folder / "summary.json").read_text())
+    summary |= {"held_out_loss": 3.0, "unigram_entropy": 6.0, "bytes_per_token": 4.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    key = key_figures(read_run(folder))
+    assert key.bits_per_byte(3.0) == pytest.approx(3 / math.log(2) / 4)
+    assert verdict(key) == (
+        "On held-out text the model needs 3.00 nats per token (1.08 bits per byte), 3.00 below the unigram entropy "
+        "of 6.00 (2.16); its perplexity is 20.1."
+    )
+
+
+def test_a_model_no_better_than_frequencies_is_said_to_have_learned_nothing_yet(write_run):
+    folder = write_run()
+    summary = json.loads((folder / "summary.json").read_text()) | {"held_out_loss": 6.5}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert "no better than the unigram entropy" in verdict(key_figures(read_run(folder)))
+
+
+def test_memory_error_is_relative_to_what_was_measured(write_run):
+    key = key_figures(read_run(write_run()))
+    assert key.memory_error == pytest.approx(2.63e8 / 2.76e8 - 1)
+    assert key.share_of_peak == pytest.approx(key.flops_per_second / 2.4e12)
+
+
+def test_a_running_run_is_told_from_its_records(write_run):
+    key = key_figures(read_run(write_run(steps=120, summary=None)))
+    assert (key.status, key.steps, key.tokens) == ("in progress", 120, 120 * 8192)
+    assert key.held_out_loss is not None and key.peak_memory is None
+    assert key.predicted_memory == pytest.approx(2.63e8)
+
+
+def test_a_run_resumed_past_its_summary_is_told_from_its_records(write_run):
+    folder = write_run(steps=120)
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 121, "loss": 2.0, "tokens": 7}) + "\n")
+    key = key_figures(read_run(folder))
+    assert (key.status, key.steps, key.loss, key.tokens) == ("in progress", 121, 2.0, 7)
+    assert key.unigram_entropy == 5.94
+
+
+def test_before_the_first_evaluation_there_is_no_verdict_on_learning(write_run):
+    records = [{"kind": "step", "step": 1, "loss": 8.3}]
+    key = key_figures(read_run(write_run(records=records, summary=None)))
+    assert verdict(key).startswith("Nothing has been measured on held-out text yet")

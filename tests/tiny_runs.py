@@ -1,0 +1,137 @@
+"""Runs small enough to train in milliseconds on real text: the standard library's source as bytes."""
+
+import heapq
+import json
+import textwrap
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thrifty import techniques
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.state import TrainState, fill_tensor, full_value, read_log
+from thrifty.core.technique import Technique
+from thrifty.data.packing import PackedTokens
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.objectives.next_token import NextToken
+from thrifty.training.loop import Record, train
+
+VOCABULARY = 256
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adapters.lora": {"rank": 4},
+    "attention.tiled": {"tile": 8},
+    "compile": {"backend": "aot_eager"},
+    "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
+    "growth.stacking": {"at": (1, 3)},
+    "large_batch.accumulate": {"parts": 2},
+    "optimizers.adamw": {"lr": 3e-3},
+    "optimizers.lion": {"lr": 1e-3},
+    "sparsity.rigl": {"every": 2, "density": 0.5},
+}
+"""Only where the defaults make no sense in a run of a few steps of a tiny model."""
+
+
+def technique(name: str, **settings: Any) -> Technique:
+    """A technique by name, with the settings that make sense in a tiny run."""
+    return techniques.find(name)(**(SETTINGS.get(name, {}) | settings))
+
+
+def with_optimizer(chosen: Sequence[Technique]) -> list[Technique]:
+    """The techniques, and AdamW where none of them decides the optimizer."""
+    claimed = any("optimizer" in each.claims for each in chosen)
+    return [*chosen] if claimed else [*chosen, technique("optimizers.adamw")]
+
+
+@cache
+def corpus() -> np.ndarray:
+    text = b"".join(Path(module.__file__ or "").read_bytes() for module in (heapq, textwrap))
+    return np.frombuffer(text, dtype=np.uint8)
+
+
+class Repeated(BatchSource):
+    """The first batch of another source, at every step: what any algorithm that learns can learn."""
+
+    def __init__(self, source: BatchSource):
+        self.source, self.batch = source, source.batch
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        return self.source.rows(0, start, stop)
+
+
+def tiny_model(depth: int = 4, style: str = "llama", tied: bool = True, dropout: float = 0.0) -> nn.Module:
+    """Width 32; weights larger than usual, so that a few steps are enough to see an effect."""
+    shape = Shape(style, depth, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16, tied)  # type: ignore[arg-type]
+    model = assemble(shape)
+    initialize(model, 0, std=0.1)
+    if dropout:
+        for block in model.blocks:
+            block.mlp.activation = nn.Sequential(block.mlp.activation, nn.Dropout(dropout))
+    return model
+
+
+def plain_run(batch: int = 4, repeated: bool = False, **model: Any) -> Plain:
+    source: BatchSource = PackedTokens(corpus(), 16, batch, seed=0)
+    return Plain(lambda: tiny_model(**model), Repeated(source) if repeated else source, NextToken())
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint would hold, kept in memory."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+def snapshot(state: TrainState) -> Snapshot:
+    scalars = json.loads(json.dumps(state.scalars()))
+    scalars["counters"].pop("seconds", None)
+    return Snapshot({name: full_value(tensor) for name, tensor in state.tensors().items()}, scalars)
+
+
+def restored(run: Composition, saved: Snapshot) -> TrainState:
+    state = run.place(read_log(saved.scalars))
+    tensors = state.tensors()
+    assert tensors.keys() == saved.tensors.keys()
+    for name, tensor in tensors.items():
+        fill_tensor(tensor, saved.tensors[name])
+    state.load_scalars(saved.scalars)
+    return state
+
+
+def advance(run: Composition, state: TrainState, steps: int | None = None) -> list[Record]:
+    """Train until `steps` are finished, or to the end of the run."""
+    records: list[Record] = []
+    with closing(train(run, state, seed=0)) as loop:
+        for record in loop:
+            records.append(record)
+            if record.step == steps:
+                break
+    return records
+
+
+def losses(records: Iterable[Record]) -> list[float]:
+    return [record.loss for record in records]
+
+
+def run_through(plain: Plain, chosen: Sequence[Technique], steps: int) -> tuple[list[Record], TrainState]:
+    run = compose(plain, chosen, steps)
+    state = run.start()
+    return advance(run, state), state
+
+
+def assert_same(found: Snapshot, wanted: Snapshot) -> None:
+    """Bit for bit, names and counters included."""
+    assert found.scalars == wanted.scalars
+    assert list(found.tensors) == list(wanted.tensors)
+    for name, tensor in wanted.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(found.tensors[name], tensor), name

@@ -1,0 +1,86 @@
+"""The loop: randomness keyed by the step, steps without a finite gradient, records."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import Batch
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.errors import ThriftyError
+from thrifty.core.objective import Prediction
+from thrifty.objectives.next_token import NextToken
+from thrifty.training.loop import PATIENCE, step_seed
+from tiny_runs import Repeated, advance, plain_run, snapshot, technique
+
+STILL = technique("optimizers.adamw", lr=0.0)
+
+
+class Poisoned(NextToken):
+    """Not a number for batches of odd sums."""
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        losses = super().losses(prediction, batch)
+        return losses * float("nan") if int(batch["tokens"].sum()) % 2 else losses
+
+
+def poisoned(repeated: bool = False) -> Composition:
+    plain = plain_run(depth=1)
+    source = plain.source
+    if repeated:
+        odd = next(step for step in range(100) if int(source.at(step)["tokens"].sum()) % 2)
+        first = source.at(odd)
+        source = Repeated(source)
+        source.rows = lambda step, start, stop: first.rows(start, stop)  # type: ignore[method-assign]
+    return compose(Plain(plain.build, source, Poisoned()), [technique("optimizers.adamw")], 30)
+
+
+def test_what_is_drawn_differs_from_step_to_step_and_is_the_same_in_each_run() -> None:
+    found = []
+    for _ in range(2):
+        run = compose(plain_run(style="gpt", dropout=0.3, repeated=True), [STILL], 4)
+        found.append([record.loss for record in advance(run, run.start())])
+        torch.rand(7)
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
+def test_seeds_of_steps_and_ranks_do_not_meet() -> None:
+    seeds = {step_seed(seed, step, rank) for seed in range(5) for step in range(50) for rank in range(4)}
+    assert len(seeds) == 5 * 50 * 4
+
+
+def test_a_step_without_a_finite_gradient_changes_no_tensor_and_no_schedule() -> None:
+    run = poisoned()
+    state = run.start()
+    skipped = 0
+    for step in range(1, 9):
+        before = snapshot(state)
+        (record,) = advance(run, state, step)
+        assert record.step == state.step == step
+        assert state.optimizer is not None
+        if record.skipped:
+            skipped += 1
+            after = snapshot(state)
+            assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+        assert state.optimizer.updates == step - skipped
+        assert state.counters["skipped"] == skipped
+    assert 0 < skipped < 8
+
+
+def test_a_run_that_stays_without_a_finite_gradient_stops_and_says_what_to_do() -> None:
+    run = poisoned(repeated=True)
+    state = run.start()
+    with pytest.raises(ThriftyError, match=f"not finite in {PATIENCE} steps in a row") as error:
+        advance(run, state)
+    assert state.step == PATIENCE
+    assert "lower the learning rate" in error.value.fix
+
+
+def test_records_count_tokens_and_steps_from_one() -> None:
+    run = compose(plain_run(batch=4), [STILL], 3)
+    state = run.start()
+    records = advance(run, state)
+    assert [record.step for record in records] == [1, 2, 3]
+    assert [record.tokens for record in records] == [64, 64, 64]
+    assert state.counters["tokens"] == 192
+    assert all(record.seconds > 0 and record.gradient_norm > 0 for record in records)
