@@ -73,7 +73,6 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
                 has_stopped.release()
                 may_go.acquire()
 
-    options = {"bf16": True, "torch_compile": True} if best else {}
     trainer = Trainer(
         model=model,
         args=TrainingArguments(
@@ -84,7 +83,8 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
             save_strategy="no",
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
-            **options,
+            bf16=best,
+            torch_compile=best,
         ),
         train_dataset=Examples(),
         callbacks=[HoldBack()],

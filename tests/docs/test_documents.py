@@ -16,7 +16,12 @@ from thrifty.cli.main import ABOUT
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
-SMALL = ["--data", "my.txt", "--model", "llama-nano", "--budget", "4steps", "--set", "checkpoints.every=2", "--without", "compile", "--without", "attention.tiled", "--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2", "--set", "data.vocabulary=300", "--set", "data.length=32", "--set", "evaluation.examples=4"]
+SMALL = [
+    *("--data", "my.txt", "--model", "llama-nano", "--budget", "4steps", "--set", "checkpoints.every=2"),
+    *("--without", "compile", "--without", "attention.tiled", "--set", "evaluation.examples=4"),
+    *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
+    *("--set", "data.vocabulary=300", "--set", "data.length=32"),
+]
 """Put behind every `train` and `explain` of the README, so that its commands run in seconds and fetch nothing."""
 
 

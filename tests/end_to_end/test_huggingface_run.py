@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
-from thrifty.run import restore
+from thrifty.restoring import restore
 
 transformers = pytest.importorskip("transformers")
 
@@ -78,8 +78,8 @@ def test_an_export_computes_what_the_trained_model_with_adapters_and_gains_compu
 
 def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
     """The model with adapters and gains still on it, at the values of the newest checkpoint."""
+    from thrifty.preparing import prepare
     from thrifty.recipes.toml import read_recipe
-    from thrifty.run import prepare
 
     tensors = thrifty.tensors(name)
     model = prepare(read_recipe(thrifty.run(name) / "recipe.toml"), quiet=True).run.build_model().eval()

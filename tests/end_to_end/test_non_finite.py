@@ -18,7 +18,9 @@ from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.objectives.next_token import NextToken
-from thrifty.run import prepare, restore, train
+from thrifty.preparing import prepare
+from thrifty.restoring import restore
+from thrifty.run import train
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.clip import Clip
 from thrifty.training.checkpoint import load

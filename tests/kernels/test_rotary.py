@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.kernels.rotary import rotary_table, rotate
-
-CPU = torch.device("cpu")
+from thrifty.kernels.rotary import rotary_frequencies, rotary_table, rotate
 
 
 def by_complex_numbers(x: torch.Tensor, base: float) -> torch.Tensor:
@@ -23,13 +21,13 @@ def by_complex_numbers(x: torch.Tensor, base: float) -> torch.Tensor:
 @given(t=st.integers(1, 40), half=st.integers(1, 16), base=st.sampled_from([1e2, 1e4, 5e5]), seed=st.integers(0, 99))
 def test_rotation_is_multiplication_by_a_complex_number(t, half, base, seed):
     x = torch.randn(2, 3, t, 2 * half, generator=torch.Generator().manual_seed(seed))
-    turned = rotate(x, *rotary_table(t, 2 * half, base, CPU))
+    turned = rotate(x, *rotary_table(rotary_frequencies(2 * half, base), t))
     torch.testing.assert_close(turned.double(), by_complex_numbers(x, base), rtol=1e-4, atol=1e-4)
 
 
 def test_scores_depend_only_on_the_distance_between_positions():
     q, k = torch.randn(16), torch.randn(16)
-    cos, sin = rotary_table(30, 16, 1e4, CPU)
+    cos, sin = rotary_table(rotary_frequencies(16, 1e4), 30)
     turned_q, turned_k = (rotate(x.expand(30, 16), cos, sin) for x in (q, k))
     scores = turned_q @ turned_k.t()
     for distance in (-7, 0, 11):
@@ -45,9 +43,12 @@ def test_llama_of_transformers_rotates_the_same_way():
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, rope_theta=10_000.0)
     q, k = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 50, 16)
     theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, torch.arange(50)[None]))
-    table = rotary_table(50, 16, 10_000.0, CPU)
+    table = rotary_table(rotary_frequencies(16, 10_000.0), 50)
     torch.testing.assert_close((rotate(q, *table), rotate(k, *table)), theirs)
 
 
 def test_the_dtype_of_the_input_is_kept():
-    assert rotate(torch.randn(3, 8, dtype=torch.bfloat16), *rotary_table(3, 8, 1e4, CPU)).dtype == torch.bfloat16
+    assert (
+        rotate(torch.randn(3, 8, dtype=torch.bfloat16), *rotary_table(rotary_frequencies(8, 1e4), 3)).dtype
+        == torch.bfloat16
+    )

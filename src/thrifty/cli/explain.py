@@ -29,7 +29,7 @@ def explained(layers: Any) -> dict[str, Any]:
 
     from thrifty.core.errors import Refused
     from thrifty.core.explain import explain, touched
-    from thrifty.run import prepare
+    from thrifty.preparing import prepare
 
     recipe = layers.recipe()
     prepared = prepare(recipe, steps=recipe.budget.steps or 1000)

@@ -24,7 +24,7 @@ def command(run: Path, folder: Path, step: int | None, dtype: str, as_json: bool
     from thrifty.core.surgery import find_blocks
     from thrifty.data.tokenizing import read_tokenizer
     from thrifty.models import export_model, model_shape
-    from thrifty.run import restore
+    from thrifty.restoring import restore
 
     path = run_path(run)
     model, recipe = restore(path, step)

@@ -33,17 +33,17 @@ ABOUT = {
 
 
 class Verbs(click.Group):
-    def list_commands(self, context: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return [verb for verb in ABOUT if verb in _verbs()] + sorted(_verbs() - ABOUT.keys())
 
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _verbs():
-            context.fail(f"there is no verb {name!r}: {did_you_mean(name, _verbs())}")
-        return importlib.import_module(f"thrifty.cli.{name}").command
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _verbs():
+            ctx.fail(f"there is no verb {cmd_name!r}: {did_you_mean(cmd_name, _verbs())}")
+        return importlib.import_module(f"thrifty.cli.{cmd_name}").command
 
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(verb, ABOUT.get(verb, "")) for verb in self.list_commands(context)])
+            formatter.write_dl([(verb, ABOUT.get(verb, "")) for verb in self.list_commands(ctx)])
 
 
 def _verbs() -> set[str]:

@@ -49,9 +49,11 @@ def put_together(
 
     layers = Layers().lay(f"recipe {recipe}", load_tables(recipe))
     if data is not None:
-        layers.lay("--data", {"data": {"source": data}})
+        layers.lay("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:
-        layers.lay("--model", {"model": {"folder": model} if Path(model).is_dir() else {"preset": model, "folder": ""}})
+        is_folder = Path(model).is_dir()
+        chosen = {"folder": _whole_path(model)} if is_folder else {"preset": model, "folder": ""}
+        layers.lay("--model", {"model": chosen})
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name)):
@@ -64,6 +66,13 @@ def put_together(
     for assignment in assignments:
         layers.set(assignment)
     return layers
+
+
+def _whole_path(name: str) -> str:
+    """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
+    from pathlib import Path
+
+    return str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def read_budget(text: str) -> dict[str, float]:

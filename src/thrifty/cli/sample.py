@@ -86,7 +86,7 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 
 
 def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
-    from thrifty.run import restore
+    from thrifty.restoring import restore
 
     model, recipe = restore(run)
     return model, run / "tokenizer.json", recipe.data.length

@@ -30,10 +30,12 @@ def card_of(name: str) -> dict[str, Any]:
     import dataclasses
     import inspect
     import sys
+    import typing
 
     from thrifty import techniques
 
     kind = techniques.find(name)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {
         "name": name,
         "stage": kind.stage.label,
@@ -42,19 +44,31 @@ def card_of(name: str) -> dict[str, Any]:
         "seams": [seam for seam in _SEAMS if seam in vars(kind)],
         "card": inspect.cleandoc(sys.modules[kind.__module__].__doc__ or ""),
         "settings": [
-            {"name": field.name, "type": _type_name(field.type), "default": field.default}
+            {"name": field.name, "type": _type_name(hints[field.name]), "default": field.default}
             for field in dataclasses.fields(kind)
         ],
     }
 
 
-_SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds")
+_SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")
 
 
 def _type_name(kind: Any) -> str:
-    return (
-        getattr(kind, "__name__", str(kind)).replace("typing.", "").partition(", 'moment")[0].removeprefix("Annotated[")
-    )
+    """A field's type in words: `int, at least 1`, `erk or uniform`, `a fraction of the run, or a number of steps`."""
+    import typing
+
+    from thrifty.core.moments import Moment
+
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind == Moment:
+        return "a fraction of the run, or a number of steps"
+    if origin is typing.Annotated:
+        return f"{_type_name(arguments[0])}, {arguments[1]}"
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
+    if origin is tuple:
+        return f"list of {_type_name(arguments[0])}"
+    return getattr(kind, "__name__", str(kind))
 
 
 def _example(settings: list[dict[str, Any]]) -> str:

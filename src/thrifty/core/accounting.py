@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.footprint import Footprint
-from thrifty.core.objective import Objective, Prediction
+from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
 
 
@@ -67,7 +67,7 @@ class StepTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        formula = FLOPS_OF.get(func._overloadpacket)
+        formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
@@ -91,26 +91,18 @@ class StepTrace(TorchDispatchMode):
         self.now -= size
 
 
-class _Marking(Objective):
+class _Marking(Around):
     """Another objective that notes how many bytes are alive once the forward pass is over."""
 
     def __init__(self, inner: Objective, live: StepTrace):
-        self.inner, self.live, self.after_forward = inner, live, -1
-
-    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return self.inner.predict(model, batch)
+        super().__init__(inner)
+        self.live, self.after_forward = live, -1
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        losses = self.inner.losses(prediction, batch)
+        losses = super().losses(prediction, batch)
         if self.after_forward < 0:  # later micro-batches have the gradients of earlier ones beside them
             self.after_forward = self.live.now
         return losses
-
-    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.scores(prediction, batch)
-
-    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.normalizers(prediction, batch)
 
 
 def count_step(

@@ -38,8 +38,7 @@ class Composition:
     plain: Plain
     techniques: tuple[Technique, ...]
     steps: int
-    device: torch.device | None = CPU
-    """Where the model is put after it is built; None leaves it where the build put it."""
+    device: torch.device = CPU
     notes: dict[str, list[str]] = field(default_factory=dict)
     """What each technique's surgery touched and skipped, filled when the model is built."""
 
@@ -89,10 +88,12 @@ class Composition:
         latest = {entry.technique: entry for entry in log}
         for technique in self.techniques:
             entry = latest.get(technique.name)
-            change = entry and technique.changes(entry.step, TrainState(step=entry.step, log=list(log)))
-            if change:
+            if entry is None:
+                continue
+            if change := technique.changes(entry.step, TrainState(step=entry.step, log=list(log))):
                 model = change.restructure(model)
-        model = model.to(self.device) if self.device else model
+        if any(parameter.device != self.device for parameter in model.parameters()):
+            model = model.to(self.device)
         for technique in self.techniques:
             with noting() as notes:
                 try:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thrifty.core.accounting import count_step
-from thrifty.core.compose import Composition
+from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.technique import Technique
@@ -89,7 +89,7 @@ def count(run: Composition, techniques: tuple[Technique, ...]) -> tuple[int, Foo
     batch = part.source.at(run.steps - 1)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = part.plain
-        part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=None)
+        part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU)
         model = part.build_model()
         optimizer = TransformOptimizer(model.named_parameters(), part.transform())
         footprint = count_step(model, part.objective, part.backward, batch.map(fake.from_tensor), optimizer)
@@ -114,6 +114,6 @@ def touched(run: Composition) -> dict[str, list[str]]:
     """What each technique's surgery touches and skips, found on fake tensors. Raises Refused where one refuses."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = run.plain
-        trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=None, notes={})
+        trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU, notes={})
         trial.build_model()
     return trial.notes

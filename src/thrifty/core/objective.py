@@ -1,6 +1,7 @@
 """What is learned: a prediction from a batch, and one loss per example."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -55,3 +56,30 @@ class Objective:
     def compiled(self, compile: Callable[[Callable], Callable]) -> "Objective":
         """This objective with its own arithmetic passed through a compiler; itself where there is none worth it."""
         return self
+
+
+class Around(Objective):
+    """Another objective with something changed: whatever a subclass does not override is the inner one's."""
+
+    def __init__(self, inner: Objective):
+        self.inner = inner
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        return self.inner.predict(model, batch)
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self.inner.losses(prediction, batch)
+
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self.inner.scores(prediction, batch)
+
+    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self.inner.normalizers(prediction, batch)
+
+    def tokens(self, batch: Batch) -> int:
+        return self.inner.tokens(batch)
+
+    def compiled(self, compile: Callable[[Callable], Callable]) -> Objective:
+        changed = copy(self)
+        changed.inner = self.inner.compiled(compile)
+        return changed

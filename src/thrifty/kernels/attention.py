@@ -5,8 +5,9 @@ computes the probabilities again from the saved log-sum-exp of each query, so no
 a tile spans all keys it may see, so the softmax needs no running maximum. The upper triangle is skipped by whole tiles.
 
 Made for CPUs, whose fused kernel in torch is slow going backward, and for `torch.compile`: run eagerly it makes many
-passes over memory. Forward works by tiles of queries, backward by tiles of keys: so each gradient of a key or a value
-is one matrix product, and only the gradient of the queries is summed over tiles.
+passes over memory. Forward works by tiles of queries, backward by tiles of keys, then joins the gradients of the scores
+along the keys: so every gradient is one matrix product for each tile, and a compiler finds no sums over tiles to fuse
+into whatever comes next.
 
 Shapes: b batch, h heads, g key-value heads, r = h/g query heads per key-value head, t tokens, k head width.
 """
@@ -58,9 +59,9 @@ def tiled_backward(
     accurate = lse.dtype
     grouped, of_grouped, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, of_output, lse))
     shared = (of_output.to(accurate) * output.to(accurate)).sum(-1, keepdim=True).unflatten(1, (k.shape[1], -1))
-    of_q = torch.zeros_like(grouped, dtype=accurate)
-    of_k, of_v = [], []
-    for start in range(0, q.shape[2], tile):
+    starts = range(0, q.shape[2], tile)
+    of_q, of_k, of_v, columns = [], [], [], []
+    for start in starts:
         keys, values = (x[:, :, start : start + tile] for x in (k, v))
         rows, of_rows, row_lse, row_shared = (
             x[..., start:, :].flatten(2, 3) for x in (grouped, of_grouped, lse, shared)
@@ -70,8 +71,15 @@ def tiled_backward(
         of_scores = (probability * (of_probability - row_shared) * q.shape[-1] ** -0.5).to(q.dtype)
         of_v.append(probability.to(v.dtype).transpose(-1, -2) @ of_rows)
         of_k.append(of_scores.transpose(-1, -2) @ rows)
-        of_q[..., start:, :] += (of_scores @ keys).unflatten(2, (-1, q.shape[2] - start))
-    return of_q.flatten(1, 2).to(q.dtype), torch.cat(of_k, 2), torch.cat(of_v, 2)
+        columns.append(of_scores.unflatten(2, (-1, q.shape[2] - start)))
+    for start in starts:
+        stop = min(start + tile, q.shape[2])
+        row = torch.cat(
+            [column[..., start - at : stop - at, :] for at, column in zip(starts, columns, strict=True) if at < stop],
+            -1,
+        )
+        of_q.append((row.flatten(2, 3) @ k[:, :, :stop]).unflatten(2, (-1, stop - start)))
+    return torch.cat(of_q, 3).flatten(1, 2), torch.cat(of_k, 2), torch.cat(of_v, 2)
 
 
 def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int) -> Tensor:

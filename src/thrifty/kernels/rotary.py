@@ -8,14 +8,25 @@ import torch
 from torch import Tensor
 
 
-def rotary_table(length: int, head_width: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (t, k/2) in float32, for positions 0 … t-1."""
+def rotary_frequencies(head_width: int, base: float, device: torch.device | None = None) -> Tensor:
+    """Radians per position of each pair of channels, (k/2,) in float32: base^(-2i/k)."""
     exponent = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
-    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), base**-exponent)
+    return base**-exponent
+
+
+def rotary_table(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, each (t, k/2) in float32, for positions 0 … t-1."""
+    positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
+    angle = torch.outer(positions, frequencies)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels of x (..., t, k) by its position's angle; the dtype of x is kept."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Turn each pair of channels of x (..., t, k) by its position's angle; the dtype of x is kept.
+
+    The halves trade places by a flip, not by cutting and joining: that stays plain indexing for a compiler, in the
+    backward pass too, where joined pieces would each be computed for every element.
+    """
+    halves = x.float().unflatten(-1, (2, -1))
+    signed = torch.stack((-sin, sin), dim=-2)
+    return (halves * cos[..., None, :] + halves.flip(-2) * signed).flatten(-2).to(x.dtype)

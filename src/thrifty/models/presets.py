@@ -13,7 +13,8 @@ from torch import nn
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import ModelSettings
-from thrifty.models.scaled_rotary import Llama3Scaling, ScaledRotary
+from thrifty.kernels.rotary import rotary_frequencies
+from thrifty.models.scaled_rotary import Llama3Scaling
 from thrifty.models.transformer import Attention, Block, Embedding, FeedForward, Rotary, SwiGLU, Transformer
 
 _SIZES = ("depth", "width", "heads", "kv_heads", "hidden", "vocabulary", "length")
@@ -118,11 +119,14 @@ def shape_of(settings: ModelSettings, vocabulary: int | None = None, length: int
     )
 
 
-def _llama_block(shape: Shape) -> Block:
-    if shape.rope_scaling is None:
-        position = Rotary(shape.head_width, shape.rope_base)
-    else:
-        position = ScaledRotary(shape.head_width, shape.rope_base, shape.rope_scaling)
+def _rotary(shape: Shape) -> Rotary:
+    frequencies = rotary_frequencies(shape.head_width, shape.rope_base)
+    if shape.rope_scaling is not None:
+        frequencies = shape.rope_scaling.slowed(frequencies)
+    return Rotary(frequencies, shape.length)
+
+
+def _llama_block(shape: Shape, position: Rotary | None) -> Block:
     return Block(
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
         Attention(shape.width, shape.heads, shape.kv_heads, position=position),
@@ -131,7 +135,7 @@ def _llama_block(shape: Shape) -> Block:
     )
 
 
-def _gpt_block(shape: Shape) -> Block:
+def _gpt_block(shape: Shape, position: Rotary | None) -> Block:
     return Block(
         nn.LayerNorm(shape.width, eps=shape.norm_eps),
         Attention(shape.width, shape.heads, shape.kv_heads, bias=True),
@@ -140,7 +144,7 @@ def _gpt_block(shape: Shape) -> Block:
     )
 
 
-_STYLES: dict[str, tuple[Callable[[Shape], Block], type[nn.Module]]] = {
+_STYLES: dict[str, tuple[Callable[[Shape, Rotary | None], Block], type[nn.Module]]] = {
     "llama": (_llama_block, nn.RMSNorm),
     "gpt": (_gpt_block, nn.LayerNorm),
 }
@@ -149,9 +153,10 @@ _STYLES: dict[str, tuple[Callable[[Shape], Block], type[nn.Module]]] = {
 def assemble(shape: Shape) -> Transformer:
     """The model of a shape, on the current default device ("meta" allocates nothing); values not yet initialised."""
     block, norm = _STYLES[shape.style]
+    position = _rotary(shape) if shape.style == "llama" else None  # one table for all blocks
     model = Transformer(
         Embedding(shape.vocabulary, shape.width, positions=shape.length if shape.style == "gpt" else 0),
-        [block(shape) for _ in range(shape.depth)],
+        [block(shape, position) for _ in range(shape.depth)],
         norm(shape.width, eps=shape.norm_eps),
         nn.Linear(shape.width, shape.vocabulary, bias=False),
     )

@@ -7,10 +7,7 @@ are slowed by `factor`, and the ones between are blended.
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from thrifty.models.transformer import Rotary
 
 
 @dataclass(frozen=True)
@@ -22,18 +19,8 @@ class Llama3Scaling:
     high: float
     original: int
 
-
-class ScaledRotary(Rotary):
-    def __init__(self, head_width: int, base: float, scaling: Llama3Scaling):
-        super().__init__(head_width, base)
-        self.scaling = scaling
-
-    def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        exponent = torch.arange(0, self.head_width, 2, device=device, dtype=torch.float32) / self.head_width
-        frequency = self.base**-exponent
-        rule = self.scaling
-        turns = rule.original * frequency / (2 * math.pi)
-        kept = ((turns - rule.low) / (rule.high - rule.low)).clamp(0, 1)
-        frequency = frequency * (kept + (1 - kept) / rule.factor)
-        angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-        return angle.cos(), angle.sin()
+    def slowed(self, frequencies: Tensor) -> Tensor:
+        """The frequencies (k/2,) of the stretched model from those of the original one."""
+        turns = self.original * frequencies / (2 * math.pi)
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thrifty.core.errors import UsageError
 from thrifty.kernels.rotary import rotary_table, rotate
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,21 +27,30 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Turns queries and keys by their position (Su et al. 2021). Holds no tensors, so it needs no initialisation."""
+    """Turns queries and keys by their position (Su et al. 2021), for up to `length` tokens.
+
+    The table is a buffer that is not part of the state: it follows from the settings.
+    """
 
     start = 0
     """Position of the first token given; above 0 only while text is generated token by token."""
 
-    def __init__(self, head_width: int, base: float = 10_000.0):
-        super().__init__()
-        self.head_width, self.base = head_width, base
+    cos: Tensor
+    sin: Tensor
 
-    def table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each (t, k/2), for positions 0 … t-1."""
-        return rotary_table(length, self.head_width, self.base, device)
+    def __init__(self, frequencies: Tensor, length: int):
+        super().__init__()
+        for name, table in zip(("cos", "sin"), rotary_table(frequencies, length), strict=True):
+            self.register_buffer(name, table, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = (angles[self.start :] for angles in self.table(self.start + q.shape[-2], q.device))
+        here = slice(self.start, self.start + q.shape[-2])
+        if here.stop > len(self.cos):
+            raise UsageError(
+                f"{here.stop} tokens are more than the {len(self.cos)} that this model was built for",
+                fix="build it for a longer context, or give it fewer tokens",
+            )
+        cos, sin = self.cos[here], self.sin[here]
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
 

@@ -9,7 +9,7 @@ touch the state between two records: at a yield the state is exactly what a chec
 import hashlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import torch
@@ -46,7 +46,7 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest())
 
 
-def train(run: Composition, state: TrainState, seed: int) -> Iterator[Record]:
+def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, None, None]:
     """Train from the state's step to the run's end, one record a step; the state moves along.
 
     A step whose loss or gradient is not finite changes neither parameters nor optimizer state nor schedule. Raises

@@ -19,7 +19,7 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Presampled
 from thrifty.core.bounds import Positive, Probability
 from thrifty.core.footprint import Footprint
-from thrifty.core.objective import Objective, Prediction
+from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -41,18 +41,16 @@ def draw(batch: Batch, scores: Tensor, count: int) -> Batch:
     return drawn.weighted(drawn.weight / (count * share[rows]))
 
 
-class Scoring(Objective):
+class Scoring(Around):
     """Another objective that keeps the scores of what it is asked the losses of."""
 
     def __init__(self, inner: Objective):
-        self.inner, self.seen = inner, []
-
-    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return self.inner.predict(model, batch)
+        super().__init__(inner)
+        self.seen: list[Tensor] = []
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        self.seen.append(self.inner.scores(prediction, batch))
-        return self.inner.losses(prediction, batch)
+        self.seen.append(self.scores(prediction, batch))
+        return super().losses(prediction, batch)
 
 
 class Sampler:

@@ -19,7 +19,7 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
-from thrifty.core.objective import Objective, Prediction
+from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import own_share, ranks
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_blocks, note
@@ -42,28 +42,20 @@ def sharded(model: nn.Module) -> nn.Module:
     return model
 
 
-class GivingBack(Objective):
+class GivingBack(Around):
     """Another objective that, where no backward pass will do so, frees what was gathered once the losses are known."""
 
-    def __init__(self, inner: Objective):
-        self.inner = inner
-        self.model: nn.Module | None = None
+    model: nn.Module | None = None
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         self.model = model
-        return self.inner.predict(model, batch)
+        return super().predict(model, batch)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._given_back(self.inner.losses(prediction, batch))
+        return self._given_back(super().losses(prediction, batch))
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._given_back(self.inner.scores(prediction, batch))
-
-    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self.inner.normalizers(prediction, batch)
-
-    def tokens(self, batch: Batch) -> int:
-        return self.inner.tokens(batch)
+        return self._given_back(super().scores(prediction, batch))
 
     def _given_back(self, result: Tensor) -> Tensor:
         if not torch.is_grad_enabled() and isinstance(self.model, FSDPModule):

@@ -7,14 +7,13 @@ Cost      8 bits of mantissa in products; parameters keep float32, so model stat
 Avoid     on processors without bfloat16 units (`thrifty doctor` tells): there it is slower.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Objective, Prediction
+from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -23,37 +22,28 @@ def _autocast(batch: Batch) -> torch.autocast:
     return torch.autocast(batch.weight.device.type, torch.bfloat16)
 
 
-class InBfloat16(Objective):
+class InBfloat16(Around):
     """Another objective with the model's forward pass, and its head wherever it is called, under autocast. What
     follows the logits is float32: objectives see to that themselves."""
 
-    def __init__(self, inner: Objective):
-        self.inner = inner
-
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         with _autocast(batch):
-            prediction = self.inner.predict(model, batch)
+            prediction = super().predict(model, batch)
         if prediction.hidden is not None:  # the head's product is one of the matrix products
             prediction.hidden = prediction.hidden.to(torch.bfloat16)
         return prediction
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         with _autocast(batch):
-            return self.inner.losses(prediction, batch)
+            return super().losses(prediction, batch)
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
         with _autocast(batch):
-            return self.inner.scores(prediction, batch)
+            return super().scores(prediction, batch)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         with _autocast(batch):
-            return self.inner.normalizers(prediction, batch)
-
-    def tokens(self, batch: Batch) -> int:
-        return self.inner.tokens(batch)
-
-    def compiled(self, compile: Callable[[Callable], Callable]) -> Objective:
-        return InBfloat16(self.inner.compiled(compile))
+            return super().normalizers(prediction, batch)
 
 
 @dataclass(frozen=True)

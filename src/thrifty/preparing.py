@@ -1,0 +1,129 @@
+"""From a recipe to a composed run: processes, device, data, the number of steps."""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.ranks import rank, ranks
+from thrifty.core.recipe import Recipe
+from thrifty.data.corpus import TextData, open_data, say_on_stderr
+from thrifty.models import build_model
+from thrifty.objectives import find_objective
+from thrifty.training.agreement import Alone, Together
+from thrifty.training.loop import train as train_loop
+
+PROBED = 6
+"""Steps timed to turn a budget of seconds into steps; the first two are not counted."""
+
+BuildModel = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A recipe with its data opened and its techniques composed: all that is needed to start or to resume."""
+
+    recipe: Recipe
+    data: TextData
+    run: Composition
+
+
+@contextmanager
+def ranked() -> Iterator[None]:
+    """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
+        time.sleep(0.1)
+
+
+def together() -> Alone:
+    return Together() if ranks() > 1 else Alone()
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" takes a GPU where there is one; each local rank its own."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError('device = "cuda", but torch sees no GPU here', fix='--set device=cpu, or device = "auto"')
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", rank() % torch.cuda.device_count())
+
+
+def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False) -> Prepared:
+    """Open the data and compose the run.
+
+    `model` builds the plain model in place of the recipe's. `steps` is known when a run is resumed; otherwise the
+    recipe's budget decides, a budget of seconds by timing some real steps.
+    """
+    _refuse_idle_ranks(recipe)
+    device = choose_device(recipe.device)
+    say = (lambda text: None) if quiet else say_on_stderr
+    together().first(lambda: open_data(recipe.data, recipe.seed, say) and None)  # prepared once, then opened by all
+    data = open_data(recipe.data, recipe.seed, say)
+
+    def build() -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return model() if model else build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed)
+
+    plain = Plain(build, data.train, find_objective(recipe.objective.name))
+    return Prepared(recipe, data, compose(plain, recipe.techniques, steps or _steps(recipe, plain, device), device))
+
+
+def _refuse_idle_ranks(recipe: Recipe) -> None:
+    if ranks() > 1 and not any("distribution of data" in technique.claims for technique in recipe.techniques):
+        raise UsageError(
+            f"there are {ranks()} ranks, and no technique of the recipe divides the work among them",
+            fix="--with parallelism.replicate or --with parallelism.shard, or start one process",
+        )
+
+
+def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
+    """The number of steps that the budget pays for; raises Infeasible when it is none."""
+    budget = recipe.budget
+    if budget.steps is not None:
+        return budget.steps
+    if budget.seconds is not None:
+        return _steps_in_seconds(budget.seconds, recipe, plain, device)
+    if budget.tokens is None:
+        raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
+    per_step = recipe.data.batch * recipe.data.length
+    if budget.tokens < per_step:
+        raise Infeasible(
+            f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",
+            fix=f"--budget {per_step}tokens or more, or a smaller data.batch",
+        )
+    return int(budget.tokens // per_step)
+
+
+def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch.device) -> int:
+    """Times a few real steps of a run that is thrown away; what that takes is part of the budget."""
+    began = time.monotonic()
+    run = compose(plain, recipe.techniques, 1000, device)
+    with closing(train_loop(run, run.start(), recipe.seed)) as records:
+        step = statistics.median([record.seconds for _, record in zip(range(PROBED), records, strict=False)][2:])
+    spent = time.monotonic() - began
+    steps = together().first(lambda: math.floor((budget - spent) / step))
+    if steps < 1:
+        raise Infeasible(
+            f"a budget of {budget:g} s does not fit one step: starting takes {spent:.1f} s and a step {step:.2f} s",
+            fix=f"--budget {math.ceil(spent + 10 * step)}s or more",
+        )
+    return steps

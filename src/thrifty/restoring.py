@@ -1,0 +1,45 @@
+"""The trained model of a run folder, as the plain architecture."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.compose import Plain, compose
+from thrifty.core.recipe import Recipe
+from thrifty.core.stages import Stage
+from thrifty.core.state import fill_tensor, read_log
+from thrifty.data.tokenizing import read_tokenizer
+from thrifty.models import build_model
+from thrifty.objectives import find_objective
+from thrifty.recipes.toml import read_recipe
+from thrifty.training import checkpoint
+
+RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
+"""How a run is computed is of no matter to the model that comes out of it."""
+
+
+def restore(folder: Path, step: int | None = None) -> tuple[nn.Module, Recipe]:
+    """The trained model of a run folder with what its techniques put on taken off again, and the recipe.
+
+    Takes the newest undamaged checkpoint, or the one of `step`. Needs no data: the vocabulary is the tokenizer's.
+    """
+    recipe = read_recipe(folder / "recipe.toml")
+    found = checkpoint.load(folder / "checkpoints", step)
+    vocabulary = read_tokenizer(folder / "tokenizer.json").vocabulary
+
+    def build() -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return build_model(recipe.model, vocabulary, recipe.data.length, recipe.seed)
+
+    chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
+    run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
+    model = run.build_model(read_log(found.scalars))
+    for kind, tensors in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
+        for name, tensor in tensors:
+            if f"{kind}/{name}" in found.tensors:
+                fill_tensor(tensor, found.tensors[f"{kind}/{name}"])
+    for technique in reversed(run.techniques):
+        model = technique.finish(model)
+    return model.eval(), recipe
