@@ -1,4 +1,4 @@
-"""Compile: torch.compile on each block and on the arithmetic of the loss.
+"""Compile: torch.compile on each block, the norms around them and the arithmetic of the loss.
 
 Paper     Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
 Promise   elementwise passes fused into few; the blocks are equal, so one compilation serves all of them.
@@ -40,7 +40,11 @@ class Compile(Technique):
         name, blocks = find_blocks(model)
         for block in blocks:
             block.compile(backend=self.backend, dynamic=self.dynamic)
-        note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once")
+        inside = set(blocks.modules())
+        for norm in model.modules():
+            if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm not in inside:
+                norm.compile(backend=self.backend, dynamic=self.dynamic)
+        note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
         return model
 
     def objective(self, objective: Objective) -> Objective:
