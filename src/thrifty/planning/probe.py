@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 import thrifty
-from thrifty.core.compiler import cpp_compiler, has_python_headers
+from thrifty.core.machine import cpp_compiler, has_python_headers
 from thrifty.planning.cgroups import cgroup_limits
 from thrifty.planning.rates import Rate, disk_rate, matmul_rate, memory_rate
 

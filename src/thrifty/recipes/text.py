@@ -1,6 +1,8 @@
 """Language models on text."""
 
-from thrifty.core.compiler import can_compile
+import torch
+
+from thrifty.core.machine import can_compile, has_fast_bfloat16
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.techniques.attention.tiled import Tiled
@@ -12,10 +14,16 @@ from thrifty.techniques.schedules.linear import Linear
 
 
 def fast(lr: float) -> tuple[Technique, ...]:
-    """What pays on nearly every run: AdamW with a rate decayed to the end, clipping, bfloat16, and, where there is a
-    C++ compiler, compiled blocks with tiled attention."""
-    compiled = (Compile(), Tiled()) if can_compile() else ()
-    return (AdamW(lr=lr), Linear(), Clip(), Mixed(), *compiled)
+    """What pays on nearly every run: AdamW with a rate decayed to the end and clipping; bfloat16 where there are units
+    for it; compiled blocks where there is a compiler, on CPUs with tiled attention."""
+    chosen: list[Technique] = [AdamW(lr=lr), Linear(), Clip()]
+    if has_fast_bfloat16():
+        chosen.append(Mixed())
+    if can_compile():
+        chosen.append(Compile())
+        if not torch.cuda.is_available():
+            chosen.append(Tiled())
+    return tuple(chosen)
 
 
 def text() -> Recipe:

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from thrifty.core.compiler import can_compile
 from thrifty.core.errors import Refused
+from thrifty.core.machine import can_compile
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_blocks, note

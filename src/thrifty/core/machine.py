@@ -1,10 +1,13 @@
-"""The C++ compiler that torch.compile uses for code on CPUs."""
+"""What this machine has that decides whether a technique pays: a compiler, bfloat16 units."""
 
 import os
+import platform
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
+
+import torch
 
 
 def cpp_compiler() -> str | None:
@@ -20,3 +23,13 @@ def has_python_headers() -> bool:
 def can_compile() -> bool:
     """Whether torch.compile can build CPU code here, as far as can be seen without trying."""
     return cpp_compiler() is not None and has_python_headers()
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether matrix products in bfloat16 run on units of their own: on the GPU where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    information = Path("/proc/cpuinfo")
+    return information.exists() and " bf16" in information.read_text()
