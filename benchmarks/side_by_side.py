@@ -1,13 +1,17 @@
 """Times several ways of doing the same work in one process, in turn, so that a machine's drift meets all of them."""
 
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from thrifty.training.environment import environment
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,14 @@ def tell(title: str, timings: Mapping[str, Timing], baseline: str, work: float =
 
 
 def keep(path: Path, facts: Mapping[str, object], timings: Mapping[str, Timing], baseline: str) -> None:
-    """The figures as JSON, for results/."""
+    """The figures as JSON, for results/: with the machine, the versions and the command that repeats them."""
     rows = {
         name: {"median": timing.median, "spread": timing.spread, "ratio": ratio(timings, name, baseline)}
         for name, timing in timings.items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, "torch": torch.__version__, "seconds": rows, "baseline": baseline}, indent=1))
+    here = environment("cuda" if torch.cuda.is_available() else "cpu")
+    machine = {name: here[name] for name in ("cpu", "cores", "device", "torch", "python", "started")}
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    kept = {**facts, **machine, "command": command, "seconds": rows, "baseline": baseline}
+    path.write_text(json.dumps(kept, indent=1))

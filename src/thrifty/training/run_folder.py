@@ -173,7 +173,8 @@ class RunFolder:
 
 
 def _refuse_full(path: Path) -> None:
-    if any(entry.name != "lock" for entry in path.iterdir()):
+    # a start that was cut off leaves its lock, and at most a file that was being written
+    if any(entry.name != "lock" and not entry.name.endswith(".partial") for entry in path.iterdir()):
         fix = "give the new run another --name, or go on with this one: `thrifty resume`"
         raise UsageError(f"the run folder {path} exists already", fix)
 
