@@ -21,7 +21,9 @@ lint: $(VENV)/tested
 	$(BIN)/lint-imports
 
 bench: $(VENV)/tested
-	export OMP_WAIT_POLICY=PASSIVE; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+	export OMP_WAIT_POLICY=PASSIVE; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done; \
+	$(BIN)/python benchmarks/bench_trainer.py --preset llama-nano --vocabulary 4096 && \
+	$(BIN)/python benchmarks/bench_trainer.py --preset llama-micro --length 256 --batch 32 --vocabulary 4096
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from thrifty.data.corpus import TextData, open_data, say_on_stderr
 from thrifty.models import build_model
 from thrifty.objectives import find_objective
 from thrifty.training.agreement import Alone, Together
-from thrifty.training.loop import train as train_loop
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
@@ -114,11 +113,20 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch.device) -> int:
-    """Times a few real steps of a run that is thrown away; what that takes is part of the budget."""
+    """Times a few real steps at the run's full structure, thrown away afterwards; what that takes is part of the
+    budget."""
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
-    with closing(train_loop(run, run.start(), recipe.seed)) as records:
-        step = statistics.median([record.seconds for _, record in zip(range(PROBED), records, strict=False)][2:])
+    state = run.place()
+    assert state.model is not None and state.optimizer is not None
+    seconds = []
+    for step in range(run.steps - PROBED, run.steps):
+        start = time.monotonic()
+        run.backward(state.model, run.objective, run.source.at(step).to(device)).loss.item()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        seconds.append(time.monotonic() - start)
+    step = statistics.median(seconds[2:])
     spent = time.monotonic() - began
     steps = together().first(lambda: math.floor((budget - spent) / step))
     if steps < 1:

@@ -7,6 +7,7 @@ from torch import nn
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
@@ -36,10 +37,17 @@ def restore(folder: Path, step: int | None = None) -> tuple[nn.Module, Recipe]:
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
     model = run.build_model(read_log(found.scalars))
-    for kind, tensors in (("parameters", model.named_parameters()), ("buffers", model.named_buffers())):
-        for name, tensor in tensors:
-            if f"{kind}/{name}" in found.tensors:
-                fill_tensor(tensor, found.tensors[f"{kind}/{name}"])
+    for name, parameter in model.named_parameters():
+        value = found.tensors.get(f"parameters/{name}")
+        if value is None or value.shape != parameter.shape:
+            raise UsageError(
+                f"{folder} was trained with another model than its recipe says: {name} is not in its checkpoint",
+                fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
+            )
+        fill_tensor(parameter, value)
+    for name, buffer in model.named_buffers():
+        if f"buffers/{name}" in found.tensors:  # those that follow from the settings are not stored
+            fill_tensor(buffer, found.tensors[f"buffers/{name}"])
     for technique in reversed(run.techniques):
         model = technique.finish(model)
     return model.eval(), recipe

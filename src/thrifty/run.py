@@ -105,6 +105,11 @@ def _resume(
         return found.notices
 
     prepared = prepare(recipe, model, found.scalars["steps"], quiet)
+    if other := [name for name, sha256 in found.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
+        raise IntegrityError(
+            f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
+            fix="bring the old data back, or start a new run on the new",
+        )
     return _run(prepared, folder, quiet, origins, read_log(found.scalars), fill)
 
 
@@ -133,6 +138,18 @@ def _fork(
             else:
                 fresh.append(name)
         state.load_scalars(found.scalars)
+        for name in ("best_held_out_loss", "best_saved_loss"):
+            state.counters.pop(name, None)
+        assert state.optimizer is not None
+        if any(name.startswith("optimizer/") for name in fresh):
+            state.optimizer.born = state.optimizer.updates
+        try:
+            prepared.run.verify(state)
+        except IntegrityError as broken:
+            raise UsageError(
+                f"the changed recipe promises what the old state does not keep: {broken.what}",
+                fix="leave that technique out of the fork, or start a new run with it",
+            ) from None
         taken = f"forked from {found.path} at step {found.step}"
         return [*found.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
 
@@ -142,6 +159,11 @@ def _fork(
             raise UsageError(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {found.step}",
                 fix=f"--set budget.steps={2 * found.step}, counted from the first step of {old.name}",
+            )
+        if found.scalars["data"]["tokenizer.json"] != prepared.data.identity["tokenizer.json"]:
+            raise UsageError(
+                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
+                fix=f"--set data.tokenizer={(old / 'tokenizer.json').resolve()}",
             )
         inherited = {**_kept(RunFolder(old), "origins"), **origins}
         return _run(prepared, folder, quiet, inherited, read_log(found.scalars), fill)
@@ -185,7 +207,8 @@ def _run(
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-    session = Session(recipe_to_data(recipe), recipe, run, examples, folder, facts, notices, quiet)
+    kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
+    session = Session(kept, recipe, run, examples, folder, facts, notices, quiet)
     return session.run_to_end(state, meter)
 
 

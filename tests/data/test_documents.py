@@ -150,7 +150,6 @@ def test_identity_follows_changes(tmp_path):
     assert open_source(str(path)).identity() != before
 
 
-@pytest.mark.slow
 def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
     """The library takes a local folder of that name for the data set, so no network is needed."""
     pytest.importorskip("datasets")

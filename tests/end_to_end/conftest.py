@@ -7,16 +7,16 @@ from end_to_end.command_line import CommandLine, write_corpus
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a corpus, where commands of all tests run; its prepared tokens are made once."""
-    folder = tmp_path_factory.mktemp("workplace")
+    folder = tmp_path_factory.mktemp("common_folder")
     write_corpus(folder / "corpus")
     return folder
 
 
 @pytest.fixture
-def thrifty(workplace: Path) -> CommandLine:
+def thrifty(common_folder: Path) -> CommandLine:
     """The command line in a folder of this test's own, the shared corpus beside it."""
-    folder = Path(tempfile.mkdtemp(dir=workplace))
-    (folder / "corpus").symlink_to(workplace / "corpus")
+    folder = Path(tempfile.mkdtemp(dir=common_folder))
+    (folder / "corpus").symlink_to(common_folder / "corpus")
     return CommandLine(folder)

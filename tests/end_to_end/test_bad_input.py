@@ -84,9 +84,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def stopped(workplace: Path) -> Path:
+def stopped(common_folder: Path) -> Path:
     """The folder of a run that was killed, with its checkpoints of steps 4 and 8."""
-    thrifty = CommandLine(workplace)
+    thrifty = CommandLine(common_folder)
     often = {"checkpoints__every": 4, "evaluation__every": 400}
     process = thrifty.start(*thrifty.recipe("stopped", "--quiet", "--name", "run", steps=400, **often))
     saved = thrifty.run("run") / "checkpoints"

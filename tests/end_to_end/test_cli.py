@@ -19,9 +19,9 @@ from thrifty.cli.main import ABOUT
 
 
 @pytest.fixture(scope="module")
-def trained(workplace: Path) -> tuple[CommandLine, dict[str, Any]]:
+def trained(common_folder: Path) -> tuple[CommandLine, dict[str, Any]]:
     """A command line beside a finished run `done`, and the summary that `train --json` printed."""
-    thrifty = CommandLine(workplace)
+    thrifty = CommandLine(common_folder)
     return thrifty, thrifty.train("done", steps=4)
 
 

@@ -53,13 +53,13 @@ def assert_export_computes_the_same(thrifty: CommandLine) -> None:
 
 
 @pytest.fixture(scope="module", params=["llama-nano", "gpt-nano"])
-def exported(workplace: Path, request: pytest.FixtureRequest) -> tuple[CommandLine, str, Path]:
+def exported(common_folder: Path, request: pytest.FixtureRequest) -> tuple[CommandLine, str, Path]:
     """A run with adapters and gains, trained, and exported."""
-    thrifty, name = CommandLine(workplace), f"of-{request.param}"
+    thrifty, name = CommandLine(common_folder), f"of-{request.param}"
     extra = ("--with", "adapters.lora:rank=4", "--with", "initializations.layer_scale:start=0.5")
     thrifty.train(name, *extra, "--with", "optimizers.adamw:lr=0.03", steps=12, model__preset=request.param)
     thrifty("export", f"runs/{name}", f"out-{name}")
-    return thrifty, name, workplace / f"out-{name}"
+    return thrifty, name, common_folder / f"out-{name}"
 
 
 def test_an_export_computes_what_the_trained_model_with_adapters_and_gains_computes(

@@ -70,11 +70,11 @@ class Spoil(Technique):
 
 
 @pytest.fixture
-def recipe(workplace: Path) -> Recipe:
+def recipe(common_folder: Path) -> Recipe:
     return Recipe(
         name="run",
         model=ModelSettings(preset="llama-nano", width=32, depth=2),
-        data=DataSettings(source=str(workplace / "corpus"), vocabulary=320, length=32, batch=8),
+        data=DataSettings(source=str(common_folder / "corpus"), vocabulary=320, length=32, batch=8),
         budget=Budget(steps=8),
         checkpoints=Checkpoints(every=2),
         techniques=(AdamW(lr=1e-3), Clip()),

@@ -52,11 +52,11 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("kind", [Logits, Blocks])
 def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
-    kind: type[nn.Module], workplace: Path, tmp_path: Path
+    kind: type[nn.Module], common_folder: Path, tmp_path: Path
 ) -> None:
     recipe = Recipe(
         name="whole",
-        data=DataSettings(source=str(workplace / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
+        data=DataSettings(source=str(common_folder / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
         budget=Budget(steps=30),
         techniques=(AdamW(lr=3e-2), *([Recompute()] if kind is Blocks else [])),
     )

@@ -11,9 +11,9 @@ TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
 
 
 @pytest.fixture(scope="module")
-def single(workplace: Path) -> list[dict]:
+def single(common_folder: Path) -> list[dict]:
     """The records of the run in one process."""
-    thrifty = CommandLine(workplace)
+    thrifty = CommandLine(common_folder)
     thrifty.train("single", steps=STEPS)
     return thrifty.records("single")
 

@@ -22,16 +22,20 @@ def killed_again_and_again(
 ) -> int:
     """Train with SIGKILL at random moments, resuming each time, until the run is finished; how many kills hit a save.
 
-    A kill comes up to `window` seconds after the process first wrote something that it must not lose.
+    Every other kill comes as soon as a save is seen under way, the others up to `window` seconds after the process
+    first wrote something that it must not lose.
     """
     rng = random.Random(seed)
     checkpoints, in_a_save = thrifty.run(name) / "checkpoints", 0
-    for _ in range(kills):
+    for turn in range(kills):
         before = entries(checkpoints)
         process = thrifty.start(*words, ranks=ranks)
         moving = wait_until(lambda before=before: entries(checkpoints) - before, process)
         assert moving, f"ended by itself: {process.communicate()}"
-        time.sleep(rng.uniform(0, window))
+        if turn % 2:
+            time.sleep(rng.uniform(0, window))
+        else:
+            wait_until(lambda: any(".partial-" in entry for entry in entries(checkpoints)), process)
         assert process.poll() is None, f"the run is too short to be killed {kills} times"
         kill(process)
         in_a_save += any(".partial-" in entry for entry in entries(checkpoints))
@@ -55,10 +59,10 @@ def assert_records_are_whole(thrifty: CommandLine, name: str, steps: int, per_st
 
 
 def test_a_run_killed_at_30_random_moments_ends_bit_identical(thrifty: CommandLine) -> None:
-    steps, often = 240, {"checkpoints__every": 1, "evaluation__every": 50}
+    steps, often = 600, {"checkpoints__every": 1, "evaluation__every": 50}
     thrifty.train("whole", steps=steps, checkpoints__every=100, evaluation__every=50)
     words = thrifty.recipe("killed", "--quiet", steps=steps, **often)
-    in_a_save = killed_again_and_again(thrifty, "killed", words, kills=30, window=0.25)
+    in_a_save = killed_again_and_again(thrifty, "killed", words, kills=30, window=0.2)
     assert in_a_save >= 5
     assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
     assert_records_are_whole(thrifty, "killed", steps)

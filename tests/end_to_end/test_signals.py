@@ -13,9 +13,9 @@ STEPS = 120
 OFTEN = {"checkpoints__every": 1000, "evaluation__every": 1000}
 
 
-@pytest.fixture(scope="module")
-def whole(workplace: Path) -> CommandLine:
-    thrifty = CommandLine(workplace)
+@pytest.fixture(scope="session")
+def whole(common_folder: Path) -> CommandLine:
+    thrifty = CommandLine(common_folder)
     thrifty.train("uninterrupted", steps=STEPS, **OFTEN)
     return thrifty
 

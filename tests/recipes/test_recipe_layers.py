@@ -1,9 +1,12 @@
 """A recipe put together from the command line, and where each value came from."""
 
+from pathlib import Path
+
 import pytest
 
 from thrifty.cli.options import put_together, read_budget
 from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget
 from thrifty.recipes.layers import Layers, toml_value
 from thrifty.techniques.adapters.lora import Lora
 from thrifty.techniques.growth.stacking import Stacking
@@ -127,8 +130,14 @@ def test_set_of_an_unknown_path_names_the_nearest() -> None:
     assert "batch" in error.value.fix
     with pytest.raises(UsageError, match="as a value and as a table"):
         put_together("text", assignments=("seed.x=3",)).recipe()
+
+
+def test_a_new_budget_takes_the_place_of_the_old_and_two_new_ones_are_refused(tmp_path: Path) -> None:
+    assert put_together("text", assignments=("budget.seconds=3",)).recipe().budget == Budget(seconds=3)
+    both = tmp_path / "both.toml"
+    both.write_text("[budget]\nsteps = 3\nseconds = 3\n")
     with pytest.raises(UsageError, match="both set"):
-        put_together("text", assignments=("budget.seconds=3",)).recipe()
+        put_together(str(both)).recipe()
 
 
 def test_a_value_is_toml_or_else_text() -> None:

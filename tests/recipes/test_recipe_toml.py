@@ -70,7 +70,10 @@ BUDGETS = some.one_of(
 TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
     some.sampled_from(techniques.names()), unique=True, max_size=6
 ).flatmap(lambda names: some.tuples(*(any_of(techniques.find(name)) for name in names)))
-ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES)
+NAMES = some.text("abcdefghijklmnopqrstuvwxyz0123456789-_é .", min_size=1, max_size=12).filter(
+    lambda name: name not in (".", "..")
+)
+ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES)
 
 
 @settings(deadline=None, max_examples=150)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.compose import compose
-from thrifty.core.objective import Objective
+from thrifty.core.errors import Refused
+from thrifty.core.objective import Objective, Prediction
 from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler, draw, variance_reduction
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
@@ -119,3 +120,34 @@ def test_an_open_gate_is_resumed_bit_for_bit() -> None:
     resumed = restored(again, saved)
     advance(again, resumed)
     assert_same(snapshot(resumed), snapshot(state))
+
+
+def test_a_step_without_finite_scores_leaves_the_gate_as_it_was() -> None:
+    sampler = Sampler(lambda model, objective, batch: Outcome(objective.losses(None, batch).sum()), 2, 0.5)
+    sampler.state["tau"].fill_(9.0)
+    broken = ScoredAs(torch.tensor([1.0, float("nan"), 1.0, 1.0]))
+    batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
+    outcome = sampler(torch.nn.Identity(), broken, batch)
+    assert outcome.notes["sampled"] == 0.0 and float(sampler.state["tau"]) == 9.0
+
+
+def test_a_share_that_cannot_be_divided_is_refused() -> None:
+    batch = Batch({"tokens": torch.zeros(5, 3, dtype=torch.int64)}, torch.full((5,), 0.2))
+    with pytest.raises(Refused, match="not 3 times a whole number"):
+        Sampler(lambda *_: Outcome(torch.zeros(())), 3, 0.9)(torch.nn.Identity(), ScoredAs(torch.ones(5)), batch)
+
+
+class ScoredAs(Objective):
+    """Scores given beforehand, for the examples in order."""
+
+    def __init__(self, given: torch.Tensor):
+        self.given = given
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Prediction:
+        return Prediction()
+
+    def scores(self, prediction: Prediction | None, batch: Batch) -> torch.Tensor:
+        return self.given[: len(batch)]
+
+    def losses(self, prediction: Prediction | None, batch: Batch) -> torch.Tensor:
+        return torch.ones(len(batch))

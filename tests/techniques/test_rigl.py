@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from thrifty.core.compose import Composition, compose
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.state import TrainState
 from thrifty.core.transforms import Numbers, Slots, Transform
@@ -138,7 +138,7 @@ def test_a_weight_that_comes_back_is_noticed() -> None:
 
 @pytest.mark.parametrize("settings", [{"density": 0.0}, {"density": 1.5}, {"where": "nowhere"}])
 def test_settings_without_sense_are_refused(settings: dict[str, object]) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(UsageError):
         Rigl(**settings).model(plain_run().build())  # type: ignore[arg-type]
 
 

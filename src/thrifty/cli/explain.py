@@ -7,7 +7,7 @@ import click
 from thrifty.cli.options import put_together, recipe_options
 
 
-@click.command(short_help="What a recipe will do, before it runs.")
+@click.command()
 @recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, **options: Any) -> None:
@@ -40,6 +40,8 @@ def explained(layers: Any) -> dict[str, Any]:
             break
         except Refused as reason:
             name = reason.what.partition(":")[0]
+            if name not in (technique.name for technique in run.techniques):
+                raise  # the model itself is refused
             refused[name] = str(reason)
             run = replace(run, techniques=tuple(t for t in run.techniques if t.name != name), notes={})
     return {

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 
-@click.command(short_help="A trained model as a Hugging Face folder.")
+@click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="The checkpoint of this step instead of the newest.")

@@ -5,7 +5,7 @@ import click
 KINDS = ("techniques", "recipes", "presets", "objectives")
 
 
-@click.command(short_help="What there is to choose from.")
+@click.command()
 @click.argument("kind", type=click.Choice(KINDS), default="techniques")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str, as_json: bool) -> None:
@@ -31,7 +31,14 @@ def _techniques() -> list[tuple[str, str]]:
 
     from thrifty import techniques
 
-    return [(name, _first_line(sys.modules[techniques.find(name).__module__].__doc__)) for name in techniques.names()]
+    rows = []
+    for name in techniques.names():
+        outside = techniques.third_party().get(name)
+        if outside is not None:  # a stranger's code is loaded only when its technique is named
+            rows.append((name, f"from the package {outside.dist.name if outside.dist else outside.value}"))
+        else:
+            rows.append((name, _first_line(sys.modules[techniques.find(name).__module__].__doc__)))
+    return rows
 
 
 def _recipes() -> list[tuple[str, str]]:

@@ -34,7 +34,7 @@ ABOUT = {
 
 class Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [verb for verb in ABOUT if verb in _verbs()] + sorted(_verbs() - ABOUT.keys())
+        return [verb for verb in ABOUT if verb in _verbs()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _verbs():
@@ -43,7 +43,7 @@ class Verbs(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs"):
-            formatter.write_dl([(verb, ABOUT.get(verb, "")) for verb in self.list_commands(ctx)])
+            formatter.write_dl([(verb, ABOUT[verb]) for verb in self.list_commands(ctx)])
 
 
 def _verbs() -> set[str]:

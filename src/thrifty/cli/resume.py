@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 
-@click.command(short_help="Go on with a run that ended early.")
+@click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change a value; most need --fork.")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")

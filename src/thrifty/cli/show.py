@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 
-@click.command(short_help="The card of one technique.")
+@click.command()
 @click.argument("technique")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(technique: str, as_json: bool) -> None:

@@ -9,7 +9,7 @@ import click
 from thrifty.cli.options import put_together, recipe_options
 
 
-@click.command(short_help="Train by a recipe.")
+@click.command()
 @recipe_options
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are kept.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")

@@ -14,6 +14,7 @@ from thrifty.core.errors import Refused, UsageError
 from thrifty.core.moments import resolve_moments
 from thrifty.core.objective import Objective
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.stages import Stage
 from thrifty.core.state import Decision, TrainState, fill_tensor, full_value
 from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
@@ -54,6 +55,16 @@ class Composition:
         objective = self.plain.objective
         for technique in self.techniques:
             objective = technique.objective(objective)
+        return objective
+
+    @cached_property
+    def judged_by(self) -> Objective:
+        """The plain objective, computed as the run computes it but without what techniques add to the loss: held-out
+        losses of runs with different techniques can be compared."""
+        objective = self.plain.objective
+        for technique in self.techniques:
+            if technique.stage < Stage.SOURCE:
+                objective = technique.objective(objective)
         return objective
 
     @cached_property

@@ -4,8 +4,10 @@ The sections below are plain values. What they mean is known where they are used
 `data` opens `DataSettings`, `training` obeys the rest.
 """
 
+import math
 from dataclasses import dataclass, field
 
+from thrifty.core.bounds import Positive, check_bounds
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
 
@@ -64,23 +66,29 @@ class Budget:
         if len(given) > 1:
             raise UsageError(f"budget: {' and '.join(given)} are both set", fix=f"keep one, such as {given[0]}")
         for name in given:
-            if getattr(self, name) <= 0:
-                raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive amount")
+            if not (0 < getattr(self, name) < math.inf):
+                raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive, finite amount")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    every: int = 100
+    every: Positive = 100
     """Steps between evaluations on held-out data; one at the end is always made."""
-    examples: int = 64
+    examples: Positive = 64
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "evaluation")
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    every: int = 200
+    every: Positive = 200
     """Steps between checkpoints; one at the end is always made."""
-    keep: int = 2
+    keep: Positive = 2
     """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "checkpoints")
 
 
 @dataclass(frozen=True)
@@ -101,5 +109,7 @@ class Recipe:
     """In order of stage, whatever the order given."""
 
     def __post_init__(self) -> None:
+        if not self.name or self.name in (".", "..") or "/" in self.name or "\\" in self.name:
+            raise UsageError(f"name is {self.name!r}: it names a folder under runs/", fix="use letters, digits and -")
         ordered = sorted(self.techniques, key=lambda technique: (technique.stage, technique.name))
         object.__setattr__(self, "techniques", tuple(ordered))

@@ -1,6 +1,5 @@
 """What sparse techniques share: how a global density is spread over layers, and random masks keyed by name."""
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from thrifty.core.errors import UsageError
+from thrifty.core.randomness import keyed_generator
 
 
 def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float, distribution: str) -> dict[str, float]:
@@ -34,8 +34,7 @@ def layer_densities(shapes: Mapping[str, tuple[int, ...]], density: float, distr
 
 def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
     """A boolean mask like `parameter` (sharded as it is) with round(density · numel) places, drawn from `key` alone."""
-    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
-    generator = torch.Generator().manual_seed(seed)
+    generator = keyed_generator(key)
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
     mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True
     mask = mask.view(parameter.shape).to(parameter.device)

@@ -1,7 +1,7 @@
 """Text ready to train on: what a recipe's data settings lead to."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,8 @@ class TextData:
     """Bytes of held-out text per token; nats per token / ln 2 / this = bits per byte."""
     train_tokens: int
     held_out_tokens: int
+    identity: Mapping[str, str]
+    """The sha256 of the token files and the tokenizer: what a resumed run must find again."""
     folder: Path
     """The prepared tokens, with tokenizer.json and manifest.json."""
 
@@ -52,5 +54,6 @@ def open_data(settings: DataSettings, seed: int, say: Callable[[str], None] = sa
         bytes_per_token=manifest["bytes_per_token"],
         train_tokens=manifest["tokens"][Part.TRAIN],
         held_out_tokens=manifest["tokens"][Part.HELD_OUT],
+        identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+import torch
 from torch import nn
 
 from thrifty.core.errors import UsageError, did_you_mean
@@ -120,7 +121,8 @@ def shape_of(settings: ModelSettings, vocabulary: int | None = None, length: int
 
 
 def _rotary(shape: Shape) -> Rotary:
-    frequencies = rotary_frequencies(shape.head_width, shape.rope_base)
+    # values even where the weights have none yet: the table follows from the shape, no file brings it
+    frequencies = rotary_frequencies(shape.head_width, shape.rope_base, torch.device("cpu"))
     if shape.rope_scaling is not None:
         frequencies = shape.rope_scaling.slowed(frequencies)
     return Rotary(frequencies, shape.length)

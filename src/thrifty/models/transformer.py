@@ -7,7 +7,6 @@ q (b, h, t, k), k and v (b, g, t, k) to (b, h, t, k) can take its place.
 Shapes: b batch, t tokens, d width, h heads, g key-value heads, k head width, v vocabulary.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
+from thrifty.core.randomness import keyed_generator
 from thrifty.kernels.rotary import rotary_table, rotate
 
 AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -164,7 +164,7 @@ class Transformer(nn.Module):
 def initialize(model: Transformer, seed: int, std: float = 0.02) -> None:
     """GPT-2's law: normal(0, 0.02), projections into the residual stream divided by sqrt(2 · blocks), biases zero.
 
-    Each parameter draws from a generator keyed by (seed, its name), so that its first value does not depend on how
+    Each parameter draws from a generator keyed by (seed, its name), so that what it draws does not depend on how
     many blocks the model has, in which order they were built or on which rank.
     """
     residual = 1 / math.sqrt(2 * len(model.blocks))
@@ -174,7 +174,6 @@ def initialize(model: Transformer, seed: int, std: float = 0.02) -> None:
         elif parameter.ndim == 1:
             parameter.fill_(1.0)
         else:
-            key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest())
             scale = residual if name.endswith(("out.weight", "down.weight")) else 1.0
-            generator = torch.Generator(device=parameter.device).manual_seed(key)
+            generator = keyed_generator(f"{seed}/{name}", parameter)
             parameter.normal_(0.0, std * scale, generator=generator)

@@ -43,6 +43,8 @@ class Layers:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
+        if path.startswith("budget."):  # its amounts exclude each other: the new one takes the place of the old
+            return self.replace("--set", "budget", {path.removeprefix("budget."): toml_value(text)})
         return self.lay("--set", _nested(path, toml_value(text)))
 
     def add_technique(self, words: str) -> "Layers":

@@ -28,20 +28,22 @@ def _walk(paths: list[str], prefix: str = "") -> list[str]:
     return names
 
 
-def _third_party() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group="thrifty.techniques")}
+def third_party() -> dict[str, EntryPoint]:
+    """Entry points by the name of their technique, not loaded; a name that exists here is not theirs to take."""
+    own = set(_walk(list(__path__)))
+    return {entry.name: entry for entry in entry_points(group="thrifty.techniques") if entry.name not in own}
 
 
 def names() -> list[str]:
     """Every technique by name, sorted; nothing of anybody's is imported for this."""
-    return sorted(set(_walk(list(__path__))) | _third_party().keys())
+    return sorted(set(_walk(list(__path__))) | third_party().keys())
 
 
 def find(name: str) -> type[Technique]:
     """The technique class of this name; raises UsageError with the nearest name when there is none."""
     if name not in names():
         raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
-    outside = _third_party().get(name)
+    outside = third_party().get(name)
     if outside is not None:
         technique = outside.load()
         technique.name = name

@@ -6,7 +6,6 @@ Everything else (evaluating, saving, showing, stopping) is ordinary code around 
 touch the state between two records: at a yield the state is exactly what a checkpoint holds.
 """
 
-import hashlib
 import math
 import time
 from collections.abc import Generator
@@ -16,6 +15,7 @@ import torch
 
 from thrifty.core.compose import Composition
 from thrifty.core.errors import ThriftyError
+from thrifty.core.randomness import seed_of
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.state import Decision, TrainState
 from thrifty.core.transforms import global_norm
@@ -43,7 +43,7 @@ class Record:
 
 def step_seed(seed: int, step: int, rank: int) -> int:
     """The random state inside a step: a function of these three and nothing that happened before."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=7).digest())
+    return seed_of(f"{seed}/{step}/{rank}")
 
 
 def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, None, None]:

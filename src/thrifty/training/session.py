@@ -27,8 +27,9 @@ from thrifty.training.signals import StopRequest
 
 @dataclass
 class Session:
-    written: Mapping[str, Any]
-    """The recipe as plain data, kept in each checkpoint so that a resume can tell what changed."""
+    kept: Mapping[str, Any]
+    """Plain data that goes into each checkpoint beside the state, so that a resume can tell what changed: the recipe,
+    the number of steps, the identity of the data."""
     recipe: Recipe
     run: Composition
     held_out: Sequence[Batch]
@@ -69,7 +70,7 @@ class _Observer:
         self.held_out: float | None = None
         self.last: Record | None = None
         self.saved_step = state.step if state.step else None
-        self.best_step: int | None = None
+        self.evaluated_step: int | None = None
         self.rate = 0.0
 
     def follow(self, stop: StopRequest) -> str:
@@ -138,21 +139,30 @@ class _Observer:
     def evaluate(self) -> None:
         assert self.state.model is not None
         run = self.session.run
-        self.held_out = held_out_loss(self.state.model, run.objective, self.session.held_out, run.device)
+        self.held_out = held_out_loss(self.state.model, run.judged_by, self.session.held_out, run.device)
+        self.evaluated_step = self.state.step
         best = self.state.counters.get("best_held_out_loss", math.inf)
-        self.best_step = self.state.step if self.held_out < best else self.best_step
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
         self.note("evaluation", loss=_finite(self.held_out))
+
+    def _is_best_saved(self) -> bool:
+        """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""
+        if self.held_out is None or self.evaluated_step != self.state.step:
+            return False
+        best = self.state.counters.get("best_saved_loss", math.inf)
+        self.state.counters["best_saved_loss"] = min(best, self.held_out)
+        return self.held_out < best
 
     def save(self) -> None:
         if self.saved_step == self.state.step:
             return
+        best = self._is_best_saved()
         saved = checkpoint.save(
             self.folder.checkpoints,
             self.state.step,
             self.state.tensors(),
-            self.state.scalars() | {"recipe": self.session.written, "steps": self.session.run.steps},
-            best=self.best_step == self.state.step,
+            {**self.state.scalars(), **self.session.kept},
+            best=best,
             keep=self.recipe.checkpoints.keep,
             ranks=Together() if ranks() > 1 else Alone(),
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from thrifty.core.bounds import Positive, Probability
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.randomness import keyed_generator
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.surgery import note, select, tied_names, wrap_forward
@@ -38,12 +39,14 @@ def _with_addition(module: nn.Module, inner: Any, x: Tensor) -> Tensor:
     return result + low_rank_addition(dropped, module.lora_a, module.lora_b, module.lora_scale)
 
 
-def add_lora(linear: nn.Linear, rank: int, scale: float, dropout: float) -> None:
+def add_lora(
+    linear: nn.Linear, rank: int, scale: float, dropout: float, generator: torch.Generator | None = None
+) -> None:
     """Give a linear layer its factors, named `lora_a` and `lora_b` on the layer itself, and freeze the rest of it."""
     out_features, in_features = linear.weight.shape
     linear.lora_a = nn.Parameter(linear.weight.new_empty(rank, in_features))
     linear.lora_b = nn.Parameter(linear.weight.new_zeros(out_features, rank))
-    nn.init.kaiming_uniform_(linear.lora_a, a=math.sqrt(5))
+    nn.init.kaiming_uniform_(linear.lora_a, a=math.sqrt(5), generator=generator)
     linear.lora_scale, linear.lora_dropout, linear.lora_merged = scale, dropout, False
     wrap_forward(linear, _with_addition)
 
@@ -81,6 +84,8 @@ class Lora(Technique):
     """Pattern that the name of a linear layer must contain."""
     stabilised: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    seed: int = 0
+    """Of the first values of A, together with each layer's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         tied = set(tied_names(model)) | set(tied_names(model).values())
@@ -91,16 +96,13 @@ class Lora(Technique):
         selection = select(model, nn.Linear, self.where, skip)
         model.requires_grad_(False)
         scale = self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
-        # its own generator state: the factors must not depend on what was drawn before
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            for module in selection.matched.values():
-                if self.rank > min(module.weight.shape):
-                    raise Refused(
-                        f"rank {self.rank} is larger than a weight of shape {tuple(module.weight.shape)}",
-                        fix=f"use a rank of at most {min(module.weight.shape)}",
-                    )
-                add_lora(module, self.rank, scale, self.dropout)
+        for name, module in selection.matched.items():
+            if self.rank > min(module.weight.shape):
+                raise Refused(
+                    f"rank {self.rank} is larger than a weight of shape {tuple(module.weight.shape)}",
+                    fix=f"use a rank of at most {min(module.weight.shape)}",
+                )
+            add_lora(module, self.rank, scale, self.dropout, keyed_generator(f"{self.seed}/{name}", module.weight))
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         note(f"{trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters are trained")
         return model

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Presampled
 from thrifty.core.bounds import Positive, Probability
+from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import mean_over_ranks
@@ -63,11 +64,18 @@ class Sampler:
         self.state = {"tau": torch.zeros(())}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        if len(batch) % self.times:
+            raise Refused(
+                f"{len(batch)} examples on this rank are not {self.times} times a whole number",
+                fix="choose data.batch as a multiple of the number of ranks",
+            )
         count = len(batch) // self.times
         is_open = float(self.state["tau"]) > self.threshold
         if is_open:
             with torch.no_grad():
                 scores = objective.scores(objective.predict(model, batch), batch)
+            is_open = bool(scores.isfinite().all()) and float(scores.sum()) > 0
+        if is_open:
             outcome = self.inner(model, objective, draw(batch, scores, count))
         else:
             scoring = Scoring(objective)
@@ -75,7 +83,8 @@ class Sampler:
             outcome = self.inner(model, scoring, plain.weighted(plain.weight * self.times))
             scores = torch.cat(scoring.seen)
         tau = mean_over_ranks(variance_reduction(scores.float()).cpu())
-        self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
+        if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
+            self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
         return Outcome(outcome.loss, outcome.notes | {"tau": float(self.state["tau"]), "sampled": float(is_open)})
 
 

@@ -39,10 +39,10 @@ class Stacking(Technique):
     """Whether the optimizer starts afresh after a growth or copies the state of the block it grew from."""
 
     def changes(self, step: int, state: TrainState) -> Change | None:
-        if step != 0 and step not in self.at:
+        decided = state.decided(self.name, step)
+        if decided is None and step != 0 and step not in self.at:
             return None
-        halvings = sum(1 for moment in self.at if moment > step)
-        divisor = 2**halvings
+        divisor = decided["depth_divisor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
 
         def cut(model: nn.Module) -> nn.Module:
             _, blocks = find_blocks(model)

@@ -7,8 +7,9 @@ Note      the start is 0.1 up to depth 18, 1e-5 at 24, 1e-6 deeper, as in the pa
           several libraries is not the paper's. The gains are never decayed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,7 @@ def _scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 class LayerScale(Technique):
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({"residual gains"})
+    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its gains would stay as small as they start"}
 
     start: float = 0.0
     """First value of every gain; 0 takes the paper's value for the model's depth."""
@@ -53,13 +55,15 @@ class LayerScale(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         _, blocks = find_blocks(model)
         start = self.start or initial_gain(len(blocks))
+        gains = 0
         for block in blocks:
             for module in select(block, nn.Module, self.where).matched.values():
                 # `weight` of a linear layer is (out, in); transformers' Conv1D keeps (in, out)
                 width = module.weight.shape[0 if isinstance(module, nn.Linear) else 1]
                 module.gain = nn.Parameter(torch.full((width,), start, device=module.weight.device))
+                gains += 1
                 module.gain_hook = module.register_forward_hook(_scale_output)
-        note(f"two branches in each of {len(blocks)} blocks, gains start at {start:g}")
+        note(f"{gains} branches in {len(blocks)} blocks, gains start at {start:g}")
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:

@@ -1,0 +1,88 @@
+"""What a run is tied to: its data, its tokenizer, its model; and what a fork may change."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.command_line import CommandLine
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings, Recipe
+from thrifty.restoring import restore
+from thrifty.run import train
+from thrifty.techniques.optimizers.adamw import AdamW
+
+
+def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:
+    """A run of `steps` that looks as if it had been killed after the checkpoint of step `at`."""
+    thrifty.train(name, *words, steps=steps, checkpoints__every=at, checkpoints__keep=9, **changed)
+    for path in (thrifty.run(name) / "checkpoints").glob("step-*"):
+        if int(path.name[5:13]) > at:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+
+
+def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
+    mine = thrifty.folder / "mine.txt"
+    text = "\n\n".join(path.read_text() for path in sorted((thrifty.folder / "corpus").iterdir()))
+    mine.write_text(text)
+    cut_off(thrifty, "run", "--data", str(mine))
+    tokenizer = (thrifty.run("run") / "tokenizer.json").read_bytes()
+    mine.write_text(text[: len(text) // 2] + "something else altogether " * 50 + text[len(text) // 2 :])
+    refused = thrifty("resume", "run", exit_code=4)
+    assert "is not what this run was trained on" in refused.stderr
+    assert (thrifty.run("run") / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_fork_with_another_tokenizer_is_refused_with_the_way_out(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    refused = thrifty("resume", "run", "--fork", "other", "--set", "data.vocabulary=400", exit_code=2)
+    assert "tokenizer is not the old run's" in refused.stderr and "data.tokenizer=" in refused.stderr
+
+
+def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run", "--with", "growth.stacking:at=[0.25,0.75]", model__depth=4)
+    forked = ("resume", "run", "--fork", "longer", "--set", "budget.steps=24", "--json")
+    assert json.loads(thrifty(*forked).stdout)["steps"] == 24
+    changes = [r for r in thrifty.run("longer").joinpath("records.jsonl").read_text().splitlines() if '"change"' in r]
+    assert [json.loads(line)["step"] for line in changes] == [6, 18]
+
+
+def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    refused = thrifty("resume", "run", "--fork", "sparse", "--with", "sparsity.rigl", exit_code=2)
+    assert "promises what the old state does not keep" in refused.stderr
+
+
+def test_a_time_budget_can_be_prolonged_by_a_fork(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    answer = json.loads(thrifty("resume", "run", "--fork", "timed", "--set", "budget.seconds=6", "--json").stdout)
+    assert answer["steps"] > 4
+
+
+def test_the_best_checkpoint_is_the_best_of_those_saved(thrifty: CommandLine) -> None:
+    thrifty.train("run", steps=9, checkpoints__every=3, checkpoints__keep=9, evaluation__every=1)
+    records = [json.loads(line) for line in (thrifty.run("run") / "records.jsonl").read_text().splitlines()]
+    losses = {r["step"]: r["loss"] for r in records if r["kind"] == "evaluation" and r["step"] % 3 == 0}
+    best = (thrifty.run("run") / "checkpoints" / "BEST").read_text()
+    assert f"{min(losses, key=lambda step: losses[step]):08d}" in best
+
+
+def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrifty: CommandLine) -> None:
+    recipe = Recipe(
+        name="own",
+        model=ModelSettings(preset="llama-nano"),
+        data=DataSettings(source=str(thrifty.folder / "corpus"), vocabulary=300, length=32, batch=4),
+        budget=Budget(steps=2),
+        checkpoints=Checkpoints(every=2),
+        techniques=(AdamW(),),
+    )
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Embedding(300, 16), torch.nn.Linear(16, 300))
+
+    train(recipe, tmp_path, model=build, quiet=True)
+    with pytest.raises(UsageError, match="trained with another model"):
+        restore(tmp_path / "own")
