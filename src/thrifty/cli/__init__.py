@@ -1,1 +1,1 @@
-"""The command line. One file is one verb, holding a click command named `command`; the folder is the list of verbs."""
+"""The command line. One file is one verb, holding a click command named `command`; `main.py` has a line on each."""

@@ -1,11 +1,12 @@
 """`thrifty data`: the text sets and pretrained models there are, fetching them, and looking into a source."""
 
-import json
 import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from thrifty.cli.telling import print_json
 
 if TYPE_CHECKING:
     from thrifty.data.catalogue import Entry
@@ -75,10 +76,6 @@ def look(source: str, examples: int, as_json: bool, **changes: Any) -> None:
         print_json(asdict(seen))
     else:
         click.echo("\n".join([*_counts(seen), "", *_bars(seen), *_examples(seen)]))
-
-
-def print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def _described(entry: "Entry") -> dict:

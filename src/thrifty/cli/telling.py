@@ -21,7 +21,7 @@ def run_path(run: Path) -> Path:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, default=str))
+    click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
 def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:

@@ -2,7 +2,7 @@
 
 Techniques are counted, not believed: for each one the run so far is built on fake tensors and a step of it is traced.
 Only those that override `footprint` are taken at their word, on top of the count: their effect needs what a single
-process of fake tensors does not have (a compiler, other ranks). Their word is a test.
+process of fake tensors does not have (other ranks, values). What a compiler saves beyond that is not counted.
 """
 
 from collections.abc import Mapping, Sequence

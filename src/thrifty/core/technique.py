@@ -76,7 +76,7 @@ class Technique:
 
     def footprint(self, footprint: Footprint) -> Footprint:
         """What to add to the count. Memory and work of a technique are counted on a traced step; override this only
-        for what such a trace cannot show: what a compiler or other ranks change."""
+        for what such a trace cannot show: what other ranks take over, or what depends on values."""
         return footprint
 
     def finish(self, model: nn.Module) -> nn.Module:
