@@ -59,13 +59,7 @@ def put_together(
     for option, value in (("seed", seed), ("name", name)):
         if value is not None:
             layers.lay(f"--{option}", {option: value})
-    for words in removals:
-        layers.drop_technique(words)
-    for words in additions:
-        layers.add_technique(words)
-    for assignment in assignments:
-        layers.set(assignment)
-    return layers
+    return layers.change(removals, additions, assignments)
 
 
 def _whole_path(name: str) -> str:

@@ -32,12 +32,7 @@ def command(
 
     path = run_path(run)
     layers = Layers().lay(f"run {path.name}", read_tables(path / "recipe.toml"))
-    for words in removals:
-        layers.drop_technique(words)
-    for words in additions:
-        layers.add_technique(words)
-    for assignment in assignments:
-        layers.set(assignment)
+    layers.change(removals, additions, assignments)
     origins = {where: origin for where, origin in layers.changed().items() if origin.startswith("--")}
     summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
     tell_summary(summary, as_json, quiet)

@@ -62,6 +62,16 @@ class Layers:
         self.origins = {path: at for path, at in self.origins.items() if not path.startswith(f"techniques.{name}.")}
         return self
 
+    def change(self, removals: Sequence[str], additions: Sequence[str], assignments: Sequence[str]) -> "Layers":
+        """What --without, --with and --set say, in this order: a technique can be taken out and put in anew."""
+        for name in removals:
+            self.drop_technique(name)
+        for words in additions:
+            self.add_technique(words)
+        for assignment in assignments:
+            self.set(assignment)
+        return self
+
     def changed(self) -> dict[str, str]:
         """Where each value that is not the default came from; a technique's settings always count."""
         default = recipe_to_data(Recipe())
