@@ -21,10 +21,11 @@ RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {S
 """How a run is computed is of no matter to the model that comes out of it."""
 
 
-def restore(folder: Path, step: int | None = None) -> tuple[nn.Module, Recipe]:
+def restore(folder: Path, step: int | None = None, trained: bool = False) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder with what its techniques put on taken off again, and the recipe.
 
-    Takes the newest undamaged checkpoint, or the one of `step`. Needs no data: the vocabulary is the tokenizer's.
+    Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
+    average, or with `trained` the weights in training. Needs no data: the vocabulary is the tokenizer's.
     """
     recipe = read_recipe(folder / "recipe.toml")
     found = checkpoint.load(folder / "checkpoints", step)
@@ -36,18 +37,22 @@ def restore(folder: Path, step: int | None = None) -> tuple[nn.Module, Recipe]:
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
-    model = run.build_model(read_log(found.scalars))
-    for name, parameter in model.named_parameters():
-        value = found.tensors.get(f"parameters/{name}")
-        if value is None or value.shape != parameter.shape:
+    state = run.place(read_log(found.scalars))
+    model, optimizer = state.model, state.optimizer
+    assert model is not None and optimizer is not None
+    for name, tensor in state.tensors().items():
+        value = found.tensors.get(name)
+        if value is not None and value.shape == tensor.shape:
+            fill_tensor(tensor, value)
+        elif name.startswith("parameters/"):
             raise UsageError(
                 f"{folder} was trained with another model than its recipe says: {name} is not in its checkpoint",
                 fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
             )
+    state.load_scalars(found.scalars)
+    values = None if trained else optimizer.judged()
+    for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
         fill_tensor(parameter, value)
-    for name, buffer in model.named_buffers():
-        if f"buffers/{name}" in found.tensors:  # those that follow from the settings are not stored
-            fill_tensor(buffer, found.tensors[f"buffers/{name}"])
     for technique in reversed(run.techniques):
         model = technique.finish(model)
     return model.eval(), recipe

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.transforms import ScaleBySchedule, chain
+from thrifty.core.transforms import chain
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
 from tiny_runs import plain_run

@@ -7,25 +7,22 @@ import torch
 from lion_pytorch import Lion as TheirLion
 from torch import Tensor, nn
 
-from thrifty.core.errors import UsageError
-from thrifty.core.fused import split_fused_tail
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_matrix
-from thrifty.core.transforms import (
+from thrifty.core.elements import (
     AddDecayedWeights,
-    Chain,
     ClipByGlobalNorm,
     ScaleByAdam,
-    ScaleByLion,
+    ScaleByMomentum,
     ScaleBySchedule,
-    Transform,
-    chain,
     global_norm,
-    partition,
     scale_by_learning_rate,
 )
+from thrifty.core.errors import UsageError
+from thrifty.core.fused import FusedAdamW, FusedSGD, fused_tail
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.parameters import is_matrix
+from thrifty.core.transforms import Chain, Transform, chain, partition
 from thrifty.techniques.optimizers.adamw import adamw
-from thrifty.techniques.optimizers.lion import lion
+from thrifty.techniques.optimizers.lion import ScaleByLion, lion
 
 SHAPES = {"one.weight": (5, 3), "one.bias": (5,), "two.weight": (4, 5)}
 
@@ -71,6 +68,10 @@ def assert_close(found: dict[str, nn.Parameter], wanted: dict[str, nn.Parameter]
 
 
 class Unfusable(ScaleByAdam):
+    """The same element, which the fused kernel does not recognise."""
+
+
+class UnfusableMomentum(ScaleByMomentum):
     """The same element, which the fused kernel does not recognise."""
 
 
@@ -159,8 +160,8 @@ def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
     rate = ScaleBySchedule(lambda step: 1 - step / 200)
     fused = chain(adamw(1e-2, (0.9, 0.95), 1e-8, 0.1), rate)
     plain = chain(Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2), rate)
-    assert split_fused_tail(fused)[1] is not None
-    assert split_fused_tail(plain)[1] is None
+    assert isinstance(fused_tail(fused)[1], FusedAdamW)
+    assert fused_tail(plain) is None
     theirs = parameters()
     groups = [
         {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.1},
@@ -181,8 +182,8 @@ def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
 def test_what_stands_before_the_fused_tail_still_acts() -> None:
     clipped = chain(ClipByGlobalNorm(0.1), adamw(1e-2))
     plain = chain(ClipByGlobalNorm(0.1), Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2))
-    head, tail = split_fused_tail(clipped)
-    assert tail is not None and isinstance(head, Chain) and list(head.elements) == ["clip_by_global_norm"]
+    head, _ = fused_tail(clipped)
+    assert list(head.elements) == ["clip_by_global_norm"]
     exact = [trained(transform, 20, dtype=torch.float64) for transform in (clipped, plain)]
     assert_close(*exact, 1e-12)
 
@@ -199,8 +200,26 @@ def test_what_stands_before_the_fused_tail_still_acts() -> None:
     ],
 )
 def test_only_the_exact_tail_of_adamw_is_fused(elements: tuple[Transform, ...]) -> None:
-    transform = chain(*elements)
-    assert split_fused_tail(transform) == (transform, None)
+    assert fused_tail(chain(*elements)) is None
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_fused_element_wise_and_torchs_own_are_one_optimizer(nesterov: bool) -> None:
+    fused = chain(AddDecayedWeights(0.1), ScaleByMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
+    assert isinstance(fused_tail(fused)[1], FusedSGD)
+    plain = chain(AddDecayedWeights(0.1), UnfusableMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
+    theirs = parameters(dtype=torch.float64)
+    groups = [
+        {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.values() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=nesterov)
+    for step in range(50):
+        for parameter, gradient in zip(theirs.values(), gradients(step, torch.float64), strict=True):
+            parameter.grad = gradient
+        reference.step()
+    for transform in (fused, plain):
+        assert_close(trained(transform, 50, dtype=torch.float64), theirs, 1e-12)
 
 
 def test_lion_is_lion_pytorch() -> None:

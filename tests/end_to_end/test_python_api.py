@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from end_to_end.command_line import assert_equal
+from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.recipe import Budget, DataSettings, Recipe
-from thrifty.core.transforms import AddDecayedWeights, ScaleByAdam, chain, scale_by_learning_rate
+from thrifty.core.transforms import chain
 from thrifty.run import resume, train
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW

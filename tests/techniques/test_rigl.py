@@ -53,7 +53,7 @@ def test_the_share_moved_anneals_by_cosine_to_nothing() -> None:
 
 def counts(state: TrainState) -> dict[str, int]:
     assert state.optimizer is not None
-    masks = zip(state.optimizer.names, state.optimizer.slots["mask"], strict=True)
+    masks = zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True)
     return {name: int(mask.sum()) for name, mask in masks if mask.numel()}
 
 
@@ -61,7 +61,7 @@ def assert_dense_as_promised(run: Composition, state: TrainState) -> None:
     run.verify(state)
     assert state.model is not None and state.optimizer is not None
     parameters = dict(state.model.named_parameters())
-    for name, mask in zip(state.optimizer.names, state.optimizer.slots["mask"], strict=True):
+    for name, mask in zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True):
         if mask.numel():
             assert not parameters[name][~mask].any(), name
             for slot, tensors in state.optimizer.slots.items():
@@ -89,7 +89,7 @@ def test_the_density_holds_at_every_step(others: tuple[str, ...], distribution: 
         advance(run, state, step)
         assert_dense_as_promised(run, state)
         assert state.optimizer is not None
-        seen.append([mask.clone() for mask in state.optimizer.slots["mask"]])
+        seen.append([mask.clone() for mask in state.optimizer.slots["rigl.mask"]])
         assert {name: count for name, count in counts(state).items() if name in first} == first
     if "growth.stacking" not in others:
         moved = [
@@ -105,9 +105,9 @@ def test_the_step_that_moves_makes_no_other_update_and_grows_at_zero() -> None:
     advance(run, state, 2)
     assert state.model is not None and state.optimizer is not None
     before = {name: parameter.clone() for name, parameter in state.model.named_parameters()}
-    old = dict(zip(state.optimizer.names, [m.clone() for m in state.optimizer.slots["mask"]], strict=True))
+    old = dict(zip(state.optimizer.names, [m.clone() for m in state.optimizer.slots["rigl.mask"]], strict=True))
     advance(run, state, 3)
-    for name, mask in zip(state.optimizer.names, state.optimizer.slots["mask"], strict=True):
+    for name, mask in zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True):
         now = dict(state.model.named_parameters())[name]
         if mask.numel():
             assert torch.equal(now[mask & old[name]], before[name][mask & old[name]])
@@ -158,4 +158,4 @@ def test_an_update_that_spreads_over_all_weights_does_not_leave_the_mask() -> No
         weight.grad = torch.ones(6, 6)
         optimizer.step()
     assert int(weight.count_nonzero()) <= 18
-    assert not weight[~optimizer.slots["mask"][0]].any()
+    assert not weight[~optimizer.slots["rigl.mask"][0]].any()

@@ -9,9 +9,10 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="The checkpoint of this step instead of the newest.")
+@click.option("--trained", is_flag=True, help="The weights in training, where the run judged an average of them.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(run: Path, folder: Path, step: int | None, dtype: str, as_json: bool) -> None:
+def command(run: Path, folder: Path, step: int | None, trained: bool, dtype: str, as_json: bool) -> None:
     """Write the model of RUN to FOLDER: config.json, safetensors, tokenizer. Adapters are merged, gains folded in.
 
     FOLDER must not exist or be empty: nothing is overwritten.
@@ -27,7 +28,7 @@ def command(run: Path, folder: Path, step: int | None, dtype: str, as_json: bool
     from thrifty.restoring import restore
 
     path = run_path(run)
-    model, recipe = restore(path, step)
+    model, recipe = restore(path, step, trained)
     vocabulary = read_tokenizer(path / "tokenizer.json").vocabulary
     shape = model_shape(recipe.model, vocabulary, recipe.data.length)
     if shape is not None:

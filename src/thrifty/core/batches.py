@@ -49,14 +49,18 @@ class BatchSource:
     """The effective batch of every step. Subclasses give `rows`; the rest follows."""
 
     batch: int
-    """Examples in the effective batch, over all ranks and micro-batches."""
+    """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies."""
+
+    def size(self, step: int) -> int:
+        """Examples in the effective batch of this step."""
+        return self.batch
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows start … stop-1 of the step's effective batch; nothing else need be read."""
         raise NotImplementedError
 
     def at(self, step: int) -> Batch:
-        return self.rows(step, 0, self.batch)
+        return self.rows(step, 0, self.size(step))
 
 
 class Mapped(BatchSource):
@@ -64,6 +68,9 @@ class Mapped(BatchSource):
 
     def __init__(self, source: BatchSource, function: Callable[[int, Batch], Batch]):
         self.source, self.function, self.batch = source, function, source.batch
+
+    def size(self, step: int) -> int:
+        return self.source.size(step)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         return self.function(step, self.source.rows(step, start, stop))
@@ -73,10 +80,13 @@ class Share(BatchSource):
     """The rows of one rank: an equal, contiguous part of the effective batch."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
-        self.source, self.rank, self.batch = source, rank, source.batch // ranks
+        self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks
+
+    def size(self, step: int) -> int:
+        return self.source.size(step) // self.ranks
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        first = self.rank * self.batch
+        first = self.rank * self.size(step)
         return self.source.rows(step, first + start, first + stop)
 
 

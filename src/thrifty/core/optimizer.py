@@ -3,38 +3,45 @@
 optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thrifty.core.fused import split_fused_tail
-from thrifty.core.transforms import Numbers, Slots, Transform
+from thrifty.core.fused import split
+from thrifty.core.pieces import InPieces
+from thrifty.core.transforms import Numbers, Slots, Transform, chain
 
 
 class TransformOptimizer(torch.optim.Optimizer):
     """Applies a transform to the gradients of named parameters and adds the result to them.
 
-    Only parameters that require a gradient take part; a missing gradient counts as zero. The state is `slots`, one
-    tensor per parameter under each slot name, and two counters: `updates` finished, and `born`, the update at which
-    the state was last fresh.
+    Only parameters that require a gradient take part; a missing gradient counts as zero, and gradients may be
+    overwritten. The state is `slots`, one tensor per parameter under each slot name, and two counters: `updates`
+    finished, and `born`, the update at which the state was last fresh.
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: Transform):
         trained = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         super().__init__(list(trained.values()), {})
         self.names, self.parameters = list(trained), list(trained.values())
-        self.transform = transform
-        self.slots: Slots = transform.init(self.names, self.parameters)
+        self.transform = chain(transform)
+        self.slots: Slots = self.transform.init(self.names, self.parameters)
         self.updates, self.born = 0, 0
-        self._head, self._tail = split_fused_tail(transform)
-        self._transform_and_add: Callable = _transform_and_add
-        self._compiled = False
+        self._head, self._tail = split(self.transform, self.parameters)
+        self._compiled: Callable | None = None
 
     def compile(self, **options: Any) -> None:
-        """Trace the arithmetic once with torch.compile; the numbers of each step go in as tensors."""
-        self._transform_and_add, self._compiled = torch.compile(_transform_and_add, **options), True
+        """Trace the arithmetic once with torch.compile, unless torch has a kernel for it; the numbers of each step go
+        in as tensors."""
+        if isinstance(self._tail, InPieces):
+            self._compiled = torch.compile(_transform_and_add, **options)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the update that comes next."""
+        return self.transform.numbers(self.updates, self.updates - self.born)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -42,25 +49,42 @@ class TransformOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        age = self.updates - self.born
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        numbers = self.transform.numbers(self.updates, age)
-        if self._tail is not None:
-            gradients = self._head.update(gradients, self.slots, self.parameters, numbers)
-            self._tail.apply(gradients, self.slots, self.parameters, numbers, age)
+        numbers = self.numbers()
+        if self._compiled is not None:
+            inputs = {name: torch.tensor(value) for name, value in numbers.items()}
+            self._compiled(self.transform, gradients, self.slots, self.parameters, inputs)
         else:
-            inputs: Numbers = {k: torch.tensor(v) for k, v in numbers.items()} if self._compiled else numbers
-            self._transform_and_add(self.transform, gradients, self.slots, self.parameters, inputs)
+            gradients = self._head.update(gradients, self.slots, self.parameters, numbers)
+            self._tail.apply(gradients, self.slots, self.parameters, numbers, self.updates - self.born)
+        self.transform.follow(self.slots, self.parameters, numbers)
         self.updates += 1
         return loss
 
     def learning_rate(self) -> float:
         """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""
-        rate = 1.0
-        for name, value in self.transform.numbers(self.updates, self.updates - self.born).items():
-            if name.endswith("factor"):
-                rate *= abs(value)
-        return rate
+        return self.transform.rate(self.numbers())
+
+    @torch.no_grad()
+    def judged(self) -> list[Tensor] | None:
+        """The values to evaluate and to export where those are not the parameters being trained (an average of them),
+        one for each of `names`; None where they are."""
+        return self.transform.judged(self.slots, self.parameters, self.numbers())
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """The parameters at the values to evaluate, for as long as the block lasts."""
+        values = self.judged()
+        if values is None:
+            yield
+            return
+        with torch.no_grad():
+            trained = [parameter.clone() for parameter in self.parameters]
+            _set(self.parameters, values)
+        try:
+            yield
+        finally:
+            _set(self.parameters, trained)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         slots = {slot: dict(zip(self.names, tensors, strict=True)) for slot, tensors in self.slots.items()}
@@ -71,6 +95,12 @@ class TransformOptimizer(torch.optim.Optimizer):
             for name, tensor in zip(self.names, tensors, strict=True):
                 tensor.copy_(state_dict["slots"][slot][name])
         self.updates, self.born = state_dict["updates"], state_dict["born"]
+
+
+@torch.no_grad()
+def _set(parameters: list[Tensor], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def _transform_and_add(

@@ -28,6 +28,7 @@ class Stage(IntEnum):
     # data and loss
     SOURCE = auto()
     SELECT = auto()
+    RESIZE = auto()
     RESHAPE = auto()
     OBJECTIVE = auto()
     # gradients

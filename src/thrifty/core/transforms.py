@@ -5,29 +5,42 @@ An element is a function of lists of tensors, one entry per parameter:
     numbers(step, age)                          the scalars of this step (rates, bias corrections)
     init(names, parameters)                     its state: slot name -> one tensor per parameter
     update(updates, slots, parameters, numbers) what it does; it owns `updates` and may overwrite them
+    follow(slots, parameters, numbers)          what it does once the parameters have moved, such as averaging them
 
-Numbers are computed apart so that `update` is pure arithmetic that torch.compile can trace once for all steps.
-`chain` runs elements in order, `partition` gives each parameter to exactly one of several. Where a whole run of
-elements is one of torch's fused kernels, `fused.py` calls that; the elements remain the meaning and the reference.
+Numbers are computed apart so that `update` is pure arithmetic that torch.compile can trace once for all steps. State is
+changed in place. How far an element looks (`reach`) says in what pieces it may be run; where a whole run of elements
+is one of torch's fused kernels, `fused.py` calls that, and the elements remain the meaning and the reference.
+`chain` runs elements in order, `partition` gives each parameter to exactly one of several.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from enum import IntEnum, auto
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.parameters import is_matrix
 
 Slots = dict[str, list[Tensor]]
 Numbers = Mapping[str, float | Tensor]
 Rule = Callable[[str, Tensor], bool]
+T = TypeVar("T")
+
+
+class Reach(IntEnum):
+    """What an element must see at once to be right."""
+
+    ROWS = auto()  # any rows of any parameter: arithmetic on each number apart, or within its row
+    TENSOR = auto()  # a whole parameter: a norm, a matrix product
+    ALL = auto()  # all parameters together: a global norm
 
 
 class Transform:
     """The identity, and what an element may override."""
 
     name = "identity"
+    reach = Reach.ALL
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
         """`step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0."""
@@ -39,9 +52,36 @@ class Transform:
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
         return updates
 
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        """Called with the parameters as they are after the update, and the numbers of that update."""
 
-def _under(prefix: str, mapping: Mapping[str, object]) -> dict:
-    """The entries of a mapping below `prefix.`, without it."""
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        """The values to evaluate and to export in place of the parameters being trained; None for those themselves.
+        `numbers` are those of the update that comes next."""
+        return None
+
+    def only(self, indices: Sequence[int]) -> "Transform":
+        """This transform for some of the parameters that it was initialised with. An element that keeps something per
+        parameter outside its slots must override it."""
+        return self
+
+    def rate(self, numbers: Numbers) -> float:
+        """By how much this element multiplies what passes through it, where that is a learning rate."""
+        return 1.0
+
+
+def moves(element: Transform) -> bool:
+    """Whether an element changes updates at all; one that only follows the parameters does not."""
+    return type(element).update is not Transform.update
+
+
+def above(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
+    """Slots or numbers of an inner transform as entries of an outer one's, below `prefix.`."""
+    return {f"{prefix}.{key}": value for key, value in mapping.items()}
+
+
+def under(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
+    """The inner transform's entries again."""
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
 
 
@@ -54,24 +94,56 @@ class Chain(Transform):
             taken = sum(key.split("#")[0] == element.name for key in self.elements)
             self.elements[f"{element.name}#{taken + 1}" if taken else element.name] = element
 
+    def part(self, keys: Sequence[str]) -> "Chain":
+        """Some of the elements, under the keys they have here."""
+        some = Chain([])
+        some.elements = {key: self.elements[key] for key in keys}
+        return some
+
+    @property
+    def reach(self) -> Reach:  # type: ignore[override]
+        return max((element.reach for element in self.elements.values()), default=Reach.ROWS)
+
     def numbers(self, step: int, age: int) -> dict[str, float]:
         return {
-            f"{key}.{name}": value
+            name: value
             for key, element in self.elements.items()
-            for name, value in element.numbers(step, age).items()
+            for name, value in above(key, element.numbers(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {
-            f"{key}.{slot}": tensors
+            slot: tensors
             for key, element in self.elements.items()
-            for slot, tensors in element.init(names, parameters).items()
+            for slot, tensors in above(key, element.init(names, parameters)).items()
         }
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
         for key, element in self.elements.items():
-            updates = element.update(updates, _under(key, slots), parameters, _under(key, numbers))
+            updates = element.update(updates, under(key, slots), parameters, under(key, numbers))
         return updates
+
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        for key, element in self.elements.items():
+            element.follow(under(key, slots), parameters, under(key, numbers))
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        found = None
+        for key, element in self.elements.items():
+            values = element.judged(under(key, slots), parameters, under(key, numbers))
+            found = found if values is None else values
+        return found
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = Chain([])
+        some.elements = {key: element.only(indices) for key, element in self.elements.items()}
+        return some
+
+    def rate(self, numbers: Numbers) -> float:
+        rate = 1.0
+        for key, element in self.elements.items():
+            rate *= element.rate(under(key, numbers))
+        return rate
 
 
 def chain(*elements: Transform) -> Chain:
@@ -94,11 +166,15 @@ class Partition(Transform):
         self.rules = {label: (rule, transform) for label, rule, transform in rules}
         self.members: dict[str, list[int]] = {}
 
+    @property
+    def reach(self) -> Reach:  # type: ignore[override]
+        return max(transform.reach for _, transform in self.rules.values())
+
     def numbers(self, step: int, age: int) -> dict[str, float]:
         return {
-            f"{label}.{name}": value
+            name: value
             for label, (_, transform) in self.rules.items()
-            for name, value in transform.numbers(step, age).items()
+            for name, value in above(label, transform.numbers(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -123,131 +199,54 @@ class Partition(Transform):
                 slots[f"{label}.{slot}"] = filled
         return slots
 
+    def _own(self, label: str, slots: Slots) -> Slots:
+        own = self.members[label]
+        return {slot: [tensors[i] for i in own] for slot, tensors in under(label, slots).items()}
+
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
         result = list(updates)
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
-            inner = {slot: [tensors[i] for i in own] for slot, tensors in _under(label, slots).items()}
+            if not own:
+                continue
             changed = transform.update(
-                [updates[i] for i in own], inner, [parameters[i] for i in own], _under(label, numbers)
+                [updates[i] for i in own], self._own(label, slots), [parameters[i] for i in own], under(label, numbers)
             )
             for index, update in zip(own, changed, strict=True):
                 result[index] = update
         return result
 
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        for label, (_, transform) in self.rules.items():
+            own = [parameters[i] for i in self.members[label]]
+            transform.follow(self._own(label, slots), own, under(label, numbers))
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        result, changed = list(parameters), False
+        for label, (_, transform) in self.rules.items():
+            own = self.members[label]
+            values = transform.judged(self._own(label, slots), [parameters[i] for i in own], under(label, numbers))
+            if values is not None:
+                changed = True
+                for index, value in zip(own, values, strict=True):
+                    result[index] = value
+        return result if changed else None
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = copy(self)
+        some.rules, some.members = {}, {}
+        for label, (rule, transform) in self.rules.items():
+            places = [self.members[label].index(i) for i in indices if i in self.members[label]]
+            some.rules[label] = (rule, transform.only(places))
+            some.members[label] = [place for place, i in enumerate(indices) if i in self.members[label]]
+        return some
+
+    def rate(self, numbers: Numbers) -> float:
+        """The first rule's: that of what the optimizer is named after."""
+        label, (_, transform) = next(iter(self.rules.items()))
+        return transform.rate(under(label, numbers))
+
 
 def partition(*rules: tuple[str, Rule, Transform]) -> Partition:
     """`partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True, chain(…)))`."""
     return Partition(rules)
-
-
-class ScaleByAdam(Transform):
-    """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1)."""
-
-    name = "scale_by_adam"
-
-    def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8):
-        self.beta1, self.beta2, self.eps = beta1, beta2, eps
-
-    def numbers(self, step: int, age: int) -> dict[str, float]:
-        return {
-            "mean_correction": 1 - self.beta1 ** (age + 1),
-            "root_correction": (1 - self.beta2 ** (age + 1)) ** 0.5,
-        }
-
-    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        return {
-            "mean": [torch.zeros_like(parameter) for parameter in parameters],
-            "square": [torch.zeros_like(parameter) for parameter in parameters],
-        }
-
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        mean, square = slots["mean"], slots["square"]
-        torch._foreach_lerp_(mean, updates, 1 - self.beta1)
-        torch._foreach_mul_(square, self.beta2)
-        torch._foreach_addcmul_(square, updates, updates, 1 - self.beta2)
-        root = torch._foreach_sqrt(square)
-        torch._foreach_div_(root, numbers["root_correction"])
-        torch._foreach_add_(root, self.eps)
-        torch._foreach_mul_(root, numbers["mean_correction"])
-        return list(torch._foreach_div(mean, root))
-
-
-class ScaleByLion(Transform):
-    """The sign of an interpolated momentum, which itself moves after it is used (Chen et al. 2023, program 1)."""
-
-    name = "scale_by_lion"
-
-    def __init__(self, beta1: float = 0.9, beta2: float = 0.99):
-        self.beta1, self.beta2 = beta1, beta2
-
-    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}
-
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        momentum = slots["momentum"]
-        direction = torch._foreach_lerp(momentum, updates, 1 - self.beta1)
-        torch._foreach_sign_(direction)
-        torch._foreach_lerp_(momentum, updates, 1 - self.beta2)
-        return list(direction)
-
-
-class AddDecayedWeights(Transform):
-    """Decoupled weight decay (Loshchilov & Hutter 2019): adds decay · parameter where the toolkit's rule says so."""
-
-    name = "add_decayed_weights"
-
-    def __init__(self, decay: float, where: Rule = is_matrix):
-        self.decay, self.where = decay, where
-        self.decayed: list[int] = []
-
-    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        self.decayed = [i for i, pair in enumerate(zip(names, parameters, strict=True)) if self.where(*pair)]
-        return {}
-
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        if self.decay and self.decayed:
-            chosen = [updates[i] for i in self.decayed]
-            torch._foreach_add_(chosen, [parameters[i] for i in self.decayed], alpha=self.decay)
-        return updates
-
-
-class ScaleBySchedule(Transform):
-    """Multiplies by a number that depends on the step alone."""
-
-    name = "scale_by_schedule"
-
-    def __init__(self, factor: Callable[[int], float], name: str = "scale_by_schedule"):
-        self.factor, self.name = factor, name
-
-    def numbers(self, step: int, age: int) -> dict[str, float]:
-        return {"factor": self.factor(step)}
-
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        torch._foreach_mul_(updates, numbers["factor"])
-        return updates
-
-
-def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
-    """Turns a direction of ascent into a step of descent: multiplies by -rate."""
-    return ScaleBySchedule(lambda step: -rate, name="scale_by_learning_rate")
-
-
-class ClipByGlobalNorm(Transform):
-    """Scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al. 2013)."""
-
-    name = "clip_by_global_norm"
-
-    def __init__(self, largest: float):
-        self.largest = largest
-
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        factor = (self.largest / (global_norm(updates) + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(updates, factor)
-        return updates
-
-
-def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors taken as one vector, a scalar in float32; whole even where the tensors are sharded."""
-    norm = torch.nn.utils.get_total_norm(tensors, foreach=True)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from thrifty.core.compose import Composition
+from thrifty.core.elements import global_norm
 from thrifty.core.errors import ThriftyError
 from thrifty.core.randomness import seed_of
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.state import Decision, TrainState
-from thrifty.core.transforms import global_norm
 from thrifty.data.prefetch import prefetch
 
 PATIENCE = 10

@@ -137,13 +137,20 @@ class _Observer:
         )
 
     def evaluate(self) -> None:
-        assert self.state.model is not None
-        run = self.session.run
-        self.held_out = held_out_loss(self.state.model, run.judged_by, self.session.held_out, run.device)
+        assert self.state.optimizer is not None
+        with self.state.optimizer.judging():
+            self.held_out = self.measure()
         self.evaluated_step = self.state.step
         best = self.state.counters.get("best_held_out_loss", math.inf)
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
-        self.note("evaluation", loss=_finite(self.held_out))
+        # where an average is judged, the weights in training are measured beside it
+        trained = {} if self.state.optimizer.judged() is None else {"trained_loss": _finite(self.measure())}
+        self.note("evaluation", loss=_finite(self.held_out), **trained)
+
+    def measure(self) -> float:
+        assert self.state.model is not None
+        run = self.session.run
+        return held_out_loss(self.state.model, run.judged_by, self.session.held_out, run.device)
 
     def _is_best_saved(self) -> bool:
         """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""

@@ -10,9 +10,10 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 from dataclasses import dataclass
 
 from thrifty.core.bounds import Rate
+from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import AddDecayedWeights, ScaleByAdam, Transform, chain, scale_by_learning_rate
+from thrifty.core.transforms import Transform, chain
 
 
 def adamw(

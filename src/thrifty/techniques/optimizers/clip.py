@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from thrifty.core.bounds import Bound
+from thrifty.core.elements import ClipByGlobalNorm
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import ClipByGlobalNorm, Transform, chain
+from thrifty.core.transforms import Transform, chain
 
 
 @dataclass(frozen=True)

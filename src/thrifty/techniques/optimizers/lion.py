@@ -7,12 +7,37 @@ Avoid     at small batches, where the noise of the sign hurts; do not keep AdamW
           budget on BERT and T5.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from thrifty.core.bounds import Rate
+from thrifty.core.elements import AddDecayedWeights, scale_by_learning_rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import AddDecayedWeights, ScaleByLion, Transform, chain, scale_by_learning_rate
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+
+
+class ScaleByLion(Transform):
+    """The sign of an interpolated momentum, which itself moves after it is used (Chen et al. 2023, program 1)."""
+
+    name = "scale_by_lion"
+    reach = Reach.ROWS
+
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.99):
+        self.beta1, self.beta2 = beta1, beta2
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        momentum = slots["momentum"]
+        direction = torch._foreach_lerp(momentum, updates, 1 - self.beta1)
+        torch._foreach_sign_(direction)
+        torch._foreach_lerp_(momentum, updates, 1 - self.beta2)
+        return list(direction)
 
 
 def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> Transform:

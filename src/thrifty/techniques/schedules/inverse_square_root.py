@@ -7,10 +7,11 @@ Promise   a run that may be prolonged: everything before `cooldown` does not dep
 
 from dataclasses import dataclass
 
+from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import ScaleBySchedule, Transform, chain
+from thrifty.core.transforms import Transform, chain
 
 
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:

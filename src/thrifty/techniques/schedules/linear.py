@@ -7,11 +7,12 @@ Promise   fully decayed when the run ends.
 
 from dataclasses import dataclass
 
+from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.moments import Moment
 from thrifty.core.schedules import warmed_up
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import ScaleBySchedule, Transform, chain
+from thrifty.core.transforms import Transform, chain
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Slots, Transform
+from thrifty.core.transforms import Numbers, Slots, Transform, above, under
 
 
 def drop_fraction(step: int, alpha: float, until: int) -> float:
@@ -62,8 +62,8 @@ class Masked(Transform):
     def numbers(self, step: int, age: int) -> dict[str, float]:
         s = self.settings
         due = step > 0 and step % s.every == 0 and step < int(s.until)
-        inner = {f"rest.{name}": value for name, value in self.rest.numbers(step, age).items()}
-        return {"fraction": drop_fraction(step, s.alpha, int(s.until)) if due else 0.0, **inner}
+        fraction = drop_fraction(step, s.alpha, int(s.until)) if due else 0.0
+        return {"fraction": fraction, **above("rest", self.rest.numbers(step, age))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         densities = self.settings.densities(dict(zip(names, parameters, strict=True)))
@@ -72,19 +72,26 @@ class Masked(Transform):
         for i in self.masked:
             masks[i] = random_mask(parameters[i], densities[names[i]], f"{self.settings.seed}/{names[i]}")
             parameters[i].detach().mul_(masks[i])
-        inner = self.rest.init(names, parameters)
-        return {"mask": masks, **{f"rest.{slot}": tensors for slot, tensors in inner.items()}}
+        return {"mask": masks, **above("rest", self.rest.init(names, parameters))}
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        inner_slots = {slot[5:]: tensors for slot, tensors in slots.items() if slot.startswith("rest.")}
+        inner_slots = under("rest", slots)
         if numbers["fraction"]:
             self._move(updates, slots["mask"], inner_slots, parameters, float(numbers["fraction"]))
             return [torch.zeros_like(parameter) for parameter in parameters]
         self._apply(updates, slots["mask"])
-        inner_numbers = {name[5:]: value for name, value in numbers.items() if name.startswith("rest.")}
-        updates = self.rest.update(updates, inner_slots, parameters, inner_numbers)
+        updates = self.rest.update(updates, inner_slots, parameters, under("rest", numbers))
         self._apply(updates, slots["mask"])
         return updates
+
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        self.rest.follow(under("rest", slots), parameters, under("rest", numbers))
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        return self.rest.judged(under("rest", slots), parameters, under("rest", numbers))
+
+    def rate(self, numbers: Numbers) -> float:
+        return self.rest.rate(under("rest", numbers))
 
     def _apply(self, tensors: list[Tensor], masks: list[Tensor]) -> None:
         for i in self.masked:

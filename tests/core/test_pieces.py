@@ -1,0 +1,118 @@
+"""Running a chain in pieces changes where its arithmetic happens and nothing else."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thrifty.core import pieces
+from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleParameters, scale_by_learning_rate
+from thrifty.core.fused import split
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.parameters import is_matrix
+from thrifty.core.pieces import InPieces
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, partition
+from thrifty.techniques.optimizers.lion import lion
+
+
+class DivideByNorm(Transform):
+    """Right only when it sees the whole of a tensor."""
+
+    name = "divide_by_norm"
+    reach = Reach.TENSOR
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        return [update / (update.norm() + 1e-12) for update in updates]
+
+
+class DivideByLargest(Transform):
+    """Right only when it sees all tensors."""
+
+    name = "divide_by_largest"
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        largest = torch.stack([update.abs().max() for update in updates]).max()
+        return [update / largest for update in updates]
+
+
+CHAINS = {
+    "rows": lambda: lion(1e-2),
+    "selective rows": lambda: chain(lion(1e-2), ScaleParameters(0.1, lambda name, parameter: name == "p1")),
+    "tensors": lambda: chain(ScaleByAdam(), DivideByNorm(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
+    "all, then rows": lambda: chain(DivideByLargest(), lion(1e-2)),
+    "partition": lambda: partition(
+        ("m", is_matrix, lion(1e-2)), ("rest", lambda n, p: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1)))
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(pieces, "NUMBERS", 12)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def whole(transform: Transform, held: list[Tensor], steps: int) -> list[Tensor]:
+    slots = transform.init([f"p{i}" for i in range(len(held))], held)
+    for step in range(steps):
+        updates = transform.update(tensors([t.shape for t in held], step), slots, held, transform.numbers(step, step))
+        torch._foreach_add_(held, updates)
+    return held
+
+
+def in_pieces(transform: Transform, held: list[Tensor], steps: int) -> list[Tensor]:
+    for tensor in held:
+        tensor.requires_grad_()
+    optimizer = TransformOptimizer([(f"p{i}", tensor) for i, tensor in enumerate(held)], transform)
+    for step in range(steps):
+        for tensor, gradient in zip(held, tensors([t.shape for t in held], step), strict=True):
+            tensor.grad = gradient
+        optimizer.step()
+    return [tensor.detach() for tensor in held]
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@settings(deadline=None, max_examples=25)
+@given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5))
+def test_a_chain_in_pieces_is_the_chain(name: str, shapes: list[tuple[int, ...]]) -> None:
+    found = in_pieces(CHAINS[name](), tensors(shapes, 99), 3)
+    wanted = whole(CHAINS[name](), tensors(shapes, 99), 3)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_every_number_is_in_exactly_one_piece() -> None:
+    held = tensors([(7, 5), (3,), (2, 2), (0, 4), (), (40,), (1, 30)], 0)
+    counts = [torch.zeros_like(tensor) for tensor in held]
+    assert lion().reach is Reach.ROWS
+    found = InPieces(lion(), held).pieces
+    assert len(found) == 5
+    for piece in found:
+        for part in piece.of(counts):
+            part.add_(1)
+    assert all(torch.equal(count, torch.ones_like(count)) for count in counts)
+
+
+def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
+    head, tail = split(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
+    assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, InPieces)
+    head, tail = split(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
+    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, InPieces)
+
+
+def test_the_threads_of_the_rest_of_the_program_stay() -> None:
+    in_pieces(lion(), tensors([(30, 30)], 0), 1)
+    assert torch.get_num_threads() == 2
+    with pieces.ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(torch.get_num_threads).result() == 2
