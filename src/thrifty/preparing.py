@@ -6,7 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,15 @@ from torch import nn
 
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.data.corpus import TextData, open_data, say_on_stderr
+from thrifty.data.pairs import holds_pairs
+from thrifty.data.tokenizing import read_tokenizer
 from thrifty.models import build_model
-from thrifty.objectives import find_objective
+from thrifty.objectives import chosen_objective
+from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training.agreement import Alone, Together
 
 PROBED = 6
@@ -74,16 +79,40 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
     """
     _refuse_idle_ranks(recipe)
     device = choose_device(recipe.device)
-    say = (lambda text: None) if quiet else say_on_stderr
-    together().first(lambda: open_data(recipe.data, recipe.seed, say) and None)  # prepared once, then opened by all
-    data = open_data(recipe.data, recipe.seed, say)
+    together().first(lambda: open_examples(recipe, _unsaid if quiet else say_on_stderr) and None)
+    objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        return model() if model else build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed)
+        if model:
+            return model()
+        return build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed, task=recipe.objective.name)
 
-    plain = Plain(build, data.train, find_objective(recipe.objective.name))
+    plain = Plain(build, data.train, objective)
     return Prepared(recipe, data, compose(plain, recipe.techniques, steps or _steps(recipe, plain, device), device))
+
+
+def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, TextData]:
+    """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
+    objective, settings = chosen_objective(recipe.objective), recipe.data
+    if isinstance(objective, SequenceToSequence) and holds_pairs(settings.source):
+        if set_in_vain := [name for name in ("rate", "mean_span") if getattr(recipe.objective, name) is not None]:
+            raise UsageError(
+                f"objective.{set_in_vain[0]} is set, and nothing is cut out of the pairs in {settings.source}",
+                fix=f"leave objective.{set_in_vain[0]} out",
+            )
+        return objective, open_data(settings, recipe.seed, say, pairs=True)
+    length = settings.length
+    if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
+        objective.knowing(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
+    settings = replace(settings, length=objective.text_length(length))
+    data = open_data(settings, recipe.seed, say, objective.special_tokens(length))
+    objective = objective.knowing(data.tokenizer, length)
+    return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
+
+
+def _unsaid(text: str) -> None:
+    pass
 
 
 def _refuse_idle_ranks(recipe: Recipe) -> None:

@@ -33,7 +33,7 @@ def restore(folder: Path, step: int | None = None, trained: bool = False) -> tup
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        return build_model(recipe.model, vocabulary, recipe.data.length, recipe.seed)
+        return build_model(recipe.model, vocabulary, recipe.data.length, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])

@@ -74,6 +74,12 @@ def test_what_does_not_change_tokens_does_not_prepare_again(stories):
         assert prepare(settings(stories, **change), quiet).folder != first.folder
 
 
+def test_special_tokens_are_part_of_what_tokens_depend_on(stories):
+    first, with_mask = prepare(settings(stories), quiet), prepare(settings(stories), quiet, ("<mask>",))
+    assert first.folder != with_mask.folder and prepare(settings(stories), quiet, ()).folder == first.folder
+    assert with_mask.tokenizer.number_of("<mask>") not in with_mask.tokens(Part.TRAIN)
+
+
 def test_changed_text_is_prepared_again(stories):
     first = prepare(settings(stories), quiet)
     (stories / "00.txt").write_text("something else entirely")

@@ -84,3 +84,34 @@ def test_the_end_of_text_of_other_families_is_found(tmp_path):
 def test_a_vocabulary_without_room_for_all_bytes_is_refused():
     with pytest.raises(UsageError, match=r"data\.vocabulary is 256"):
         train_tokenizer(TEXTS, 256)
+
+
+def test_special_tokens_are_set_apart_only_when_asked_for():
+    assert TRAINED.special == {TRAINED.end_of_text}
+    special = ("<mask>", "<extra_id_0>")
+    tokenizer = train_tokenizer(TEXTS, 400, special)
+    numbers = {tokenizer.number_of(name) for name in special}
+    assert tokenizer.special == {tokenizer.end_of_text} | numbers and tokenizer.vocabulary <= 400
+    text = "behind the <mask> and <extra_id_0>"
+    assert not numbers & set(tokenizer.encode(text)) and tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_saved_tokenizer_still_has_its_special_tokens(tmp_path):
+    tokenizer = train_tokenizer(TEXTS, 400, ("<mask>",))
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = read_tokenizer(tmp_path / "tokenizer.json")
+    assert again.special == tokenizer.special and again.number_of("<mask>") == tokenizer.number_of("<mask>")
+
+
+def test_a_token_is_found_by_any_of_its_names_and_missed_with_what_to_do(tmp_path):
+    Tokenizer(models.WordLevel({"a": 0, "[SEP]": 1, "[MASK]": 2}, "a")).save(str(tmp_path / "t.json"))
+    tokenizer = read_tokenizer(tmp_path / "t.json")
+    assert tokenizer.number_of("<mask>", "[MASK]") == 2
+    with pytest.raises(UsageError) as caught:
+        tokenizer.number_of("<extra_id_0>")
+    assert "t.json has no token <extra_id_0>" in caught.value.what and "data.tokenizer" in caught.value.fix
+
+
+def test_a_vocabulary_without_room_for_special_tokens_is_refused():
+    with pytest.raises(UsageError, match=r"data\.vocabulary is 258, fewer than .* 2 special tokens"):
+        train_tokenizer(TEXTS, 258, ("<mask>", "<extra_id_0>"))

@@ -16,7 +16,7 @@ def save(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
 
     def write(config: Any, **options: Any) -> tuple[Path, Any]:
         model = random_model(config)
-        folder = tmp_path / "theirs"
+        folder = tmp_path / f"theirs-{len(list(tmp_path.iterdir()))}"
         model.save_pretrained(folder, **options)
         return folder, model
 

@@ -144,6 +144,7 @@ def test_rope_is_read_in_the_spelling_of_earlier_transformers(save, tokens):
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights = False"),
         ("gpt2", {"model_type": "gpt_neox"}, "model_type 'gpt_neox'"),
+        ("gpt1", {"afn": "swish"}, "afn = 'swish'"),
     ],
 )
 def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
@@ -269,10 +270,10 @@ def test_parameters_without_a_place_in_the_format_are_refused(save, tmp_path):
         export_folder(model, replace(shape, depth=3), tmp_path / "ours")
 
 
-def test_grouped_heads_do_not_fit_gpt2(tmp_path):
-    settings = ModelSettings(preset="gpt-nano", depth=1, kv_heads=2)
+def test_widths_that_gpt1_cannot_spell_are_refused(tmp_path):
+    settings = ModelSettings(preset="gpt1-nano", depth=1, hidden=100)
     model = build_model(settings, 10, 8, seed=0)
-    with pytest.raises(Refused, match="key-value heads"):
+    with pytest.raises(Refused, match="inner width of 4 times the width"):
         export_model(model, model_shape(settings, 10, 8), tmp_path / "ours")
 
 

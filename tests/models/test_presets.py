@@ -1,3 +1,5 @@
+import dataclasses
+
 import hypothesis
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.presets import PRESETS, assemble, build, shape_of
-from thrifty.models.transformer import initialize
+from thrifty.models.transformer import EncoderDecoder, initialize
 
 PUBLISHED = {
     "gpt-small": 124_439_808,
@@ -17,11 +19,23 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "llama-1b": 1_235_814_400,
     "llama-8b": 8_030_261_248,
+    "gpt1-small": 116_534_784,
+    "bert-small": 109_514_298,
+    "t5-small": 60_506_624,
+    "t5-v1.1-small": 76_961_152,
+    "marian-base": 73_886_208 + 58_101,  # the bias of the logits is trained here
 }
 OURS = {
     "gpt-nano": 1.3e6,
     "gpt-micro": 4.3e6,
     "gpt-mini": 16e6,
+    "gpt1-nano": 1.35e6,
+    "gpt1-micro": 4.3e6,
+    "bert-nano": 1.35e6,
+    "bert-micro": 4.3e6,
+    "t5-nano": 1.45e6,
+    "t5-micro": 4.7e6,
+    "marian-nano": 1.45e6,
     "llama-nano": 1.3e6,
     "llama-micro": 4e6,
     "llama-mini": 16e6,
@@ -84,6 +98,8 @@ def test_unknown_preset_names_the_nearest():
         (ModelSettings(width=12), "a head is 3 wide"),
         (ModelSettings(depth=0), "depth is 0"),
         (ModelSettings(hidden=-1), "hidden is -1"),
+        (ModelSettings(preset="gpt-nano", kv_heads=2), "2 key-value heads for 4 heads, and a gpt model shares none"),
+        (ModelSettings(preset="marian-nano", width=33, heads=3), "the width is 33"),
     ],
 )
 def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message):
@@ -92,9 +108,33 @@ def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message)
     assert refused.value.fix
 
 
+@pytest.mark.parametrize(
+    ("preset", "changes", "message"),
+    [
+        ("gpt-nano", {"buckets": 16}, "buckets is given, and a gpt model has none"),
+        ("llama-nano", {"decoder_depth": 2}, "decoder_depth is given, and a llama model has none"),
+        ("bert-nano", {"rope_base": 1.0}, "rope_base is given, and a bert model has none"),
+        ("t5-nano", {"activation": "swish"}, "a t5 model has no activation 'swish'"),
+        ("t5-nano", {"distance": 16}, "distances up to 16 cannot be told apart by 32 buckets"),
+        ("t5-nano", {"decoder_depth": 0}, "decoder_depth is 0"),
+    ],
+)
+def test_choices_that_a_style_does_not_have_are_refused(preset, changes, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        dataclasses.replace(PRESETS[preset], **changes)
+    assert refused.value.fix
+
+
+def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
+    settings = ModelSettings(preset="t5-nano", depth=3)
+    assert [len(side.blocks) for side in (build(settings).encoder, build(settings).decoder)] == [3, 3]
+    uneven = assemble(dataclasses.replace(shape_of(settings), decoder_depth=1))
+    assert [len(uneven.encoder.blocks), len(uneven.decoder.blocks)] == [3, 1]
+
+
 @hypothesis.settings(max_examples=20, deadline=None)
 @given(
-    preset=st.sampled_from(["gpt-nano", "llama-nano"]),
+    preset=st.sampled_from(["gpt-nano", "gpt1-nano", "llama-nano", "bert-nano", "t5-nano", "marian-nano"]),
     heads=st.integers(1, 4),
     head_width=st.sampled_from([2, 6, 8]),
     depth=st.integers(1, 3),
@@ -105,6 +145,7 @@ def test_any_size_that_is_accepted_can_be_run(preset, heads, head_width, depth, 
     settings = ModelSettings(preset=preset, heads=heads, kv_heads=heads, width=heads * head_width, depth=depth)
     model = build(settings, vocabulary, length)
     initialize(model, seed=0)
-    logits = model.logits(torch.zeros(2, length, dtype=torch.long))
+    tokens = torch.zeros(2, length, dtype=torch.long)
+    logits = model.logits(*(tokens, tokens) if isinstance(model, EncoderDecoder) else (tokens,))
     assert logits.shape == (2, length, vocabulary)
     assert logits.isfinite().all()

@@ -22,6 +22,7 @@ ABOUT = {
     "resume": "Go on with a run that ended early, exactly where it was.",
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",
+    "plan": "Model size and tokens for a compute budget: size, fit.",
     "explain": "What a recipe will do, stage by stage, before it runs.",
     "report": "A run folder as one offline HTML page.",
     "export": "A trained model as a Hugging Face folder.",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, plain_backward
-from thrifty.core.batches import BatchSource
+from thrifty.core.batches import BatchSource, Mapped
 from thrifty.core.change import Change
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.moments import resolve_moments
@@ -45,10 +45,11 @@ class Composition:
 
     @cached_property
     def source(self) -> BatchSource:
+        """What is trained on: techniques act on plain rows, of which the objective makes its examples last."""
         source = self.plain.source
         for technique in self.techniques:
             source = technique.batches(source)
-        return source
+        return Mapped(source, lambda step, batch: self.plain.objective.examples(batch))
 
     @cached_property
     def objective(self) -> Objective:
@@ -171,10 +172,12 @@ class Composition:
 
 
 def compose(plain: Plain, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Composition:
-    """Sort by stage, turn moments into steps, refuse what cannot go together. The order given is irrelevant."""
+    """Sort by stage, fill in settings that depend on the run, refuse what cannot go together. The order given is
+    irrelevant."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, technique.name))
     refuse_illegal(ordered)
-    return Composition(plain, tuple(resolve_moments(technique, steps) for technique in ordered), steps, device)
+    resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
+    return Composition(plain, tuple(resolved), steps, device)
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -31,8 +32,26 @@ class Prediction:
         return self.head(self.hidden)
 
 
+class Tokens(Protocol):
+    """What an objective asks of a tokenizer."""
+
+    end_of_text: int
+    special: frozenset[int]
+    """Tokens that no text is encoded to."""
+
+    @property
+    def vocabulary(self) -> int: ...
+
+    def number_of(self, *names: str) -> int:
+        """The special token that has one of these names; raises UsageError where none is known."""
+        ...
+
+
 class Objective:
-    """`losses` is per example, so that data selection can weigh and distribution only ever sums."""
+    """`losses` is per example, so that data selection can weigh and distribution only ever sums.
+
+    The last four methods say how plain text is made into examples; they change nothing unless overridden.
+    """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         raise NotImplementedError
@@ -50,12 +69,32 @@ class Objective:
         raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
 
     def tokens(self, batch: Batch) -> int:
-        """How many predictions this batch trains."""
+        """How many tokens of the data this batch goes through, as a budget counts them."""
         return len(batch)
 
     def compiled(self, compile: Callable[[Callable], Callable]) -> "Objective":
         """This objective with its own arithmetic passed through a compiler; itself where there is none worth it."""
         return self
+
+    def text_length(self, length: int) -> int:
+        """Tokens of plain text that an example of `length` tokens is made of."""
+        return length
+
+    def special_tokens(self, length: int) -> tuple[str, ...]:
+        """What a tokenizer trained for examples of this length must set apart, besides the end of text."""
+        return ()
+
+    def knowing(self, tokens: Tokens, length: int) -> "Objective":
+        """This objective with the token numbers that it needs for examples of this length."""
+        return self
+
+    def examples(self, batch: Batch) -> Batch:
+        """What is learned from, made of plain examples: a pure function of each row by itself.
+
+        Rows of text come as "tokens" (b, t+1) and "key" (b,), 64 random bits for each that no other row of the run
+        has: where something must be drawn, it is drawn from those.
+        """
+        return batch
 
 
 class Around(Objective):
@@ -83,3 +122,17 @@ class Around(Objective):
         changed = copy(self)
         changed.inner = self.inner.compiled(compile)
         return changed
+
+    def text_length(self, length: int) -> int:
+        return self.inner.text_length(length)
+
+    def special_tokens(self, length: int) -> tuple[str, ...]:
+        return self.inner.special_tokens(length)
+
+    def knowing(self, tokens: Tokens, length: int) -> Objective:
+        changed = copy(self)
+        changed.inner = self.inner.knowing(tokens, length)
+        return changed
+
+    def examples(self, batch: Batch) -> Batch:
+        return self.inner.examples(batch)

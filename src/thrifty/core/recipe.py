@@ -34,7 +34,8 @@ class ModelSettings:
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "python-stdlib"
-    """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name."""
+    """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
+    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text."""
     tokenizer: str = ""
@@ -50,7 +51,19 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
+    """An objective by name, with any of the settings that it has changed."""
+
     name: str = "next_token"
+    rate: float | None = None
+    """masked_token: the share of tokens that is predicted; sequence_to_sequence: the share cut out of plain text."""
+    mask_share: float | None = None
+    """masked_token: of the predicted tokens, the share that is hidden behind the mask."""
+    random_share: float | None = None
+    """masked_token: of the predicted tokens, the share that a random one takes the place of."""
+    mean_span: float | None = None
+    """sequence_to_sequence: tokens in a span cut out of plain text, on average."""
+    label_smoothing: float | None = None
+    """classify: the share of each label that is spread evenly over all classes."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
 """Text ready to train on: what a recipe's data settings lead to."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from thrifty.core.batches import BatchSource
+from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
+from thrifty.data.epochs import Epochs, HeldOutExamples
 from thrifty.data.packing import HeldOut, PackedTokens
-from thrifty.data.prepare import prepare
+from thrifty.data.pairs import Pairs
+from thrifty.data.prepare import Prepared, prepare
 from thrifty.data.splitting import Part
 from thrifty.data.tokenizing import TextTokenizer
 
@@ -16,8 +20,8 @@ from thrifty.data.tokenizing import TextTokenizer
 class TextData:
     """Training examples, held-out examples, and what is known about the text."""
 
-    train: PackedTokens
-    held_out: HeldOut
+    train: BatchSource
+    held_out: HeldOutExamples
     tokenizer: TextTokenizer
     vocabulary: int
     unigram_entropy: float
@@ -36,18 +40,27 @@ def say_on_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def open_data(settings: DataSettings, seed: int, say: Callable[[str], None] = say_on_stderr) -> TextData:
+def open_data(
+    settings: DataSettings,
+    seed: int,
+    say: Callable[[str], None] = say_on_stderr,
+    special: Sequence[str] = (),
+    pairs: bool = False,
+) -> TextData:
     """Open the data of a recipe; the first time, its text is tokenised and kept in the cache.
 
-    `say` receives a line when there is work to do that takes a while, or when a damaged cache is rebuilt.
-    Never touches the network, except for a hub: source that is opened for the first time.
-    Raises UsageError where the source or a setting is not what it must be, or the text is shorter than one batch.
+    A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs;
+    what is counted is then the targets. `say` receives a line when there is work to do that takes a while, when a
+    damaged cache is rebuilt, or when pairs are cut. Never touches the network, except for a hub: source that is opened
+    for the first time. Raises UsageError where the source or a setting is not what it must be, or the text is shorter
+    than one batch.
     """
-    prepared = prepare(settings, say)
+    prepared = prepare(settings, say, special, pairs)
+    train, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
     manifest = prepared.manifest
     return TextData(
-        train=PackedTokens(prepared.tokens(Part.TRAIN), settings.length, settings.batch, seed),
-        held_out=HeldOut(prepared.tokens(Part.HELD_OUT), settings.length),
+        train=train,
+        held_out=held_out,
         tokenizer=prepared.tokenizer,
         vocabulary=manifest["vocabulary"],
         unigram_entropy=manifest["unigram_entropy"],
@@ -57,3 +70,25 @@ def open_data(settings: DataSettings, seed: int, say: Callable[[str], None] = sa
         identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
     )
+
+
+def _windows(
+    prepared: Prepared, settings: DataSettings, seed: int, say: Callable[[str], None]
+) -> tuple[BatchSource, HeldOutExamples]:
+    train = PackedTokens(prepared.tokens(Part.TRAIN), settings.length, settings.batch, seed)
+    return train, HeldOut(prepared.tokens(Part.HELD_OUT), settings.length)
+
+
+def _pairs(
+    prepared: Prepared, settings: DataSettings, seed: int, say: Callable[[str], None]
+) -> tuple[BatchSource, HeldOutExamples]:
+    end = prepared.tokenizer.end_of_text
+    train, held_out = (Pairs(prepared.tokens(part), settings.length, end) for part in Part)
+    if len(train) < settings.batch:
+        raise UsageError(
+            f"{settings.source} has {len(train)} pairs to train on, fewer than one batch of {settings.batch}",
+            fix=f"lower data.batch to at most {len(train)}",
+        )
+    if train.cut:
+        say(f"{train.cut:.1%} of the pairs are longer than data.length = {settings.length} and are cut")
+    return Epochs(train, settings.batch, seed), HeldOutExamples(held_out)

@@ -1,16 +1,12 @@
-"""Examples cut from a stream of tokens: windows of equal length, ordered by a pure function of (seed, step)."""
-
-from collections.abc import Iterator
+"""Examples cut from a stream of tokens: windows of equal length."""
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import UsageError
-from thrifty.data.permutation import permuted
-
-HELD_OUT_KEY = 0x48454C44
-"""Held-out examples are the same for every seed, so that runs can be compared."""
+from thrifty.data.draws import example_keys
+from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples
 
 
 class Windows:
@@ -26,21 +22,25 @@ class Windows:
     def __len__(self) -> int:
         return max(0, (len(self.tokens) - 1) // self.length)
 
-    def at(self, indices: np.ndarray) -> torch.Tensor:
+    def at(self, indices: np.ndarray) -> Tensor:
         """The windows of these numbers (b,) as int64 (b, length + 1)."""
         places = indices[:, None] * self.length + np.arange(self.length + 1)
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return {"tokens": self.at(indices)}
 
-class PackedTokens(BatchSource):
-    """Training examples: {"tokens": int64 (b, length + 1)}, each of weight 1 / batch.
 
-    Every epoch goes through all windows once, in its own order; a batch may reach across the border of two epochs.
+class PackedTokens(Epochs):
+    """Training examples: {"tokens": int64 (b, length + 1), "key": int64 (b,)}, in epochs.
+
+    The key is random bits of the example's own in this run (see `draws`): a window has another in each epoch.
     Raises UsageError where the text has fewer windows than one batch.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, batch: int, seed: int):
-        self.windows, self.batch, self.seed = Windows(tokens, length), batch, seed
+        self.windows = Windows(tokens, length)
+        super().__init__(self.windows, batch, seed)
         if len(self.windows) < batch:
             raise UsageError(
                 f"the training text has {len(tokens):,} tokens: {len(self.windows)} examples of length {length}, "
@@ -48,49 +48,27 @@ class PackedTokens(BatchSource):
                 fix=_smaller(len(tokens), len(self.windows), batch),
             )
 
-    @property
-    def examples(self) -> int:
-        """Examples in one epoch."""
-        return len(self.windows)
-
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        count = step * self.batch + np.arange(start, stop)
-        epochs, positions = count // self.examples, count % self.examples
-        chosen = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            chosen[here] = permuted(positions[here], self.examples, self.seed, int(epoch))
-        weight = torch.full((stop - start,), 1 / self.batch)
-        return Batch({"tokens": self.windows.at(chosen)}, weight)
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
 
 
-class HeldOut:
-    """Examples for evaluation: the same for every seed, and the first of few are the first of many.
+class HeldOut(HeldOutExamples):
+    """Windows for evaluation, with keys that are the same for every seed too.
 
     Raises UsageError where the held-out text does not fill one example.
     """
 
     def __init__(self, tokens: np.ndarray, length: int):
         self.windows = Windows(tokens, length)
+        super().__init__(self.windows)
         if len(self.windows) == 0:
             raise UsageError(
                 f"the held-out text has {len(tokens):,} tokens, fewer than one example of length {length}",
                 fix="raise data.held_out, or lower data.length",
             )
 
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def batches(self, examples: int, batch: int) -> Iterator[Batch]:
-        """The first `examples` windows (all, if there are fewer) in batches of at most `batch`.
-
-        The weights sum to 1 over all of them together, so that weighted losses add up to the mean.
-        """
-        total = min(examples, len(self))
-        chosen = permuted(np.arange(total), len(self), HELD_OUT_KEY)
-        for start in range(0, total, batch):
-            part = chosen[start : start + batch]
-            yield Batch({"tokens": self.windows.at(part)}, torch.full((len(part),), 1 / total))
+    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return {**super().fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
 
 
 def _smaller(tokens: int, windows: int, batch: int) -> str:

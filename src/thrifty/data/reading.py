@@ -53,13 +53,21 @@ def json_lines(path: Path, column: str) -> Iterator[str]:
 
     Raises UsageError at a line that is no JSON object, or lacks the column, or has something else than text in it.
     """
-    for number, line in lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        text = _column(_json_object(line, where), column, where)
+    for where, row in json_rows(path):
+        text = _column(row, column, where)
         if text.strip():
             yield text
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a .jsonl file, each with where it stands; blank lines are passed over.
+
+    Raises UsageError at a line that is something else.
+    """
+    for number, line in lines(path):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _json_object(line, where)
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[str]:
@@ -118,8 +126,13 @@ def _column(row: dict[str, Any], column: str, where: str) -> str:
         raise UsageError(
             f"{where}: column {column!r} holds {type(text).__name__}, not text", fix="set data.column to a text one"
         )
+    check_characters(text, f"{where}: column {column!r}")
+    return text
+
+
+def check_characters(text: str, what: str) -> None:
+    """Raises UsageError for half of a surrogate pair, which JSON can spell and no encoding can."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where}: column {column!r} holds half of a surrogate pair", fix="repair the line") from None
-    return text
+        raise UsageError(f"{what} holds half of a surrogate pair", fix="repair the line") from None

@@ -1,6 +1,6 @@
 """Text to token numbers and back: a byte-level BPE trained on the data, or a tokenizer.json that was given."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -14,8 +14,20 @@ SMALLEST = 257
 """Vocabulary of 256 bytes and the end of text."""
 
 
+def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
+    """Raises UsageError where the bytes, the end of text and the special tokens need more tokens than that."""
+    least = SMALLEST + len(special)
+    if vocabulary < least:
+        others = f" and the {len(special)} special tokens of the objective" if special else ""
+        raise UsageError(
+            f"data.vocabulary is {vocabulary}, fewer than the 256 bytes and the end of text{others}",
+            fix=f"raise data.vocabulary to {least} or more",
+        )
+
+
 class TextTokenizer:
-    """Encodes any text and decodes any tokens; `end_of_text` is the token between documents.
+    """Encodes any text and decodes any tokens; `end_of_text` is the token between documents, `special` are all tokens
+    that stand for no text.
 
     Text that happens to spell a special token is encoded as ordinary text, so that data cannot end a document.
     Raises UsageError where the tokenizer knows no end of text.
@@ -25,7 +37,7 @@ class TextTokenizer:
         inner.no_padding()
         inner.no_truncation()
         inner.encode_special_tokens = True
-        self.inner = inner
+        self.inner, self.name = inner, name
         ends = (inner.token_to_id(end) for end in KNOWN_ENDS)
         self.end_of_text = next((end for end in ends if end is not None), -1)
         if self.end_of_text < 0:
@@ -33,11 +45,27 @@ class TextTokenizer:
                 f"{name} has no end-of-text token: none of {', '.join(KNOWN_ENDS)}",
                 fix=f"add one of them to it as a special token, for instance {END_OF_TEXT}",
             )
+        added = inner.get_added_tokens_decoder()
+        self.special = frozenset([self.end_of_text, *(number for number, token in added.items() if token.special)])
 
     @property
     def vocabulary(self) -> int:
         """Rows an embedding needs: one more than the largest token number."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def number_of(self, *names: str) -> int:
+        """The special token that has one of these names, the first that is known.
+
+        Raises UsageError where the tokenizer has none of them.
+        """
+        numbers = (self.inner.token_to_id(name) for name in names)
+        number = next((number for number in numbers if number is not None), None)
+        if number is None:
+            raise UsageError(
+                f"{self.name} has no token {' or '.join(names)}, which the objective needs",
+                fix=f"leave data.tokenizer out, so that one is trained with it, or add {names[0]} as a special token",
+            )
+        return number
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text, add_special_tokens=False).ids
@@ -65,22 +93,19 @@ def read_tokenizer(path: Path) -> TextTokenizer:
     return TextTokenizer(inner, str(path))
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int) -> TextTokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> TextTokenizer:
     """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019): any text can be encoded, without unknown tokens.
 
-    `vocabulary` counts the 256 bytes and the end of text; too little text gives fewer. Raises UsageError below 257.
+    `vocabulary` counts the 256 bytes, the end of text and the other `special` tokens; too little text gives fewer.
+    Raises UsageError where there is no room for all of these.
     """
-    if vocabulary < SMALLEST:
-        raise UsageError(
-            f"data.vocabulary is {vocabulary}, fewer than the 256 bytes and the end of text",
-            fix=f"raise data.vocabulary to {SMALLEST} or more",
-        )
+    check_vocabulary(vocabulary, special)
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

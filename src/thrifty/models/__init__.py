@@ -9,25 +9,36 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.models.configuration import read_shape
-from thrifty.models.folder import read_config
-from thrifty.models.interchange import export_folder, import_folder
-from thrifty.models.presets import Shape, assemble, resized, shape_of
-from thrifty.models.transformer import Transformer, initialize
+from thrifty.models.families import FAMILIES, assemble
+from thrifty.models.interchange import export_folder, folder_shape, import_folder
+from thrifty.models.presets import PRESETS, resized, shape_of
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer, initialize
+
+_SEES = {
+    "next_token": "no token sees later ones",
+    "masked_token": "a token can see later ones",
+    "sequence_to_sequence": "it reads a source and writes a target",
+}
 
 
-def build_model(settings: ModelSettings, vocabulary: int, length: int, seed: int) -> nn.Module:
+def build_model(
+    settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task = "next_token"
+) -> nn.Module:
     """The plain model of a run with its first values, the same at every call.
 
-    A preset, or a folder: GPT-2 and Llama become our `Transformer`, anything else a `HuggingFaceCausalLM`. Raises
-    UsageError where the data's vocabulary or length does not fit weights that exist.
+    A preset, or a folder: what a family of ours computes becomes one of our models, anything else a wrapper around the
+    model of `transformers` that learns `task`. Raises UsageError for a model of another kind than the task needs, and
+    where the data's vocabulary or length does not fit weights that exist.
     """
     shape = model_shape(settings, vocabulary, length)
+    if shape is not None:
+        _refuse_another_kind(settings, shape, task)
     if shape is None or (settings.folder and not settings.fresh):
         # values from files are real even where everything else is being counted on fake tensors
         with unset_fake_temporarily():
             if shape is None:
-                return _build_other(settings, vocabulary, length, seed)
+                return _build_other(settings, vocabulary, length, seed, task)
             return import_folder(Path(settings.folder))[0]
     model = assemble(shape)
     initialize(model, seed)
@@ -40,12 +51,13 @@ def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> Shape 
         return shape_of(settings, vocabulary, length)
     _refuse_sizes_of_a_trained_model(settings)
     try:
-        shape = read_shape(read_config(Path(settings.folder)))
+        shape = folder_shape(Path(settings.folder), settings.fresh)
     except Refused:  # a variant our model does not compute, which transformers may
         return None
     if settings.fresh:
         return replace(resized(shape, settings), vocabulary=vocabulary, length=length)
-    _check_fit(settings.folder, shape.vocabulary, shape.length, vocabulary, length)
+    limit = shape.length if FAMILIES[shape.style].bounded else length
+    _check_fit(settings.folder, shape.vocabulary, limit, vocabulary, length)
     return shape
 
 
@@ -57,18 +69,20 @@ def export_model(
     dtype: torch.dtype = torch.float32,
 ) -> None:
     """A model of `build_model` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
-    if isinstance(model, Transformer) and shape is not None:
+    if isinstance(model, EncoderDecoder) and shape is not None:
+        shape = replace(shape, depth=len(model.encoder.blocks), decoder_depth=len(model.decoder.blocks))
+    if isinstance(model, Transformer | Encoder | EncoderDecoder) and shape is not None:
         export_folder(model, shape, folder, tokenizer_json, dtype)
         return
-    from thrifty.models.huggingface import HuggingFaceCausalLM, export_causal_lm
+    from thrifty.models.huggingface import HuggingFaceModel, export_wrapped
 
-    if not isinstance(model, HuggingFaceCausalLM):
+    if not isinstance(model, HuggingFaceModel):
         raise Refused(f"a {type(model).__name__} has no Hugging Face format to be exported to")
-    export_causal_lm(model, folder, tokenizer_json, dtype)
+    export_wrapped(model, folder, tokenizer_json, dtype)
 
 
-def _build_other(settings: ModelSettings, vocabulary: int, length: int, seed: int) -> nn.Module:
-    from thrifty.models.huggingface import load_causal_lm
+def _build_other(settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task) -> nn.Module:
+    from thrifty.models.huggingface import WRAPPERS, load_model
 
     given = _given_sizes(settings)
     if given:
@@ -76,13 +90,29 @@ def _build_other(settings: ModelSettings, vocabulary: int, length: int, seed: in
             f"model.{given[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
             fix=f"leave model.{given[0]} out, or edit the folder's config.json",
         )
+    if task not in WRAPPERS:
+        raise UsageError(
+            f"a language model such as the one in {settings.folder} cannot learn {task}",
+            fix=f"set objective.name to {' or '.join(WRAPPERS)}",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = load_causal_lm(Path(settings.folder), settings.fresh, vocabulary, length)
+        model = load_model(Path(settings.folder), task, settings.fresh, vocabulary, length)
     if not settings.fresh:
         limit = getattr(model.lm.config, "max_position_embeddings", None) or length
         _check_fit(settings.folder, model.vocabulary, limit, vocabulary, length)
     return model
+
+
+def _refuse_another_kind(settings: ModelSettings, shape: Shape, task: Task) -> None:
+    own = FAMILIES[shape.style].task
+    if own != task:
+        fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]
+        instead = f", or take a model that can, such as model.preset = {fitting[0]}" if fitting else ""
+        raise UsageError(
+            f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[own]}",
+            fix=f"set objective.name = {own}{instead}",
+        )
 
 
 def _given_sizes(settings: ModelSettings) -> list[str]:

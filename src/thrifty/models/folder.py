@@ -16,6 +16,16 @@ from torch import Tensor
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+_SPELLED = {
+    "bos_token": (END_OF_TEXT,),
+    "eos_token": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>"),
+    "pad_token": ("<pad>", "[PAD]", "<|pad|>", "<|padding|>"),
+    "mask_token": ("<mask>", "[MASK]", "<|mask|>"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "unk_token": ("<unk>", "[UNK]"),
+}
+"""What transformers calls the parts of special tokens, and how tokenizers spell them, the surest first."""
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -137,15 +147,33 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def end_of_text(tokenizer_json: Path) -> int | None:
-    """The id of the token that ends a document, where the tokenizer has one."""
-    added = _read_json(tokenizer_json).get("added_tokens", [])
-    return next((token["id"] for token in added if token["content"] == END_OF_TEXT), None)
+def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
+    """The special tokens of a tokenizer that are known, by the part they play: how each is spelled, and its number."""
+    added = {token["content"]: token["id"] for token in _read_json(tokenizer_json).get("added_tokens", [])}
+    found = {part: next((word for word in words if word in added), None) for part, words in _SPELLED.items()}
+    return {part: (word, added[word]) for part, word in found.items() if word is not None}
+
+
+def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
+    """What config.json says of special tokens, for a model of this task; None for what the tokenizer has not.
+
+    A target starts with the end of a text, as our sequence-to-sequence objective trains it.
+    """
+    numbers = {} if tokenizer_json is None else {part: id for part, (_, id) in special_tokens(tokenizer_json).items()}
+    end = numbers.get("eos_token")
+    ids = {"bos_token_id": numbers.get("bos_token"), "eos_token_id": end}
+    if task == "masked_token":
+        ids["pad_token_id"] = numbers.get("pad_token")
+    elif task == "sequence_to_sequence":
+        ids["pad_token_id"] = numbers.get("pad_token", end)
+        if end is not None:
+            ids["decoder_start_token_id"] = end
+    return ids
 
 
 def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
     """tokenizer.json and the tokenizer_config.json by which `AutoTokenizer` finds its class and special tokens."""
     shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
-    special = {} if end_of_text(tokenizer_json) is None else {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    special = {part: word for part, (word, _) in special_tokens(tokenizer_json).items()}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
-from thrifty.models.transformer import Attention, Block, Embedding, Rotary, Transformer, causal_attention
+from thrifty.models.attention import Attention, Rotary, causal_attention
+from thrifty.models.blocks import Block, Embedding, PostNormBlock
+from thrifty.models.transformer import Transformer
 
 Reader = Callable[[Tensor], Tensor]
 """Tokens (b, t), which grow by one from call to call, to the logits (b, v) of what comes next."""
@@ -37,7 +39,7 @@ def generate(
     one. `context` bounds how many tokens the model looks back on, besides its own limit. A row that has produced
     `stop` repeats it, and generation ends when all have. The model is in eval mode meanwhile.
     """
-    _check(tokens, temperature, top_k, top_p)
+    _check(model, tokens, temperature, top_k, top_p)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
     limit = min(filter(None, (context, context_limit(model))), default=None)
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -77,7 +79,13 @@ def context_limit(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _check(tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    task = getattr(model, "task", "next_token")
+    if task != "next_token":
+        raise UsageError(
+            f"a model that learned {task} does not predict the token that follows, so it cannot continue text",
+            fix="give a decoder, such as a model of the GPT or Llama family",
+        )
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise UsageError(
             f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="give one or more"
@@ -132,7 +140,7 @@ def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def cacheable(model: nn.Module) -> bool:
     """Whether tokens meet only in plain attention cores: no module on the way was swapped, no forward wrapped."""
-    if type(model) is not Transformer or any(type(block) is not Block for block in model.blocks):
+    if type(model) is not Transformer or any(type(block) not in (Block, PostNormBlock) for block in model.blocks):
         return False
     on_the_way = [m for m in model.modules() if isinstance(m, (Transformer, Block, Attention, Embedding, Rotary))]
     attentions = [module for module in on_the_way if isinstance(module, Attention)]

@@ -1,15 +1,40 @@
 """What is learned. One file per objective; its class name in snake case is its name in a recipe."""
 
-from collections.abc import Callable
+from dataclasses import asdict, fields
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.objective import Objective
+from thrifty.core.recipe import ObjectiveSettings
+from thrifty.objectives.classify import Classify
+from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
+from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 
-OBJECTIVES: dict[str, Callable[[], Objective]] = {"next_token": NextToken}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "next_token": NextToken,
+    "masked_token": MaskedToken,
+    "sequence_to_sequence": SequenceToSequence,
+    "classify": Classify,
+}
 
 
-def find_objective(name: str) -> Objective:
+def find_objective(name: str, **settings: float) -> Objective:
+    """The objective of this name with these of its settings; the others have their defaults.
+
+    Raises UsageError for a name or a setting that is not there, and for a value out of bounds.
+    """
     if name not in OBJECTIVES:
         raise UsageError(f"there is no objective {name!r}", fix=did_you_mean(name, OBJECTIVES))
-    return OBJECTIVES[name]()
+    settable = {field.name for field in fields(ObjectiveSettings)} - {"name"}
+    known = settable & {field.name for field in fields(OBJECTIVES[name])}
+    for setting in settings.keys() - known:
+        raise UsageError(
+            f"objective.{setting} is set, and {name} has no such setting",
+            fix=did_you_mean(setting, known) if known else f"leave objective.{setting} out",
+        )
+    return OBJECTIVES[name](**settings)
+
+
+def chosen_objective(settings: ObjectiveSettings) -> Objective:
+    """The objective that a recipe's settings describe; raises UsageError as `find_objective` does."""
+    return find_objective(**{name: value for name, value in asdict(settings).items() if value is not None})

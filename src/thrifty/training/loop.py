@@ -34,7 +34,7 @@ class Record:
     learning_rate: float
     gradient_norm: float
     tokens: int
-    """Predictions trained in this step, over all ranks."""
+    """Of the data that this step went through, over all ranks."""
     seconds: float
     skipped: bool = False
     notes: dict[str, float] = field(default_factory=dict)

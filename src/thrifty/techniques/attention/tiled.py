@@ -19,7 +19,7 @@ from thrifty.core.errors import Refused
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.attention import tiled_causal_attention
+from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,16 @@ class Tiled(Technique):
     """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        cores = [module for module in model.modules() if hasattr(module, "core")]
-        if not cores:
+        attentions = [module for module in model.modules() if hasattr(module, "core")]
+        causal = [module for module in attentions if module.core is causal_attention_reference]
+        if not causal:
             raise Refused(
-                "no attention with a replaceable core was found",
-                fix="use a model whose attention keeps its core in an attribute `core`, such as the presets",
+                f"no plain causal attention with a replaceable core was found, of {len(attentions)} with a core",
+                fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
+                "thrifty.kernels.attention in an attribute `core`, such as the gpt and llama presets",
             )
-        for module in cores:
+        for module in causal:
             module.core = partial(tiled_causal_attention, tile=self.tile or None)
-        note(f"{len(cores)} attention cores")
+        others = len(attentions) - len(causal)
+        note(f"{len(causal)} attention cores" + (f"; {others} stay: not plain and causal" if others else ""))
         return model

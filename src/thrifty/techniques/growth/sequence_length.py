@@ -38,8 +38,12 @@ class SequenceLength(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
-            if "tokens" not in batch.fields:
-                raise Refused(f"{self.name} needs batches of tokens", fix="use it with a text objective")
+            others = sorted(batch.fields.keys() - {"tokens", "key"})
+            if "tokens" not in batch.fields or others:
+                raise Refused(
+                    f"{self.name} needs batches of tokens alone; these have {' and '.join(others)}",
+                    fix="use it on plain text",
+                )
             full = batch["tokens"].shape[1] - 1
             length = length_at(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight)

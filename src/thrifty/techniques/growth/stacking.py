@@ -19,7 +19,7 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import find_blocks
+from thrifty.core.surgery import find_stacks
 from thrifty.core.technique import Numerics, Technique
 
 
@@ -34,7 +34,7 @@ class Stacking(Technique):
     claims = frozenset({"depth"})
 
     at: tuple[Moment, ...] = (0.125, 0.3)
-    """When the depth doubles."""
+    """When the depth doubles, of each stack where a model has several."""
     moments: Literal["reset", "copy"] = "reset"
     """Whether the optimizer starts afresh after a growth or copies the state of the block it grew from."""
 
@@ -45,17 +45,16 @@ class Stacking(Technique):
         divisor = decided["depth_divisor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
 
         def cut(model: nn.Module) -> nn.Module:
-            _, blocks = find_blocks(model)
-            del blocks[max(len(blocks) // divisor, 1) :]
+            for blocks in find_stacks(model).values():
+                del blocks[max(len(blocks) // divisor, 1) :]
             return model
 
         def origin(parameter: str) -> str | None:
             assert state.model is not None
-            name, blocks = find_blocks(state.model)
-            found = re.fullmatch(rf"{re.escape(name)}\.(\d+)\.(.*)", parameter)
-            if found is None:
-                return parameter
-            return f"{name}.{stacked_origin(int(found[1]), len(blocks))}.{found[2]}"
+            for name, blocks in find_stacks(state.model).items():
+                if found := re.fullmatch(rf"{re.escape(name)}\.(\d+)\.(.*)", parameter):
+                    return f"{name}.{stacked_origin(int(found[1]), len(blocks))}.{found[2]}"
+            return parameter
 
         reason = "start shallow" if step == 0 else "copy the blocks on top of themselves"
         return Change(reason, {"depth_divisor": divisor}, cut, origin, self.moments)

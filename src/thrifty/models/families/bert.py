@@ -1,0 +1,117 @@
+"""BERT (Devlin et al. 2018, arXiv 1810.04805): a post-norm encoder that fills in masked tokens.
+
+Pooler and next-sentence head of published folders are left out: they have no part in that.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.models.attention import Attention, full_attention
+from thrifty.models.blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
+from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import Encoder
+
+_EMBEDDING = {
+    "token": "word_embeddings",
+    "position": "position_embeddings",
+    "token_type": "token_type_embeddings",
+    "norm": "LayerNorm",
+}
+_BLOCK = {
+    "attention.out": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp.up": "intermediate.dense",
+    "mlp.down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+
+
+class Bert(Family):
+    style, model_type, architecture, task = "bert", "bert", "BertForMaskedLM", "masked_token"
+    read = frozenset({
+        "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size",
+        "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act",
+    })  # fmt: skip
+    only: ClassVar = {
+        "is_decoder": (False,),
+        "position_embedding_type": ("absolute",),
+        "tie_word_embeddings": (True,),
+        "hidden_act": tuple(READ),
+    }
+    ignored = frozenset({
+        "attention_probs_dropout_prob", "classifier_dropout", "directionality", "hidden_dropout_prob",
+        "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type",
+    })  # fmt: skip
+    body, token = "bert.", "bert.embeddings.word_embeddings.weight"
+    head = "cls.predictions.decoder.weight"
+    aliases: ClassVar = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+    left_out = r"^(bert\.)?pooler\.|^cls\.seq_relationship\.|\.position_ids$"
+
+    def assemble(self, shape: Shape) -> Encoder:
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(shape.width, eps=shape.norm_eps)
+
+        def block() -> PostNormBlock:
+            attention = Attention(shape.width, shape.heads, bias=True, core=full_attention)
+            mlp = FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]())
+            return PostNormBlock(norm(), attention, norm(), mlp)
+
+        return Encoder(
+            NormedEmbedding(shape.vocabulary, shape.width, shape.length, shape.token_types, norm()),
+            [block() for _ in range(shape.depth)],
+            MaskedTokenTransform(shape.width, ACTIVATION[shape.activation](), norm()),
+            nn.Linear(shape.width, shape.vocabulary),
+        )
+
+    def shape(self, config: Config) -> Shape:
+        heads = number(config, "num_attention_heads", int)
+        return Shape(
+            style=self.style,
+            depth=number(config, "num_hidden_layers", int),
+            width=number(config, "hidden_size", int),
+            heads=heads,
+            kv_heads=heads,
+            hidden=number(config, "intermediate_size", int),
+            vocabulary=number(config, "vocab_size", int),
+            length=number(config, "max_position_embeddings", int, 512),
+            tied=True,
+            norm_eps=number(config, "layer_norm_eps", float, 1e-12),
+            activation=READ[config.get("hidden_act", "gelu")],
+            token_types=number(config, "type_vocab_size", int, 2),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        if not shape.tied:
+            raise Refused("BERT's head is tied to its token embedding, this one is free", fix="train with model.tied")
+        return {
+            "num_hidden_layers": shape.depth,
+            "hidden_size": shape.width,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": shape.hidden,
+            "max_position_embeddings": shape.length,
+            "type_vocab_size": shape.token_types,
+            "layer_norm_eps": shape.norm_eps,
+            "hidden_act": SPELLED[shape.activation],
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        for ours, theirs in _EMBEDDING.items():
+            yield Packing(f"embedding.{ours}.weight", (f"bert.embeddings.{theirs}.weight",))
+        yield Packing("embedding.norm.bias", ("bert.embeddings.LayerNorm.bias",))
+        for index in range(shape.depth):
+            ours, theirs = f"blocks.{index}", f"bert.encoder.layer.{index}"
+            for kind in ("weight", "bias"):
+                qkv = tuple(f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
+                yield Packing(f"{ours}.attention.qkv.{kind}", qkv, rows=(shape.width,) * 3)
+                for mine, yours in _BLOCK.items():
+                    yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+        for kind in ("weight", "bias"):
+            yield Packing(f"transform.dense.{kind}", (f"cls.predictions.transform.dense.{kind}",))
+            yield Packing(f"transform.norm.{kind}", (f"cls.predictions.transform.LayerNorm.{kind}",))
+        yield Packing("head.bias", ("cls.predictions.bias",))

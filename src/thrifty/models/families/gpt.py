@@ -1,0 +1,144 @@
+"""GPT-2 (pre-norm) and GPT-1 (post-norm): decoders with learned positions."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.models.attention import Attention
+from thrifty.models.blocks import Block, Embedding, FeedForward, PostNormBlock
+from thrifty.models.families.family import ACTIVATION, Config, Family, Packing, flag, number
+from thrifty.models.first_values import normal
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import Transformer
+
+_BLOCK = {
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+
+
+def _embedding(shape: Shape) -> Embedding:
+    return Embedding(shape.vocabulary, shape.width, position=nn.Embedding(shape.length, shape.width))
+
+
+def _block(kind: type[Block], shape: Shape) -> Block:
+    return kind(
+        nn.LayerNorm(shape.width, eps=shape.norm_eps),
+        Attention(shape.width, shape.heads, bias=True),
+        nn.LayerNorm(shape.width, eps=shape.norm_eps),
+        FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]()),
+    )
+
+
+class GPT1(Family):
+    """Radford et al. 2018, Improving Language Understanding by Generative Pre-Training: a post-norm decoder."""
+
+    style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
+    read = frozenset(
+        {"n_embd", "n_head", "n_layer", "vocab_size", "n_positions", "tie_word_embeddings", "layer_norm_epsilon"}
+    )
+    only: ClassVar = {"afn": ("gelu",)}  # the approximation by tanh is meant
+    ignored = frozenset({"n_special", "predict_special_tokens"})
+    body, token = "transformer.", "transformer.tokens_embed.weight"
+    left_out = r"\.attn\.bias$|\.position_ids$"
+
+    def assemble(self, shape: Shape) -> Transformer:
+        return Transformer(
+            _embedding(shape),
+            [_block(PostNormBlock, shape) for _ in range(shape.depth)],
+            nn.Identity(),
+            nn.Linear(shape.width, shape.vocabulary, bias=False),
+            law=normal,
+        )
+
+    def shape(self, config: Config) -> Shape:
+        width, heads = number(config, "n_embd", int), number(config, "n_head", int)
+        return Shape(
+            style=self.style,
+            depth=number(config, "n_layer", int),
+            width=width,
+            heads=heads,
+            kv_heads=heads,
+            hidden=number(config, "n_inner", int, 4 * width),
+            vocabulary=number(config, "vocab_size", int),
+            length=number(config, "n_positions", int),
+            tied=flag(config, "tie_word_embeddings", True),
+            norm_eps=number(config, "layer_norm_epsilon", float, 1e-5),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        if shape.hidden != 4 * shape.width:
+            raise Refused(
+                f"GPT-1 has an inner width of 4 times the width, this model {shape.hidden} for {shape.width}",
+                fix="train without model.hidden to export to this format",
+            )
+        return {
+            "n_layer": shape.depth,
+            "n_embd": shape.width,
+            "n_head": shape.heads,
+            "n_positions": shape.length,
+            "layer_norm_epsilon": shape.norm_eps,
+            "afn": "gelu",
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        yield Packing("embedding.token.weight", (self.token,))
+        yield Packing("embedding.position.weight", ("transformer.positions_embed.weight",))
+        yield from _blocks_table(shape)
+
+
+class GPT2(GPT1):
+    """Radford et al. 2019, Language Models are Unsupervised Multitask Learners: pre-norm, and a norm at the end."""
+
+    style, model_type, architecture = "gpt", "gpt2", "GPT2LMHeadModel"
+    read = GPT1.read | {"n_inner"}
+    only: ClassVar = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
+    ignored = frozenset()
+    token = "transformer.wte.weight"  # noqa: S105 (no password)
+    left_out = r"\.attn\.(bias|masked_bias)$"
+
+    def assemble(self, shape: Shape) -> Transformer:
+        return Transformer(
+            _embedding(shape),
+            [_block(Block, shape) for _ in range(shape.depth)],
+            nn.LayerNorm(shape.width, eps=shape.norm_eps),
+            nn.Linear(shape.width, shape.vocabulary, bias=False),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        return {
+            "n_layer": shape.depth,
+            "n_embd": shape.width,
+            "n_head": shape.heads,
+            "n_inner": shape.hidden,
+            "n_positions": shape.length,
+            "layer_norm_epsilon": shape.norm_eps,
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        yield Packing("embedding.token.weight", (self.token,))
+        yield Packing("embedding.position.weight", ("transformer.wpe.weight",))
+        yield from _blocks_table(shape)
+        yield Packing("norm.weight", ("transformer.ln_f.weight",))
+        yield Packing("norm.bias", ("transformer.ln_f.bias",))
+
+
+def _blocks_table(shape: Shape) -> Iterator[Packing]:
+    for index in range(shape.depth):
+        for ours, theirs in _BLOCK.items():
+            prefix = f"transformer.h.{index}.{theirs}"
+            yield Packing(f"blocks.{index}.{ours}.weight", (f"{prefix}.weight",), transposed="norm" not in ours)
+            yield Packing(f"blocks.{index}.{ours}.bias", (f"{prefix}.bias",))

@@ -1,0 +1,139 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971): a pre-norm decoder with rotary positions and gated networks."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.kernels.rotary import rotary_frequencies
+from thrifty.models.attention import Attention, Rotary
+from thrifty.models.blocks import Block, Embedding, GatedFeedForward
+from thrifty.models.families.family import Config, Family, Packing, flag, number
+from thrifty.models.scaled_rotary import Llama3Scaling
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import Transformer
+
+
+def _rotary(shape: Shape) -> Rotary:
+    # values even where the weights have none yet: the table follows from the shape, no file brings it
+    frequencies = rotary_frequencies(shape.head_width, shape.rope_base, torch.device("cpu"))
+    if shape.rope_scaling is not None:
+        frequencies = shape.rope_scaling.slowed(frequencies)
+    return Rotary(frequencies, shape.length)
+
+
+def _block(shape: Shape, position: Rotary) -> Block:
+    return Block(
+        nn.RMSNorm(shape.width, eps=shape.norm_eps),
+        Attention(shape.width, shape.heads, shape.kv_heads, position=position),
+        nn.RMSNorm(shape.width, eps=shape.norm_eps),
+        GatedFeedForward(shape.width, shape.hidden, nn.SiLU()),
+    )
+
+
+class Llama(Family):
+    style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
+    read = frozenset({
+        "num_attention_heads", "hidden_size", "head_dim", "num_hidden_layers", "num_key_value_heads",
+        "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps",
+        "rope_theta", "rope_scaling", "rope_parameters",
+    })  # fmt: skip
+    only: ClassVar = {"hidden_act": ("silu", "swish")}
+    ignored = frozenset({"is_llama_config", "pretraining_tp"})
+    body, token = "model.", "model.embed_tokens.weight"
+    left_out = r"\.rotary_emb\.inv_freq$"
+
+    def assemble(self, shape: Shape) -> Transformer:
+        position = _rotary(shape)  # one table for all blocks
+        return Transformer(
+            Embedding(shape.vocabulary, shape.width),
+            [_block(shape, position) for _ in range(shape.depth)],
+            nn.RMSNorm(shape.width, eps=shape.norm_eps),
+            nn.Linear(shape.width, shape.vocabulary, bias=False),
+        )
+
+    def shape(self, config: Config) -> Shape:
+        heads, width = number(config, "num_attention_heads", int), number(config, "hidden_size", int)
+        head_width = number(config, "head_dim", int, width // heads)
+        if head_width * heads != width:
+            raise Refused(f"config.json: {heads} heads of head_dim {head_width} do not make up the width {width}")
+        base, scaling = _rope(config)
+        return Shape(
+            style=self.style,
+            depth=number(config, "num_hidden_layers", int),
+            width=width,
+            heads=heads,
+            kv_heads=number(config, "num_key_value_heads", int, heads),
+            hidden=number(config, "intermediate_size", int),
+            vocabulary=number(config, "vocab_size", int),
+            length=number(config, "max_position_embeddings", int, 2048),
+            tied=flag(config, "tie_word_embeddings", False),
+            norm_eps=number(config, "rms_norm_eps", float, 1e-6),
+            rope_base=base,
+            rope_scaling=scaling,
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_type": "default"}
+        if shape.rope_scaling is not None:
+            rope = {
+                "rope_type": "llama3",
+                "factor": shape.rope_scaling.factor,
+                "low_freq_factor": shape.rope_scaling.low,
+                "high_freq_factor": shape.rope_scaling.high,
+                "original_max_position_embeddings": shape.rope_scaling.original,
+            }
+        return {
+            "num_hidden_layers": shape.depth,
+            "hidden_size": shape.width,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_width,
+            "intermediate_size": shape.hidden,
+            "max_position_embeddings": shape.length,
+            "rms_norm_eps": shape.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rope_parameters": rope | {"rope_theta": shape.rope_base},
+            "rope_theta": shape.rope_base,  # the earlier spelling, for readers that do not know rope_parameters
+            "rope_scaling": None if shape.rope_scaling is None else rope,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        yield Packing("embedding.token.weight", (self.token,))
+        heads = (shape.width, shape.kv_heads * shape.head_width, shape.kv_heads * shape.head_width)
+        for index in range(shape.depth):
+            ours, theirs = f"blocks.{index}", f"model.layers.{index}"
+            qkv = tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
+            gated = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
+            yield Packing(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+            yield Packing(f"{ours}.attention.qkv.weight", qkv, rows=heads)
+            yield Packing(f"{ours}.attention.out.weight", (f"{theirs}.self_attn.o_proj.weight",))
+            yield Packing(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+            yield Packing(f"{ours}.mlp.up.weight", gated, rows=(shape.hidden, shape.hidden))
+            yield Packing(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight",))
+        yield Packing("norm.weight", ("model.norm.weight",))
+
+
+def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
+    """Both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of earlier ones."""
+    rope = {"rope_theta": config.get("rope_theta")} | dict(config.get("rope_scaling") or {})
+    rope |= dict(config.get("rope_parameters") or {})
+    base = number(rope, "rope_theta", float, 10_000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise Refused("config.json rotates only a part of each head (partial_rotary_factor), which is not imported")
+    if kind == "default":
+        return base, None
+    if kind != "llama3":
+        raise Refused(f"config.json has rotary positions of type {kind!r}; default and llama3 are imported")
+    scaling = Llama3Scaling(
+        factor=number(rope, "factor", float),
+        low=number(rope, "low_freq_factor", float),
+        high=number(rope, "high_freq_factor", float),
+        original=number(rope, "original_max_position_embeddings", int),
+    )
+    return base, scaling

@@ -1,0 +1,145 @@
+"""Marian as transformers has it: the original Transformer (Vaswani et al. 2017, arXiv 1706.03762), a post-norm
+encoder–decoder with fixed positions, one embedding for both sides and the head, and a bias on the logits."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.models.attention import Attention, CrossAttention, causal_attention, full_attention
+from thrifty.models.blocks import Embedding, FeedForward, PostNormBlock, Sinusoids
+from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import EncoderDecoder, Stack
+
+_ATTENTION = {"attention": "self_attn", "cross_attention": "encoder_attn"}
+_BLOCK = {
+    "attention_norm": "self_attn_layer_norm",
+    "attention.out": "self_attn.out_proj",
+    "cross_attention_norm": "encoder_attn_layer_norm",
+    "cross_attention.q": "encoder_attn.q_proj",
+    "cross_attention.out": "encoder_attn.out_proj",
+    "mlp_norm": "final_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+}
+
+
+def _block(shape: Shape, decoder: bool) -> PostNormBlock:
+    def norm() -> nn.LayerNorm:
+        return nn.LayerNorm(shape.width, eps=shape.norm_eps)
+
+    core = causal_attention if decoder else full_attention
+    over_memory = (norm(), CrossAttention(shape.width, shape.heads, bias=True)) if decoder else ()
+    return PostNormBlock(
+        norm(),
+        Attention(shape.width, shape.heads, bias=True, core=core),
+        norm(),
+        FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]()),
+        *over_memory,
+    )
+
+
+class Marian(Family):
+    style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"
+    read = frozenset({
+        "d_model", "vocab_size", "decoder_vocab_size", "max_position_embeddings", "encoder_layers", "decoder_layers",
+        "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
+        "activation_function", "scale_embedding",
+    })  # fmt: skip
+    only: ClassVar = {
+        "is_decoder": (False,),
+        "is_encoder_decoder": (True,),
+        "share_encoder_decoder_embeddings": (True,),
+        "static_position_embeddings": (True,),
+        "tie_word_embeddings": (True,),
+        "activation_function": tuple(READ),
+    }
+    ignored = frozenset({
+        "activation_dropout", "classif_dropout", "classifier_dropout", "decoder_layerdrop", "dropout",
+        "encoder_layerdrop", "extra_pos_embeddings", "init_std", "num_hidden_layers",
+    })  # fmt: skip
+    body, token = "model.", "model.shared.weight"
+    aliases: ClassVar = {"model.encoder.embed_tokens.weight": token, "model.decoder.embed_tokens.weight": token}
+    left_out = r"\.embed_positions\.weight$"
+
+    def assemble(self, shape: Shape) -> EncoderDecoder:
+        positions = Sinusoids(shape.length, shape.width)
+        scale = shape.width**0.5 if shape.scaled_embedding else 1.0
+        return EncoderDecoder(
+            Embedding(shape.vocabulary, shape.width, positions, scale),
+            Stack([_block(shape, decoder=False) for _ in range(shape.depth)], nn.Identity()),
+            Stack([_block(shape, decoder=True) for _ in range(shape.decoder_blocks)], nn.Identity()),
+            nn.Linear(shape.width, shape.vocabulary),
+        )
+
+    def shape(self, config: Config) -> Shape:
+        depth, heads = number(config, "encoder_layers", int), number(config, "encoder_attention_heads", int)
+        hidden, vocabulary = number(config, "encoder_ffn_dim", int), number(config, "vocab_size", int)
+        for key, same in (
+            ("decoder_attention_heads", heads),
+            ("decoder_ffn_dim", hidden),
+            ("decoder_vocab_size", vocabulary),
+        ):
+            if number(config, key, int, same) != same:
+                raise Refused(f"config.json sets {key} = {config[key]}, unlike the encoder's {same}; not imported")
+        decoder_depth = number(config, "decoder_layers", int)
+        return Shape(
+            style=self.style,
+            depth=depth,
+            width=number(config, "d_model", int),
+            heads=heads,
+            kv_heads=heads,
+            hidden=hidden,
+            vocabulary=vocabulary,
+            length=number(config, "max_position_embeddings", int, 1024),
+            tied=True,
+            activation=READ[config.get("activation_function", "gelu")],
+            decoder_depth=None if decoder_depth == depth else decoder_depth,
+            scaled_embedding=flag(config, "scale_embedding", False),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        if not shape.tied:
+            raise Refused("Marian's head is tied to its embedding, this one is free", fix="train with model.tied")
+        if shape.norm_eps != 1e-5:
+            raise Refused(f"Marian's norms have an epsilon of 1e-5, these {shape.norm_eps}")
+        sides = {
+            f"{side}_{key}": value
+            for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks))
+            for key, value in (("layers", depth), ("attention_heads", shape.heads), ("ffn_dim", shape.hidden))
+        }
+        return sides | {
+            "d_model": shape.width,
+            "decoder_vocab_size": shape.vocabulary,
+            "max_position_embeddings": shape.length,
+            "activation_function": SPELLED[shape.activation],
+            "scale_embedding": shape.scaled_embedding,
+            "share_encoder_decoder_embeddings": True,
+            "is_encoder_decoder": True,
+            "forced_eos_token_id": None,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        yield Packing("embedding.token.weight", (self.token,))
+        for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks)):
+            for index in range(depth):
+                for kind in ("weight", "bias"):
+                    prefixes = (f"{side}.blocks.{index}", f"model.{side}.layers.{index}")
+                    yield from _block_table(shape, *prefixes, kind, cross=side == "decoder")
+        yield Packing("head.bias", ("final_logits_bias",), as_row=True)
+
+
+def _block_table(shape: Shape, ours: str, theirs: str, kind: str, cross: bool) -> Iterator[Packing]:
+    for fused, parts in (("attention.qkv", "qkv"), ("cross_attention.kv", "kv")):
+        attention = _ATTENTION[fused.partition(".")[0]]
+        if cross or attention == "self_attn":
+            names = tuple(f"{theirs}.{attention}.{part}_proj.{kind}" for part in parts)
+            yield Packing(f"{ours}.{fused}.{kind}", names, rows=(shape.width,) * len(parts))
+    for mine, yours in _BLOCK.items():
+        if cross or not mine.startswith("cross"):
+            yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))

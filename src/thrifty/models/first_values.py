@@ -1,0 +1,72 @@
+"""Published laws of first values: from which distribution each matrix of a model is drawn.
+
+A law maps a matrix's name, its size (rows, columns) and a standard deviation to a distribution. A product of several
+layers in one is asked for part by part ("blocks.0.attention.q"), since their sizes are what a law may depend on. The
+standard deviation is that of the laws that have one; the others follow from the sizes alone.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Normal:
+    std: float
+
+    def fill(self, values: Tensor, generator: torch.Generator) -> None:
+        values.normal_(0.0, self.std, generator=generator)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Between -bound and bound."""
+
+    bound: float
+
+    def fill(self, values: Tensor, generator: torch.Generator) -> None:
+        values.uniform_(-self.bound, self.bound, generator=generator)
+
+
+Law = Callable[[str, torch.Size, float], Normal | Uniform]
+
+
+def normal(name: str, size: torch.Size, std: float) -> Normal:
+    """GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all, 0.02. Google's BERT cuts the
+    distribution at two standard deviations; transformers does not, and neither does this."""
+    return Normal(std)
+
+
+def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> Normal:
+    """GPT-2 (Radford et al. 2019, section 2.3): projections into the residual stream divided by the root of their
+    number, 2 · blocks."""
+    residual = 1 / math.sqrt(2 * blocks)
+    return Normal(std * (residual if name.endswith(("out", "down")) else 1.0))
+
+
+def xavier_uniform(name: str, size: torch.Size, std: float) -> Normal | Uniform:
+    """The original Transformer as tensor2tensor draws it: matrices by Glorot and Bengio 2010, equation 16, and token
+    embeddings, which the model multiplies by sqrt(d), with standard deviation 1 / sqrt(d). For Marian, too, which
+    transformers draws with 0.02 throughout."""
+    rows, columns = size
+    if name.endswith("embedding.token"):
+        return Normal(columns**-0.5)
+    return Uniform(math.sqrt(6 / (rows + columns)))
+
+
+def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: int) -> Normal:
+    """T5 (Mesh TensorFlow; transformers at initializer_factor 1): 1 / sqrt(columns), queries divided by sqrt(k) more,
+    since attention does not scale its scores; token embeddings 1, and position scores 1 / sqrt(d).
+
+    A free head is drawn like any matrix, as Google's t5x does; transformers draws it with 1, so that the first logits
+    are sqrt(d) times too large.
+    """
+    columns = size[1]
+    if name.endswith("embedding.token"):
+        return Normal(1.0)
+    if name.endswith("relative.scores"):
+        return Normal(width**-0.5)
+    return Normal((columns * head_width) ** -0.5 if name.endswith("attention.q") else columns**-0.5)

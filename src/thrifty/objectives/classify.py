@@ -1,0 +1,53 @@
+"""Classify: the cross-entropy of an example's label. Fields: "inputs" (b, …), "labels" (b,)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Probability, check_bounds
+from thrifty.core.errors import UsageError
+from thrifty.core.objective import Objective, Prediction
+
+
+@dataclass(frozen=True)
+class Classify(Objective):
+    """The classifier: one of c labels for each example. The model's output, or its attribute `logits`, is (b, c)."""
+
+    label_smoothing: Probability = 0.0
+    """Share of each label that is spread evenly over all classes (Szegedy et al. 2016, arXiv 1512.00567)."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "objective")
+
+    def examples(self, batch: Batch) -> Batch:
+        if "labels" not in batch.fields:
+            raise UsageError(
+                f"the objective classify needs labels, and the data has only {' and '.join(batch.fields)}",
+                fix="choose another objective: next_token or masked_token for text",
+            )
+        return batch
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        output = model(batch["inputs"])
+        return Prediction(given=getattr(output, "logits", output))
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        logits, smoothing = prediction.logits.float(), self.label_smoothing
+        return F.cross_entropy(logits, batch["labels"], reduction="none", label_smoothing=smoothing)
+
+    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
+        """(b, 1)."""
+        return prediction.logits.float().logsumexp(-1, keepdim=True)
+
+    @torch.no_grad()
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        share = prediction.logits.float().softmax(-1)
+        wanted = torch.lerp(
+            F.one_hot(batch["labels"], share.shape[1]).float(),
+            torch.full_like(share, 1 / share.shape[1]),
+            self.label_smoothing,
+        )
+        return (share - wanted).norm(dim=1)

@@ -1,0 +1,106 @@
+"""What all objectives on tokens share: the mean softmax cross-entropy of each example's predictions.
+
+Works through the vocabulary in chunks where the model keeps its head apart (an attribute `head`, a linear layer); for
+other models the output, or its attribute `logits`, is taken as the logits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import check_bounds
+from thrifty.core.objective import Objective, Prediction
+from thrifty.kernels.cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
+
+
+def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
+    """What a model's output (hidden states or logits, b rows of t) says, everywhere or at these places (b, k) only."""
+    head = getattr(model, "head", None)
+    found = output if head is not None else getattr(output, "logits", output)
+    if places is not None:
+        found = found.gather(1, places[:, :, None].expand(-1, -1, found.shape[-1]))
+    return Prediction(hidden=found, head=head) if head is not None else Prediction(given=found)
+
+
+def _is_plain_linear(head: nn.Module | None) -> bool:
+    """Whether a head is nothing but its weight and bias, so that the loss may use those without calling it."""
+    return type(head) is nn.Linear and "forward" not in vars(head) and not head._forward_hooks
+
+
+@dataclass(frozen=True)
+class TokenCrossEntropy(Objective):
+    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`)."""
+
+    step: Callable = chunk_step
+    """The arithmetic of one chunk; a compiler may put its own version here."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "objective")
+
+    def targets(self, batch: Batch) -> Tensor:
+        """The right tokens, int64 (b, k)."""
+        raise NotImplementedError
+
+    def counted(self, batch: Batch) -> Tensor | None:
+        """Which predictions count, bool (b, k); None where all do."""
+        return None
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        targets, counts = self._counted_targets(batch)
+        if _is_plain_linear(prediction.head):
+            share = batch.weight / (targets.shape[1] if counts is None else counts)
+            expected = share.repeat_interleave(targets.shape[1])
+            losses, normalizers = linear_cross_entropy(
+                prediction.hidden.flatten(0, 1),
+                prediction.head.weight,
+                targets.flatten(),
+                expected,
+                bias=prediction.head.bias,
+                step=self.step,
+            )
+        else:
+            logits = prediction.logits.float().flatten(0, 1)
+            losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
+            normalizers = torch.where(targets.flatten() != IGNORED, logits.logsumexp(-1), 0.0)
+        prediction.normalizers = normalizers.view_as(targets)
+        losses = losses.view_as(targets)
+        return losses.mean(1) if counts is None else losses.sum(1) / counts
+
+    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
+        """(b, k), 0 where a prediction does not count."""
+        if prediction.normalizers is None:
+            self.losses(prediction, batch)
+        assert prediction.normalizers is not None
+        return prediction.normalizers
+
+    @torch.no_grad()
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        """Where all examples have as many predictions, of the sum of their losses instead of the mean: a factor that
+        all have in common."""
+        targets, counts = self._counted_targets(batch)
+        if _is_plain_linear(prediction.head):
+            head = prediction.head
+            squared = gradient_norm_scores(
+                prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), bias=head.bias
+            )
+        else:
+            share = prediction.logits.float().flatten(0, 1).softmax(-1)
+            wanted = F.one_hot(targets.flatten().clamp(min=0), share.shape[-1])
+            squared = torch.where(targets.flatten() != IGNORED, (share - wanted).square().sum(-1), 0.0)
+        norms = squared.view_as(targets).sum(1).sqrt()
+        return norms if counts is None else norms / counts
+
+    def _counted_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The targets with those that do not count ignored, and how many count in each example (b,), if not all."""
+        targets, counted = self.targets(batch), self.counted(batch)
+        if counted is None:
+            return targets, None
+        return targets.masked_fill(~counted, IGNORED), counted.sum(1).clamp(min=1)
+
+    def compiled(self, compile: Callable[[Callable], Callable]) -> Self:
+        return replace(self, step=compile(self.step))

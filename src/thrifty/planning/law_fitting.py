@@ -1,0 +1,213 @@
+"""Fitting the scaling law to runs: Huber losses on log loss, summed, through log-sum-exp, from many starts.
+
+Paper  Hoffmann et al. 2022 (2203.15556), approach 3, with the correction of Besiroglu et al. 2024 (2404.10102).
+
+The published fit took the mean of the Huber losses. Near the minimum that is some 1e-5, so small that L-BFGS-B with its
+usual tolerance sees no progress and stops: the constants are then those of wherever it was. `Procedure.CONVERGED` sums,
+scales the sum, asks for a tight tolerance, and measures log N and log D from their means, which makes the two constants
+of a term nearly independent. `Procedure.STOPS_EARLY` keeps the mistake, for studies of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+
+import numpy as np
+from scipy.optimize import minimize
+
+from thrifty.core.errors import UsageError
+from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, Draws, ScalingLaw, check_amount
+
+DELTA = 1e-3
+"""Residuals of log loss beyond this count linearly: a run that went wrong does not bend the law."""
+
+FEWEST_RUNS, FEWEST_LEVELS = 6, 3
+"""Five constants need more than five runs; a power of N beside a constant needs three sizes, a power of D as well."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a run says about the law; `loss` is held out, in nats per token, at the end of its schedule."""
+
+    parameters: float
+    tokens: float
+    loss: float
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "tokens", "loss"):
+            check_amount(f"{name} of a run", getattr(self, name))
+
+    @property
+    def flops(self) -> float:
+        return FLOP_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens
+
+
+class Procedure(Enum):
+    CONVERGED = "sum of the losses, to convergence"
+    STOPS_EARLY = "mean of the losses, the usual tolerance: the published mistake"
+
+
+def grid(
+    alphas: Sequence[float], betas: Sequence[float], log_es: Sequence[float], log_as: Sequence[float],
+    log_bs: Sequence[float],
+) -> np.ndarray:  # fmt: skip
+    """All combinations as rows of (log A, log B, log E, alpha, beta)."""
+    return np.array([[a, b, e, alpha, beta] for alpha, beta, e, a, b in product(alphas, betas, log_es, log_as, log_bs)])
+
+
+PAPER_STARTS = grid(*[np.arange(0, 2.1, 0.5)] * 2, np.arange(-1, 1.1, 0.5), *[np.arange(0, 26, 5)] * 2)
+"""The 4500 starts of the paper: some 20 s on one core for 240 runs."""
+
+COARSE_STARTS = grid(*[(0.25, 0.5, 1.0)] * 2, (-1.0, 0.0, 1.0), *[(0.0, 5.0, 10.0)] * 2)
+"""243 starts, about a second."""
+
+
+def huber_objective(
+    constants: np.ndarray, log_parameters: np.ndarray, log_tokens: np.ndarray, log_loss: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """The sum over runs of Huber(log L(N, D) - log loss), and its gradient.
+
+    constants (log A, log B, log E, alpha, beta); the rest (runs,). The predicted log loss is the log-sum-exp of
+    log A - alpha log N, log B - beta log D and log E, and its gradient the softmax of the three.
+    """
+    log_a, log_b, log_e, alpha, beta = constants
+    terms = np.empty((3, len(log_loss)))
+    terms[0] = log_a - alpha * log_parameters
+    terms[1] = log_b - beta * log_tokens
+    terms[2] = log_e
+    largest = terms.max(axis=0)
+    shares = np.exp(terms - largest)
+    total = shares.sum(axis=0)
+    residual = largest + np.log(total) - log_loss
+    slope = np.clip(residual, -DELTA, DELTA)
+    pulls = shares * (slope / total)
+    gradient = np.array([*pulls.sum(axis=1), -(pulls[0] @ log_parameters), -(pulls[1] @ log_tokens)])
+    return float(slope @ (residual - slope / 2)), gradient
+
+
+@dataclass(frozen=True)
+class Fit:
+    law: ScalingLaw
+    objective: float
+    """The sum of Huber losses at the law."""
+    residual: float
+    """Median of |log L(N, D) - log loss| over the runs."""
+    starts: int
+    agreeing: int
+    """Starts that ended at this minimum, within a millionth of its value."""
+    draws: Draws | None
+    """Laws fitted to runs drawn again with replacement; None where no resampling was asked for."""
+
+
+def fit(
+    runs: Sequence[TrainedRun],
+    starts: np.ndarray = COARSE_STARTS,
+    procedure: Procedure = Procedure.CONVERGED,
+    resamples: int = 0,
+    seed: int = 0,
+) -> Fit:
+    """The law of least summed Huber loss; `resamples` bootstrap fits begin at it.
+
+    Raises UsageError where the runs cannot determine the law: too few, too few sizes, all of one budget, no effect.
+    """
+    refuse_degenerate(runs)
+    logs = _logs(runs)
+    ends = [_descend(start, logs, procedure) for start in starts]
+    objective, constants = min(ends, key=lambda end: end[0])
+    for name, exponent in (("parameters", constants[3]), ("tokens", constants[4])):
+        if exponent <= 0:
+            raise UsageError(
+                f"in these runs the loss does not fall as {name} grow: the fitted exponent is {exponent:.2g}",
+                fix=f"add runs over a wider range of {name}, each with its schedule decayed to the end",
+            )
+    law = ScalingLaw.from_logs(constants)
+    residual = np.log(law.loss(np.exp(logs[0]), np.exp(logs[1]))) - logs[2]
+    return Fit(
+        law=law,
+        objective=objective,
+        residual=float(np.median(np.abs(residual))),
+        starts=len(starts),
+        agreeing=sum(value <= objective * (1 + 1e-6) + 1e-12 for value, _ in ends),
+        draws=_bootstrap(runs, constants, procedure, resamples, seed) if resamples else None,
+    )
+
+
+def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
+    """Raises UsageError with the reason where no fit of five constants can mean anything."""
+    if len(runs) < FEWEST_RUNS:
+        raise UsageError(f"{len(runs)} runs cannot determine five constants", fix=f"give at least {FEWEST_RUNS}")
+    log_parameters, log_tokens, log_loss = _logs(runs)
+    for name, values in (("sizes", log_parameters), ("numbers of tokens", log_tokens)):
+        levels = len(np.unique(np.round(values, 2)))
+        if levels < FEWEST_LEVELS:
+            raise UsageError(
+                f"{levels} different {name}: a power law beside a constant needs {FEWEST_LEVELS}",
+                fix="train several sizes at several budgets, such as 5 sizes x 4 budgets",
+            )
+    slope = np.polyfit(log_parameters, log_tokens, 1)
+    if np.std(log_tokens - np.polyval(slope, log_parameters)) < 0.05:
+        raise UsageError(
+            "the number of tokens follows from the size in these runs: their effects cannot be told apart",
+            fix="train each size at several budgets, or with several numbers of tokens",
+        )
+    if np.ptp(log_loss) < 10 * DELTA:
+        raise UsageError("all runs have nearly the same loss", fix="spread sizes and tokens over a factor of ten")
+
+
+def _logs(runs: Sequence[TrainedRun]) -> np.ndarray:
+    """(3, runs): log parameters, log tokens, log loss."""
+    return np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
+
+
+def _descend(start: np.ndarray, logs: np.ndarray, procedure: Procedure) -> tuple[float, np.ndarray]:
+    """The objective where L-BFGS-B ends, always as the sum, and the constants there."""
+    converge = procedure is Procedure.CONVERGED
+    scale = 1e6 if converge else 1 / logs.shape[1]
+    settings = {"ftol": 1e-15, "gtol": 1e-12, "maxiter": 1000, "maxfun": 2000} if converge else {}
+    centre = logs[:2].mean(axis=1) if converge else np.zeros(2)
+    log_parameters, log_tokens = logs[:2] - centre[:, None]
+
+    def scaled(constants: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = huber_objective(constants, log_parameters, log_tokens, logs[2])
+        return scale * value, scale * gradient
+
+    shifted = _shifted(start, -centre)
+    found = minimize(scaled, shifted, jac=True, method="L-BFGS-B", options=settings)
+    return float(found.fun) / scale, _shifted(found.x, centre)
+
+
+def _shifted(constants: np.ndarray, centre: np.ndarray) -> np.ndarray:
+    """The same law with log N and log D measured from elsewhere: only log A and log B change."""
+    shifted = np.array(constants, dtype=float)
+    shifted[:2] += constants[3:] * centre
+    return shifted
+
+
+def _bootstrap(
+    runs: Sequence[TrainedRun], constants: np.ndarray, procedure: Procedure, resamples: int, seed: int
+) -> Draws | None:
+    generator = np.random.default_rng(seed)
+    found, failed = [], 0
+    for _ in range(resamples):
+        again = [runs[i] for i in generator.integers(0, len(runs), len(runs))]
+        try:
+            refuse_degenerate(again)
+        except UsageError:
+            failed += 1
+            continue
+        found.append(_descend(constants, _logs(again), procedure)[1])
+    return Draws.from_logs(np.array(found), failed) if found else None
+
+
+def synthetic_runs(
+    law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
+) -> tuple[TrainedRun, ...]:
+    """Every size at every budget of FLOPs, with losses of the law; `noise` is the standard deviation of log loss."""
+    generator = np.random.default_rng(seed)
+    runs = []
+    for size, budget in product(sizes, budgets):
+        tokens = budget / (FLOP_PER_PARAMETER_AND_TOKEN * size)
+        loss = law.loss(size, tokens) * np.exp(noise * generator.standard_normal())
+        runs.append(TrainedRun(float(size), float(tokens), float(loss)))
+    return tuple(runs)

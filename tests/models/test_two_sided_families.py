@@ -1,0 +1,288 @@
+"""BERT, T5 and Marian against transformers: values, padding, folders in both directions."""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import AUTO, TWO_SIDED, VOCABULARY
+from tokenizers import Tokenizer
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.recipe import ModelSettings
+from thrifty.models import build_model, export_model, model_shape
+from thrifty.models.huggingface import HuggingFaceCausalLM, HuggingFaceSeq2Seq
+from thrifty.models.interchange import export_folder, import_folder
+from thrifty.models.transformer import Encoder, EncoderDecoder
+
+
+@pytest.fixture(params=TWO_SIDED)
+def family(request, save):
+    return save(TWO_SIDED[request.param]())
+
+
+@pytest.fixture
+def texts():
+    """A source longer than T5's farthest bucket, a shorter target, and which of the source is no padding."""
+    generator = torch.Generator().manual_seed(1)
+    source, target = (torch.randint(1, VOCABULARY, (2, t), generator=generator) for t in (150, 20))
+    keep = torch.ones(2, 150, dtype=torch.bool)
+    keep[0, 90:], keep[1, :7] = False, False
+    return source, target, keep
+
+
+def logits_of_both(ours, theirs, texts, padded):
+    source, target, keep = texts
+    if isinstance(ours, Encoder):
+        source, keep = source[:, :60], keep[:, -60:]
+        given, named = (source,), {"input_ids": source}
+    else:
+        given, named = (source, target), {"input_ids": source, "decoder_input_ids": target}
+    mask = keep if padded else None
+    with torch.no_grad():
+        return ours.logits(*given, mask), theirs(**named, attention_mask=None if mask is None else mask.long()).logits
+
+
+def assert_same_logits(ours, theirs, texts, padded):
+    mine, wanted = logits_of_both(ours, theirs, texts, padded)
+    if padded and isinstance(ours, Encoder):  # what is said at padding itself is nobody's concern
+        keep = texts[2][:, -60:]
+        mine, wanted = mine[keep], wanted[keep]
+    torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_imported_model_gives_the_logits_of_transformers(family, texts, padded):
+    folder, theirs = family
+    assert_same_logits(import_folder(folder)[0], theirs, texts, padded)
+
+
+def test_hidden_states_are_what_the_head_takes(family, texts):
+    ours, _ = import_folder(family[0])
+    source, target, keep = texts
+    given = (source[:, :60],) if isinstance(ours, Encoder) else (source, target, keep)
+    assert type(ours.head) is torch.nn.Linear
+    torch.testing.assert_close(ours.head(ours(*given)), ours.logits(*given), rtol=0, atol=0)
+
+
+def test_round_trip_is_bit_exact(family, tmp_path):
+    first, shape = import_folder(family[0])
+    export_folder(first, shape, tmp_path / "once")
+    second, same_shape = import_folder(tmp_path / "once")
+    export_folder(second, same_shape, tmp_path / "twice")
+    assert shape == same_shape
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
+
+
+def test_exported_model_loads_in_transformers_and_gives_the_same_logits(family, texts, tokenizer_json, tmp_path):
+    folder, theirs = family
+    ours, shape = import_folder(folder)
+    export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
+    again, found = AUTO[theirs.config.model_type].from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(found.values())
+    assert_same_logits(ours, again, texts, padded=True)
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_exported_model_generates_from_the_token_that_ends_a_text(save, tokenizer_json, tmp_path, texts):
+    ours, shape = import_folder(save(TWO_SIDED["t5-1.0"]())[0])
+    export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
+    theirs = AUTO["t5"].from_pretrained(tmp_path / "ours")
+    source = texts[0][:1, :9]
+    found = theirs.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    target = torch.zeros(1, 1, dtype=torch.long)
+    for _ in range(6):
+        target = torch.cat((target, ours.logits(source, target)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(found, target)
+
+
+def test_exported_tokenizer_knows_its_special_tokens(save, tokenizer_json, tmp_path):
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    tokenizer.add_special_tokens(["<mask>", "[PAD]"])
+    tokenizer.save(str(tokenizer_json))
+    ours, shape = import_folder(save(TWO_SIDED["bert"]())[0])
+    export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert (again.mask_token, again.pad_token, again.eos_token) == ("<mask>", "[PAD]", "<|endoftext|>")
+    assert AUTO["bert"].from_pretrained(tmp_path / "ours").config.pad_token_id == again.pad_token_id
+    assert not (tmp_path / "ours" / "generation_config.json").exists()
+
+
+def test_no_parameter_is_there_twice(family):
+    ours, shape = import_folder(family[0])
+    names = [name for name, _ in ours.named_parameters()]
+    assert len(names) == len(set(names)) and ("head.weight" in names) == (not shape.tied)
+    assert (
+        sum(p.numel() for p in ours.parameters())
+        == sum(p.numel() for name, p in family[1].named_parameters() if "embed_positions" not in name)
+        + getattr(family[1], "final_logits_bias", torch.empty(0)).numel()
+    )
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("bert", {"is_decoder": True}, "is_decoder = True"),
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key'"),
+        ("bert", {"hidden_act": "mish"}, "hidden_act = 'mish'"),
+        ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings = False"),
+        ("bert", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("t5-1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'gated-mish'"),
+        ("t5-1.1", {"dense_act_fn": "relu"}, "dense_act_fn = 'relu'"),
+        ("t5-1.0", {"is_gated_act": True}, "feed_forward_proj = 'relu'"),
+        ("t5-1.0", {"tie_word_embeddings": False}, "scale_decoder_outputs = True for a free head"),
+        ("t5-1.0", {"scale_decoder_outputs": False}, "ties its head without scaling it"),
+        ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings = False"),
+        ("marian", {"decoder_vocab_size": 50}, "decoder_vocab_size = 50"),
+        ("marian", {"decoder_attention_heads": 2}, "decoder_attention_heads = 2"),
+        ("marian", {"normalize_before": True}, "normalize_before = True"),
+        ("marian", {"new_trick": 2}, "new_trick = 2"),
+    ],
+)
+def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
+    folder, _ = save(TWO_SIDED[name]())
+    edit_config(folder, **changes)
+    with pytest.raises(Refused, match=re.escape(reason)):
+        import_folder(folder)
+
+
+def test_settings_of_published_folders_are_accepted(save):
+    """What the folders bert-base-multilingual, t5-small and opus-mt-en-de hold besides sizes."""
+    settings = {
+        "bert": {"position_embedding_type": "absolute", "directionality": "bidi", "pooler_fc_size": 768,
+                 "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
+                 "pooler_type": "first_token_transform", "gradient_checkpointing": False},
+        "t5-1.0": {"decoder_start_token_id": 0, "n_positions": 512, "output_past": True, "initializer_factor": 1.0,
+                   "task_specific_params": {"translation_en_to_de": {"prefix": "translate English to German: "}},
+                   "scale_decoder_outputs": "absent", "dense_act_fn": "absent", "num_decoder_layers": None},
+        "marian": {"_num_labels": 3, "add_bias_logits": False, "add_final_layer_norm": False, "num_beams": 6,
+                   "bad_words_ids": [[58100]], "classif_dropout": 0.0, "extra_pos_embeddings": 58101,
+                   "max_length": 512, "normalize_before": False, "normalize_embedding": False,
+                   "num_hidden_layers": 6, "static_position_embeddings": True},
+    }  # fmt: skip
+    for name, changes in settings.items():
+        folder, _ = save(TWO_SIDED[name]())
+        edit_config(folder, **changes)
+        import_folder(folder)
+
+
+def test_older_files_with_other_names_and_repeats_are_imported(save, texts):
+    changes = {
+        "bert": lambda tensors: {
+            **{re.sub("LayerNorm.weight$", "LayerNorm.gamma", re.sub("LayerNorm.bias$", "LayerNorm.beta", name)): value
+               for name, value in tensors.items()},
+            "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone(),
+            "bert.pooler.dense.weight": torch.ones(32, 32),
+            "cls.seq_relationship.bias": torch.ones(2),
+            "bert.embeddings.position_ids": torch.arange(64)[None],
+        },
+        "t5-1.0": lambda tensors: {
+            **tensors,
+            "encoder.embed_tokens.weight": tensors["shared.weight"].clone(),
+            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 4),
+        },
+        "marian": lambda tensors: {
+            **tensors,
+            "lm_head.weight": tensors["model.shared.weight"].clone(),
+            "model.encoder.embed_positions.weight": torch.ones(160, 32),
+        },
+    }  # fmt: skip
+    for name, changed in changes.items():
+        folder, theirs = save(TWO_SIDED[name]())
+        path = folder / "model.safetensors"
+        save_file(changed(load_file(path)), path)
+        assert_same_logits(import_folder(folder)[0], theirs, texts, padded=True)
+
+
+def test_a_repeat_with_other_values_is_found(save):
+    folder, _ = save(TWO_SIDED["t5-1.0"]())
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"decoder.embed_tokens.weight": tensors["shared.weight"] + 1}, path)
+    with pytest.raises(IntegrityError, match=r"decoder\.embed_tokens\.weight holds other values"):
+        import_folder(folder)
+
+
+def test_free_head_of_t5_is_told_by_its_scale_whatever_transformers_writes_of_ties(save):
+    folder, _ = save(TWO_SIDED["t5-1.1"]())
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    assert not import_folder(folder)[1].tied
+    edit_config(folder, tie_word_embeddings=False, scale_decoder_outputs="absent")  # as published
+    assert not import_folder(folder)[1].tied
+
+
+def test_a_model_trained_here_exports_at_the_depths_that_it_has(tmp_path):
+    settings = ModelSettings(preset="t5-nano", depth=3, width=32)
+    model = build_model(settings, VOCABULARY, 16, seed=0, task="sequence_to_sequence")
+    del model.decoder.blocks[1:]
+    export_model(model, model_shape(settings, VOCABULARY, 16), tmp_path / "ours")
+    again = AUTO["t5"].from_pretrained(tmp_path / "ours").config
+    assert (again.num_layers, again.num_decoder_layers) == (3, 1)
+
+
+@pytest.mark.parametrize("preset", ["bert-nano", "marian-nano"])
+def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
+    settings = ModelSettings(preset=preset, depth=1, width=32, tied=False)
+    task = "masked_token" if preset == "bert-nano" else "sequence_to_sequence"
+    model = build_model(settings, 20, 16, seed=0, task=task)
+    with pytest.raises(Refused, match="head is tied"):
+        export_model(model, model_shape(settings, 20, 16), tmp_path / "ours")
+
+
+@pytest.mark.parametrize(
+    ("preset", "task", "message"),
+    [
+        ("bert-nano", "next_token", "cannot learn next_token: a token can see later ones"),
+        ("gpt-nano", "masked_token", "cannot learn masked_token: no token sees later ones"),
+        ("llama-nano", "sequence_to_sequence", "cannot learn sequence_to_sequence: no token sees later ones"),
+        ("t5-nano", "next_token", "cannot learn next_token: it reads a source and writes a target"),
+        ("marian-nano", "masked_token", "cannot learn masked_token: it reads a source"),
+        ("bert-nano", "classify", "cannot learn classify"),
+    ],
+)
+def test_model_of_another_kind_than_the_objective_needs_is_refused(preset, task, message):
+    with pytest.raises(UsageError, match=message) as refused:
+        build_model(ModelSettings(preset=preset), VOCABULARY, 16, seed=0, task=task)
+    assert "objective.name" in refused.value.fix
+
+
+def test_folders_are_built_for_their_own_task(save):
+    for name, task, kind in (
+        ("bert", "masked_token", Encoder),
+        ("t5-1.0", "sequence_to_sequence", EncoderDecoder),
+        ("marian", "sequence_to_sequence", EncoderDecoder),
+    ):
+        settings = ModelSettings(folder=str(save(TWO_SIDED[name]())[0]))
+        assert isinstance(build_model(settings, VOCABULARY, 32, seed=0, task=task), kind)
+        with pytest.raises(UsageError, match="cannot learn next_token"):
+            build_model(settings, VOCABULARY, 32, seed=0)
+
+
+def test_length_binds_where_positions_end_and_nowhere_else(save):
+    bert, t5 = (ModelSettings(folder=str(save(TWO_SIDED[name]())[0])) for name in ("bert", "t5-1.0"))
+    with pytest.raises(UsageError, match=r"data\.length is 65"):
+        build_model(bert, VOCABULARY, 65, seed=0, task="masked_token")
+    build_model(t5, VOCABULARY, 5000, seed=0, task="sequence_to_sequence")
+
+
+def test_variants_that_we_do_not_compute_go_through_transformers(save):
+    folder, _ = save(TWO_SIDED["bert"]())
+    edit_config(folder, is_decoder=True)
+    model = build_model(ModelSettings(folder=str(folder), fresh=True), VOCABULARY, 32, seed=0)
+    assert isinstance(model, HuggingFaceCausalLM)
+    folder, _ = save(TWO_SIDED["marian"]())
+    edit_config(folder, share_encoder_decoder_embeddings=False)
+    settings = ModelSettings(folder=str(folder), fresh=True)
+    assert isinstance(build_model(settings, VOCABULARY, 32, 0, "sequence_to_sequence"), HuggingFaceSeq2Seq)

@@ -1,0 +1,147 @@
+"""Whole runs by a recipe, for the objectives on text: by the command line, resumed, over two ranks, by own models."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+
+from end_to_end.command_line import CommandLine, assert_equal, write_corpus
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget, DataSettings, Evaluation, ObjectiveSettings, Recipe
+from thrifty.preparing import open_examples
+from thrifty.run import train
+from thrifty.techniques.growth.sequence_length import SequenceLength
+from thrifty.techniques.optimizers.adamw import AdamW
+
+LEARNED = {
+    "masked_token": {"objective__name": "masked_token", "model__preset": "bert-nano"},
+    "sequence_to_sequence": {"objective__name": "sequence_to_sequence", "model__preset": "t5-nano"},
+}
+PER_STEP = 8 * 32
+
+
+@pytest.fixture(scope="module")
+def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    folder = tmp_path_factory.mktemp("objectives")
+    write_corpus(folder / "corpus")
+    return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, name: str) -> None:
+    changed = {**LEARNED[name], "checkpoints__every": 3, "evaluation__every": 3}
+    summary = thrifty.train(name, steps=6, **changed)
+    assert summary["tokens"] == 6 * PER_STEP and summary["held_out_loss"] > 0 < summary["unigram_entropy"]
+    expected, evaluated = thrifty.tensors(name), thrifty.records(name, "evaluation")
+    shutil.rmtree(thrifty.run(name) / "checkpoints" / "step-00000006")
+    thrifty("resume", name)
+    assert_equal(thrifty.tensors(name), expected)
+    assert thrifty.records(name, "evaluation")[-1] == evaluated[-1]
+    refused = thrifty("sample", name, exit_code=2).stderr
+    assert f"a model that learned {name} does not predict the token that follows" in refused
+
+
+def test_two_ranks_follow_the_single_process(thrifty: CommandLine) -> None:
+    thrifty.train("single", steps=6, **LEARNED["masked_token"])
+    words = thrifty.recipe("double", "--with", "parallelism.replicate", steps=6, **LEARNED["masked_token"])
+    thrifty(*words, ranks=2)
+    one, other = ([step["loss"] for step in thrifty.records(run)] for run in ("single", "double"))
+    assert other == pytest.approx(one, rel=1e-5)
+
+
+def test_pairs_are_learned(thrifty: CommandLine) -> None:
+    lines = [f"{n} and {n % 7}\t{n % 7} and {n}\n" for n in range(400)]
+    (thrifty.folder / "pairs.tsv").write_text("".join(lines))
+    changed = {"objective__name": "sequence_to_sequence", "model__preset": "marian-nano", "evaluation__examples": 40}
+    words = ("--data", str(thrifty.folder / "pairs.tsv"))
+    refused = thrifty(*thrifty.recipe("no", *words, objective__rate=0.2, **changed), exit_code=2).stderr
+    assert "objective.rate is set, and nothing is cut out of the pairs" in refused
+    told = thrifty(*thrifty.recipe("cut", *words, steps=1, data__length=4, **changed)).stderr
+    assert told.count("of the pairs are longer than data.length = 4 and are cut") == 1
+    summary = thrifty.train("pairs", *words, steps=60, data__length=16, data__vocabulary=270, **changed)
+    assert summary["held_out_loss"] < 0.9 * summary["unigram_entropy"]
+
+
+def settings(thrifty: CommandLine, **changed: Any) -> DataSettings:
+    corpus = str(thrifty.folder / "corpus")
+    return DataSettings(**{"source": corpus, "vocabulary": 320, "length": 32, "batch": 8, **changed})
+
+
+class OwnEncoder(nn.Module):
+    """A user's model: tokens to logits, by nothing but torch."""
+
+    def __init__(self, vocabulary: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.out = nn.Linear(32, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.encoder(self.embedding(tokens)))
+
+
+@pytest.fixture
+def own_cache(thrifty: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", thrifty.environment["THRIFTY_CACHE"])
+
+
+def masked_recipe(thrifty: CommandLine, *others: Any, **changed: Any) -> Recipe:
+    return Recipe(
+        name="own",
+        data=settings(thrifty),
+        objective=ObjectiveSettings("masked_token", **changed),
+        budget=Budget(steps=30),
+        evaluation=Evaluation(every=100, examples=16),
+        techniques=(AdamW(lr=1e-2), *others),
+    )
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_of_ones_own_learns_from_python(thrifty: CommandLine, tmp_path: Path) -> None:
+    recipe = masked_recipe(thrifty, rate=0.3)
+    summary = train(recipe, tmp_path, model=lambda: OwnEncoder(320), quiet=True)
+    assert summary["held_out_loss"] < 0.95 * 5.77  # the logarithm of 320, where it starts
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tmp_path: Path) -> None:
+    recipe = masked_recipe(thrifty, SequenceLength(start=8, until=2, phases=2))
+    short, full = (
+        train(replace(recipe, name=name, techniques=techniques), tmp_path, model=lambda: OwnEncoder(320), quiet=True)
+        for name, techniques in (("short", recipe.techniques), ("full", (AdamW(lr=1e-2),)))
+    )
+    assert 0 < short["tokens"] < full["tokens"] == full["steps"] * PER_STEP
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_lengths_are_those_of_the_recipe_whatever_the_text_they_are_made_of(thrifty: CommandLine) -> None:
+    for name, wanted in (("next_token", 33), ("masked_token", 32), ("sequence_to_sequence", 32)):
+        recipe = Recipe(data=settings(thrifty), objective=ObjectiveSettings(name))
+        objective, data = open_examples(recipe)
+        for batch in (objective.examples(data.train.at(0)), next(data.held_out.batches(8, 8))):
+            longest = batch.fields.get("source", batch["tokens"])
+            assert longest.shape == (8, wanted)
+            assert all(tensor.dtype == torch.int64 for tensor in batch.fields.values())
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_tokenizer_without_the_tokens_needed_is_refused_with_what_to_do(thrifty: CommandLine, tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")).save(str(tmp_path / "t.json"))
+    for name, token in (("masked_token", r"<mask> or \[MASK\]"), ("sequence_to_sequence", "<extra_id_0>")):
+        data = settings(thrifty, tokenizer=str(tmp_path / "t.json"))
+        with pytest.raises(UsageError, match=f"has no token {token}") as caught:
+            open_examples(Recipe(data=data, objective=ObjectiveSettings(name)))
+        assert "leave data.tokenizer out" in caught.value.fix
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_labels_cannot_be_learned_from_text(thrifty: CommandLine) -> None:
+    objective, data = open_examples(Recipe(data=settings(thrifty), objective=ObjectiveSettings("classify")))
+    with pytest.raises(UsageError, match="needs labels"):
+        objective.examples(data.train.at(0))

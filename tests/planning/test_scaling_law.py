@@ -1,0 +1,135 @@
+"""The law's best sizes are best, cost what was asked for, and are those of the literature for its constants."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thrifty.core.errors import UsageError
+from thrifty.planning.published_laws import BEST, BOOTSTRAP, PUBLISHED
+from thrifty.planning.scaling_law import Draws, ScalingLaw, Uncertainty, recommend
+
+GOPHER = 5.76e23
+"""The compute at which the papers compare their constants."""
+
+laws = st.builds(
+    ScalingLaw,
+    E=st.floats(0.5, 3),
+    A=st.floats(10, 3000),
+    B=st.floats(10, 3000),
+    alpha=st.floats(0.2, 0.6),
+    beta=st.floats(0.2, 0.6),
+)
+budgets = st.floats(12, 26).map(lambda power: 10**power)
+
+
+@given(laws, budgets)
+def test_the_best_sizes_cost_exactly_the_compute_asked_for(law: ScalingLaw, flops: float) -> None:
+    best = law.optimal(flops)
+    assert best.flops == pytest.approx(flops, rel=1e-14)
+    assert best.tokens_per_parameter == pytest.approx(best.tokens / best.parameters)
+
+
+@given(laws, budgets, st.floats(0.01, 3), st.sampled_from([-1, 1]))
+def test_no_other_size_of_the_same_compute_has_a_lower_loss(
+    law: ScalingLaw, flops: float, away: float, side: int
+) -> None:
+    best = law.optimal(flops)
+    assert best.loss == pytest.approx(law.loss(best.parameters, best.tokens), rel=1e-14)
+    factor = np.exp(side * away)
+    assert law.loss(best.parameters * factor, best.tokens / factor) > best.loss
+
+
+@given(laws, budgets)
+def test_the_model_for_a_number_of_tokens_is_the_one_that_a_compute_would_give_them(
+    law: ScalingLaw, flops: float
+) -> None:
+    best = law.optimal(flops)
+    assert law.optimal_for_tokens(best.tokens).parameters == pytest.approx(best.parameters, rel=1e-9)
+
+
+@given(laws, budgets)
+def test_the_best_size_grows_by_the_size_exponent(law: ScalingLaw, flops: float) -> None:
+    growth = law.optimal(100 * flops).parameters / law.optimal(flops).parameters
+    assert np.log(growth) / np.log(100) == pytest.approx(law.size_exponent)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "parameters", "exponent"),
+    [
+        ("Hoffmann, as printed", 93, 32.2e9, 0.452),
+        ("Hoffmann, unrounded", 59, 40.4e9, 0.457),
+        ("Epoch AI, published", 18.4, 72.2e9, 0.513),
+        ("re-fit", 17.9, 73.2e9, 0.514),
+    ],
+)
+def test_published_constants_give_the_published_sizes(
+    name: str, ratio: float, parameters: float, exponent: float
+) -> None:
+    (row,) = [each for each in PUBLISHED if each.name == name]
+    best = row.law.optimal(GOPHER)
+    assert best.tokens_per_parameter == pytest.approx(ratio, rel=5e-3)
+    assert best.parameters == pytest.approx(parameters, rel=2e-3)
+    assert row.law.size_exponent == pytest.approx(exponent, abs=5e-4)
+
+
+def test_intervals_hold_the_answer_and_where_no_errors_were_published_there_are_none() -> None:
+    for row in PUBLISHED:
+        found = row.recommend(flops=GOPHER)
+        assert set(found.intervals) == {"parameters", "tokens", "tokens_per_parameter", "loss"}
+        for name, interval in found.intervals.items():
+            if row.uncertainty is None:
+                assert interval is None
+            else:
+                assert interval is not None
+                assert interval.low < getattr(found.sizing, name) < interval.high
+
+
+def test_the_bootstrap_has_the_standard_errors_that_epoch_ai_published() -> None:
+    law = BOOTSTRAP.draw(BEST.law).law
+    for name, error, tolerance in (("E", 0.026, 0.02), ("alpha", 0.015, 0.02), ("beta", 0.021, 0.05), ("A", 125, 0.05)):
+        assert np.std(getattr(law, name)) == pytest.approx(error, rel=tolerance)
+    assert 1000 < np.std(law.B) < 1400  # 1293; a normal distribution of log B has a shorter tail than the bootstrap
+
+
+def test_taking_the_errors_as_independent_would_make_the_answer_worthless() -> None:
+    alone = Uncertainty(BOOTSTRAP.standard_errors, np.eye(5).tolist(), "no correlations")
+    together, apart = (
+        recommend(BEST.law, each.draw(BEST.law), flops=GOPHER).intervals["tokens_per_parameter"]
+        for each in (BOOTSTRAP, alone)
+    )
+    assert together is not None and apart is not None
+    assert together.high / together.low < 6 and apart.high / apart.low > 500
+
+
+def test_draws_without_an_optimum_are_left_out_and_too_many_of_them_leave_no_interval() -> None:
+    rows = np.tile(BEST.law.logs(), (100, 1))
+    rows[:2, 3] = -0.1
+    few = Draws.from_logs(rows)
+    assert few is not None and few.without_optimum == pytest.approx(0.02)
+    assert few.interval(few.law.alpha) is not None
+    rows[:4, 3] = np.nan
+    many = Draws.from_logs(rows, failed=0)
+    assert many is not None and many.without_optimum == pytest.approx(0.04) and many.interval(many.law.alpha) is None
+    assert Draws.from_logs(rows[:4]) is None
+
+
+def test_constants_survive_the_way_through_logarithms() -> None:
+    assert ScalingLaw.from_logs(BEST.law.logs()).logs() == pytest.approx(BEST.law.logs(), rel=1e-15)
+
+
+@pytest.mark.parametrize("amount", [0.0, -1e18, float("inf"), float("nan")])
+def test_an_amount_that_is_none_is_refused(amount: float) -> None:
+    for ask in (BEST.law.optimal, BEST.law.optimal_for_tokens):
+        with pytest.raises(UsageError, match="positive, finite"):
+            ask(amount)
+
+
+def test_a_law_without_a_best_size_and_a_question_without_an_amount_are_refused() -> None:
+    with pytest.raises(UsageError, match="scaling law: alpha is"):
+        ScalingLaw(E=1.0, A=1.0, B=1.0, alpha=-0.1, beta=0.3)
+    with pytest.raises(UsageError, match="either flops or tokens"):
+        recommend(BEST.law)
+    flat = ScalingLaw(E=1.0, A=1.0, B=1e-300, alpha=1e-3, beta=1e-3)
+    with pytest.raises(UsageError, match="no finite best size"):
+        recommend(flat, flops=1e18)
