@@ -33,8 +33,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
     "growth.stacking": {"at": (1, 3)},
     "large_batch.accumulate": {"parts": 2},
+    "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
+    "large_batch.noise_scale": {"every": 2},
+    "large_batch.scale_learning_rate": {"base_batch": 2, "warmup": 2},
     "optimizers.adamw": {"lr": 3e-3},
     "optimizers.lion": {"lr": 1e-3},
+    "precision.optimizer_state": {"smallest": 1},
     "sparsity.rigl": {"every": 2, "density": 0.5},
 }
 """Only where the defaults make no sense in a run of a few steps of a tiny model."""

@@ -138,7 +138,21 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
             f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",
             fix=f"--budget {per_step}tokens or more, or a smaller data.batch",
         )
-    return int(budget.tokens // per_step)
+    return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
+
+
+def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain, device: torch.device) -> int:
+    """How many steps go through so many tokens when a full step goes through `per_step`: more, where batches start
+    small. How fast they grow may depend on the number of steps, so the answer is looked for in rounds."""
+    steps = int(budget // per_step)
+    for _ in range(10):
+        source = compose(plain, recipe.techniques, steps, device).source
+        full_steps = sum(source.size(step) for step in range(steps)) / source.batch
+        wanted = int(steps * budget // (per_step * full_steps))
+        if wanted == steps:
+            break
+        steps = wanted
+    return steps
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch.device) -> int:

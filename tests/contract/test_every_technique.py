@@ -16,7 +16,7 @@ from torch import nn
 from thrifty import techniques
 from thrifty.core.accounting import count_step
 from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.explain import count, explain
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.stages import Stage
@@ -90,7 +90,7 @@ def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> 
     run = Composition(plain, (one,), STEPS)
     bare = Composition(plain, (), STEPS)
     for seam, mine, theirs in (
-        ("batches", run.source, plain.source),
+        ("batches", one.batches(plain.source), plain.source),
         ("objective", run.objective, plain.objective),
         ("backward", run.backward, bare.backward),
     ):
@@ -212,10 +212,17 @@ def what_was_frozen_is_trained(state: TrainState) -> None:
 def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Technique) -> None:
     _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
     assert state.model is not None
-    before = logits_of(state.model)
-    finished = one.finish(state.model)
+    before, plain = logits_of(state.model), plain_run().build()
+    try:
+        finished = one.finish(state.model)
+    except Refused as refused:  # right only where the plain architecture computes something else with these weights
+        assert refused.what and refused.fix
+        assert torch.equal(logits_of(state.model), before)
+        values, names = state.model.state_dict(), plain.state_dict().keys()
+        plain.load_state_dict({name: values[name] for name in names})
+        assert (logits_of(plain) - before).abs().max() > 1e-2
+        return
     assert (logits_of(finished) - before).abs().max() < 1e-5
-    plain = plain_run().build()
     assert list(dict(finished.named_parameters())) == list(dict(plain.named_parameters()))
     assert finished.state_dict().keys() == plain.state_dict().keys()
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from thrifty.core.batches import Batch, BatchSource, Mapped, Presampled, Share
+from thrifty.core.errors import Refused
 
 
 class Numbered(BatchSource):
@@ -70,6 +71,47 @@ def test_a_pure_function_of_the_step_commutes_with_sharing(ranks: int, step: int
         one, other = Mapped(Share(source, rank, ranks), shifted), Share(Mapped(source, shifted), rank, ranks)
         assert numbers(one.at(step)) == numbers(other.at(step))
         assert one.batch == other.batch == 2
+
+
+@given(batch=some.integers(1, 6), sizes=some.lists(some.integers(1, 12), min_size=1, max_size=8))
+def test_batches_of_any_sizes_hold_the_plain_order_without_a_gap_or_a_repeat(batch: int, sizes: list[int]) -> None:
+    source = Numbered(batch).resized(sizes)
+    steps = [source.at(step) for step in range(len(sizes) + 3)]
+    assert [len(step) for step in steps] == sizes + [sizes[-1]] * 3
+    assert [n for step in steps for n in numbers(step)] == list(range(sum(sizes) + 3 * sizes[-1]))
+    assert all(float(step.weight.sum()) == pytest.approx(1.0) for step in steps)
+    assert source.batch == max(sizes) and all(size % source.unit == 0 for size in sizes)
+
+
+@given(
+    share=some.integers(1, 3), ranks=some.integers(1, 4), times=some.integers(1, 3), step=some.integers(0, 9),
+    sizes=some.lists(some.integers(1, 4), min_size=1, max_size=5),
+)  # fmt: skip
+def test_ranks_share_each_resized_batch_wherever_the_sharing_comes(
+    share: int, ranks: int, times: int, step: int, sizes: list[int]
+) -> None:
+    source, sizes = Numbered(share * ranks), [size * ranks for size in sizes]
+    whole = Presampled(source, times).resized(sizes).at(step)
+    assert len(whole) == times * sizes[min(step, len(sizes) - 1)]
+    first = times * sum((sizes + [sizes[-1]] * 9)[:step])
+    assert numbers(whole) == list(range(first, first + len(whole)))
+    before = [Presampled(Share(source, rank, ranks), times).resized(sizes) for rank in range(ranks)]
+    after = [Share(Presampled(source, times).resized(sizes), rank, ranks) for rank in range(ranks)]
+    for parts in (before, after):
+        assert [n for part in parts for n in numbers(part.at(step))] == numbers(whole)
+        assert sum(float(part.at(step).weight.sum()) for part in parts) == pytest.approx(1.0)
+
+
+def test_sizes_that_cannot_be_shared_equally_are_refused_wherever_the_sharing_comes() -> None:
+    for make in (lambda: Share(Numbered(8).resized([2, 8]), 0, 4), lambda: Share(Numbered(8), 0, 4).resized([2, 8])):
+        with pytest.raises(Refused, match="multiples of 2 examples cannot be shared equally by 4 ranks") as refused:
+            make()
+        assert refused.value.fix.endswith("multiples of 4")
+
+
+def test_a_function_of_the_step_sees_the_step_of_the_run_after_resizing() -> None:
+    mapped = Mapped(Numbered(4), lambda step, batch: batch.map(lambda tensor: tensor + 100 * step)).resized([2, 6])
+    assert numbers(mapped.at(0)) == [0, 1] and numbers(mapped.at(1)) == [102, 103, 104, 105, 106, 107]
 
 
 def test_rows_and_picked_examples_keep_fields_and_weights_together() -> None:

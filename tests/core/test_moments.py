@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from thrifty.core.moments import Moment, in_steps, resolve_moments
+from thrifty.core.errors import UsageError
+from thrifty.core.moments import EffectiveBatch, Moment, in_steps, resolve_moments
+from thrifty.core.technique import Technique
 
 
 @dataclass(frozen=True)
@@ -31,3 +33,15 @@ def test_every_moment_of_a_value_is_turned_into_steps_and_nothing_else() -> None
 def test_what_is_resolved_stays_as_it_is() -> None:
     once = resolve_moments(Settings(), 400)
     assert resolve_moments(once, 10_000) == once
+
+
+@dataclass(frozen=True)
+class Sized(Technique):
+    batch: EffectiveBatch = 0
+
+
+def test_an_effective_batch_that_is_left_open_is_the_runs_own() -> None:
+    assert resolve_moments(Sized(), 400, 32) == Sized(32)
+    assert resolve_moments(Sized(8), 400, 32) == Sized(8)
+    with pytest.raises(UsageError, match="batch is -1"):
+        Sized(-1)

@@ -5,8 +5,9 @@ import torch
 import transformers
 from torch import nn
 
+from stacked_models import KINDS
 from thrifty.core.errors import Refused
-from thrifty.core.surgery import find_blocks, note, noting, select, tied_names, wrap_forward
+from thrifty.core.surgery import find_blocks, find_stacks, note, noting, select, tied_names, weight_layers, wrap_forward
 from tiny_runs import tiny_model
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -78,10 +79,42 @@ def test_the_longer_list_wins_and_of_equally_long_ones_the_heavier() -> None:
     assert find_blocks(model)[0] == "more"
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_every_outermost_stack_is_found_and_no_list_inside_a_block(name: str) -> None:
+    kind = KINDS[name]
+    found = find_stacks(kind.model())
+    assert {stack: len(blocks) for stack, blocks in found.items()} == kind.stacks
+
+
+def test_of_a_decoder_the_one_stack_is_its_blocks() -> None:
+    model = tiny_model(depth=2)
+    assert [*find_stacks(model).items()] == [find_blocks(model)]
+
+
+def test_a_list_of_single_layers_is_a_stack_only_where_there_is_no_other() -> None:
+    model = nn.Module()
+    model.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+    assert list(find_stacks(model)) == ["heads"]
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+    assert list(find_stacks(model)) == ["blocks"]
+    alone = model.blocks
+    assert list(find_stacks(alone)) == [""]
+
+
+def test_weight_layers_are_those_that_are_called() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.MultiheadAttention(4, 2), nn.LayerNorm(4), nn.Linear(4, 2))
+    assert list(weight_layers(model)) == ["1", "3"]
+    assert list(weight_layers(transformers.GPT2Model(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1)))) == [
+        f"h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+
+
 def test_a_model_without_blocks_is_refused() -> None:
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
     with pytest.raises(Refused, match="no list of equal blocks was found in Sequential"):
         find_blocks(nn.Sequential(nn.Linear(2, 2), mixed))
+    with pytest.raises(Refused, match="no list of equal blocks"):
+        find_stacks(nn.Sequential(nn.Linear(2, 2), mixed))
 
 
 def test_a_wrapped_forward_keeps_names_and_can_be_wrapped_again() -> None:

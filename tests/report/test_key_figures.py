@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from thrifty.report.key_figures import key_figures, verdict
+from thrifty.report.key_figures import batch_advice, key_figures, verdict
 from thrifty.report.record import read_run
 
 
@@ -31,6 +31,15 @@ def test_memory_error_is_relative_to_what_was_measured(write_run):
     key = key_figures(read_run(write_run()))
     assert key.memory_error == pytest.approx(2.63e8 / 2.76e8 - 1)
     assert key.share_of_peak == pytest.approx(key.flops_per_second / 2.4e12)
+
+
+def test_the_noise_scale_is_the_last_that_was_noted_and_comes_with_the_batch(write_run):
+    notes = [{"noise_scale": 90.0}, {}, {"noise_scale": 310.4, "tau": 1.0}, {"tau": 1.0}, {"noise_scale": None}]
+    records = [{"kind": "step", "step": step, "loss": 3.0, "notes": note} for step, note in enumerate(notes, start=1)]
+    key = key_figures(read_run(write_run(records=records)))
+    assert (key.noise_scale, key.batch) == (310.4, 32)
+    assert batch_advice(key) == ("gradient noise scale 310 examples (this batch: 32): batches well above it buy little")
+    assert batch_advice(key_figures(read_run(write_run("other", steps=20)))) is None
 
 
 def test_a_running_run_is_told_from_its_records(write_run):

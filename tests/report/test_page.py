@@ -168,6 +168,39 @@ def test_skipped_steps_without_a_finite_loss_do_no_harm(write_run):
     assert "40 skipped" in text
 
 
+def with_changed_records(folder, change):
+    """The run with each of its records passed through a function."""
+    path = folder / "records.jsonl"
+    records = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def test_where_an_average_is_judged_the_weights_in_training_are_shown_beside_it(write_run):
+    def judged(record):
+        return record | {"trained_loss": 7.375} if record["kind"] == "evaluation" and record["step"] > 60 else record
+
+    reader = Reader(page_alone(with_changed_records(write_run(steps=120), judged)))
+    assert "Held-out, weights in training" in reader.text and "7.38" in reader.text
+    drawn = json.dumps(json.loads(reader.json)["specs"]["loss"])
+    assert drawn.count("held-out, weights in training") > 1 and "7.375" in drawn
+    summaries = [attributes["aria-label"] or "" for _, attributes in reader.tags if "aria-label" in attributes]
+    assert any("Held-out loss of the weights in training ends at 7.38." in summary for summary in summaries)
+
+
+def test_where_nothing_is_averaged_nothing_is_said_of_it(standard_page):
+    assert "weights in training" not in Reader(standard_page).text
+
+
+def test_a_measured_noise_scale_has_a_tile_and_a_curve(write_run):
+    def noted(record):
+        return record | {"notes": {"noise_scale": 2.0 * record["step"]}} if record["kind"] == "step" else record
+
+    reader = Reader(page_alone(with_changed_records(write_run(steps=120), noted)))
+    assert "Gradient noise scale" in reader.text and "batches well above it buy little" in reader.text
+    assert "240" in reader.text and set(json.loads(reader.json)["specs"]) == CHARTS | {"noise_scale"}
+
+
 def test_a_long_run_stays_a_small_page_and_keeps_its_spike(write_run):
     folder = write_run(steps=100_000)
     spike = {"kind": "step", "step": 54_321, "loss": 77.125, "skipped": False}
@@ -217,5 +250,5 @@ def contrast(one: str, other: str) -> float:
 def test_text_and_curves_reach_the_contrast_of_wcag_aa(palette, ground):
     for name in ("ink", "muted", "accent", "good", "bad"):
         assert contrast(palette[name], palette[ground]) >= 4.5, name
-    for name in ("train", "held-out", "control"):
+    for name in ("train", "held-out", "trained", "control"):
         assert contrast(palette[name], palette[ground]) >= 3.0, name

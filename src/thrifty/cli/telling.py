@@ -25,7 +25,7 @@ def print_json(value: Any) -> None:
 
 
 def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
-    """The end of a run in three lines: how it ended, what was reached, where it is kept. Only rank 0 tells."""
+    """The end of a run in a few lines: how it ended, what was reached, where it is kept. Only rank 0 tells."""
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
@@ -40,4 +40,16 @@ def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
         click.echo(
             f"held-out loss {loss:.3f} nats/token ({bits:.2f} bits/byte); unigram entropy {unigram:.3f} nats/token"
         )
+    if advice := _batch_advice(Path(summary["folder"])):
+        click.echo(advice)
     click.echo(f"run folder {summary['folder']}")
+
+
+def _batch_advice(folder: Path) -> str | None:
+    """Where larger batches stop paying, if the run measured that."""
+    from thrifty.report.key_figures import batch_advice, key_figures
+    from thrifty.report.record import read_run
+
+    if "large_batch.noise_scale" not in (folder / "recipe.toml").read_text(encoding="utf-8"):
+        return None  # the records of a long run take a while to read
+    return batch_advice(key_figures(read_run(folder)))

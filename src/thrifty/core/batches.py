@@ -4,11 +4,15 @@ A `BatchSource` answers `at(step)` with the same examples whatever was asked bef
 micro-batches there are. A position in a pure function is all that resuming needs.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from thrifty.core.errors import Refused
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,14 @@ class Batch:
 class BatchSource:
     """The effective batch of every step. Subclasses give `rows`; the rest follows."""
 
-    batch: int
-    """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies."""
+    batch: int = 0
+    """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies. 0 where there
+    are no data, as when a finished model is restored."""
+
+    @property
+    def unit(self) -> int:
+        """What the size of every step's effective batch is a multiple of."""
+        return self.batch
 
     def size(self, step: int) -> int:
         """Examples in the effective batch of this step."""
@@ -62,6 +72,20 @@ class BatchSource:
     def at(self, step: int) -> Batch:
         return self.rows(step, 0, self.size(step))
 
+    def resized(self, sizes: Sequence[int]) -> "BatchSource":
+        """The same examples in the same order, in effective batches of other sizes: those of the first steps, the last
+        of which holds for all later ones."""
+        return Resized(self, sizes)
+
+
+def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
+    """Examples first … stop-1 of all that a source gives, in its order; its effective batches are of one size."""
+    size = source.batch
+    steps = range(first // size, -(-stop // size))
+    parts = [source.rows(step, max(first - step * size, 0), min(stop - step * size, size)) for step in steps]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0].fields}
+    return Batch(joined, torch.cat([part.weight for part in parts]))
+
 
 class Mapped(BatchSource):
     """Another source with a pure function of (step, batch) applied to what it gives."""
@@ -69,18 +93,31 @@ class Mapped(BatchSource):
     def __init__(self, source: BatchSource, function: Callable[[int, Batch], Batch]):
         self.source, self.function, self.batch = source, function, source.batch
 
+    @property
+    def unit(self) -> int:
+        return self.source.unit
+
     def size(self, step: int) -> int:
         return self.source.size(step)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         return self.function(step, self.source.rows(step, start, stop))
 
+    def resized(self, sizes: Sequence[int]) -> BatchSource:
+        return Mapped(self.source.resized(sizes), self.function)
+
 
 class Share(BatchSource):
-    """The rows of one rank: an equal, contiguous part of the effective batch."""
+    """The rows of one rank: an equal, contiguous part of the effective batch. Raises Refused where there is none."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks
+        if source.unit % ranks:
+            _refuse_unequal(source, ranks)
+
+    @property
+    def unit(self) -> int:
+        return self.source.unit // self.ranks
 
     def size(self, step: int) -> int:
         return self.source.size(step) // self.ranks
@@ -88,6 +125,18 @@ class Share(BatchSource):
     def rows(self, step: int, start: int, stop: int) -> Batch:
         first = self.rank * self.size(step)
         return self.source.rows(step, first + start, first + stop)
+
+    def resized(self, sizes: Sequence[int]) -> BatchSource:
+        return Share(self.source.resized(sizes), self.rank, self.ranks)
+
+
+def _refuse_unequal(source: BatchSource, ranks: int) -> None:
+    what = f"cannot be shared equally by {ranks} ranks"
+    if source.batch % ranks:
+        fix = f"--set data.batch={-(-source.batch // ranks) * ranks}"
+        raise Refused(f"an effective batch of {source.batch} examples {what}", fix)
+    fix = f"let all sizes be multiples of {math.lcm(source.unit, ranks)}"
+    raise Refused(f"effective batches in multiples of {source.unit} examples {what}", fix)
 
 
 class Presampled(BatchSource):
@@ -97,11 +146,37 @@ class Presampled(BatchSource):
         self.source, self.times, self.batch = source, times, source.batch * times
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        size = self.source.batch
-        parts = []
-        for index in range(self.times):
-            low, high = max(start - index * size, 0), min(stop - index * size, size)
-            if low < high:
-                parts.append(self.source.rows(step * self.times + index, low, high))
-        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0].fields}
-        return Batch(joined, torch.cat([part.weight for part in parts]) / self.times)
+        first = step * self.batch
+        batch = _stretch(self.source, first + start, first + stop)
+        return batch.weighted(batch.weight / self.times)
+
+    def resized(self, sizes: Sequence[int]) -> BatchSource:
+        return self.source.resized([size * self.times for size in sizes])
+
+
+class Resized(BatchSource):
+    """Another source's examples in its own order, none skipped and none repeated, in batches of varying size."""
+
+    def __init__(self, source: BatchSource, sizes: Sequence[int]):
+        self.source, self.sizes, self.batch = source, sizes, max(sizes)
+        self.firsts = [0, *accumulate(sizes[:-1])]
+
+    @property
+    def unit(self) -> int:
+        return math.gcd(*self.sizes)
+
+    def size(self, step: int) -> int:
+        return self.sizes[min(step, len(self.sizes) - 1)]
+
+    def first(self, step: int) -> int:
+        """How many examples the steps before this one have."""
+        last = len(self.sizes) - 1
+        return self.firsts[min(step, last)] + max(step - last, 0) * self.sizes[last]
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        first = self.first(step)
+        batch = _stretch(self.source, first + start, first + stop)
+        return batch.weighted(batch.weight * (self.source.batch / self.size(step)))
+
+    def resized(self, sizes: Sequence[int]) -> BatchSource:
+        return self.source.resized(sizes)

@@ -1,14 +1,18 @@
-"""Moments of a run: a float is a fraction of the whole run, an int a number of steps.
+"""Settings that depend on the run: moments of it, and its effective batch.
 
-`warmup: Moment = 0.05` means the first twentieth of the run, however long it turns out to be, and `warmup = 200` means
-200 steps. Composing a run turns every moment of every technique into steps, so seams only ever see integers.
+A moment is a fraction of the whole run as a float, a number of steps as an int. `warmup: Moment = 0.05` means the first
+twentieth of the run, however long it turns out to be, and `warmup = 200` means 200 steps. `batch: EffectiveBatch = 0`
+means the run's own effective batch. Composing a run replaces both, so seams only ever see steps and examples.
 """
 
 import dataclasses
 import typing
 from typing import Annotated, Any, TypeVar
 
+from thrifty.core.bounds import Bound
+
 Moment = Annotated[int | float, "moment of a run"]
+EffectiveBatch = Annotated[int, "effective batch of a run", Bound(least=0)]
 T = TypeVar("T")
 
 
@@ -16,8 +20,9 @@ def in_steps(moment: int | float, steps: int) -> int:
     return moment if isinstance(moment, int) else round(moment * steps)
 
 
-def resolve_moments(value: T, steps: int) -> T:
-    """A copy of a dataclass with each field annotated `Moment` (or a tuple of them) in steps of a run of `steps`."""
+def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
+    """A copy of a dataclass with each field annotated `Moment` (or a tuple of them) in steps of a run of `steps`, and
+    each `EffectiveBatch` that is 0 replaced by `batch`."""
     hints = typing.get_type_hints(type(value), include_extras=True)
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -26,4 +31,6 @@ def resolve_moments(value: T, steps: int) -> T:
             changes[field.name] = in_steps(current, steps)
         elif hints[field.name] == tuple[Moment, ...]:
             changes[field.name] = tuple(in_steps(moment, steps) for moment in current)
+        elif hints[field.name] == EffectiveBatch:
+            changes[field.name] = current or batch
     return dataclasses.replace(value, **changes)  # type: ignore[type-var]

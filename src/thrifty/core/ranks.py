@@ -4,7 +4,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thrifty.core.batches import BatchSource, Share
-from thrifty.core.errors import Refused
 
 
 def rank() -> int:
@@ -16,12 +15,7 @@ def ranks() -> int:
 
 
 def own_share(source: BatchSource) -> BatchSource:
-    """This rank's equal part of each effective batch. Raises Refused when the batch cannot be shared equally."""
-    if source.batch % ranks():
-        raise Refused(
-            f"an effective batch of {source.batch} examples cannot be shared equally by {ranks()} ranks",
-            fix=f"--set data.batch={-(-source.batch // ranks()) * ranks()}",
-        )
+    """This rank's equal part of each effective batch. Raises Refused when a batch cannot be shared equally."""
     return source if ranks() == 1 else Share(source, rank(), ranks())
 
 

@@ -34,6 +34,7 @@ class Stage(IntEnum):
     # gradients
     SAMPLE = auto()
     PERTURB = auto()
+    MEASURE = auto()
     REDUCE = auto()
     ACCUMULATE = auto()
     SCALE = auto()

@@ -20,8 +20,8 @@ NAMED_CHANGES = 4
 SMOOTHED_FROM = 40
 """Shorter curves are drawn as they are."""
 
-EACH, SMOOTHED, HELD_OUT = "each step", "smoothed", "held-out"
-SERIES = [EACH, SMOOTHED, HELD_OUT]
+EACH, SMOOTHED, HELD_OUT, TRAINED = "each step", "smoothed", "held-out", "held-out, weights in training"
+SERIES = [EACH, SMOOTHED, HELD_OUT, TRAINED]
 """In the order of the palette's category colours."""
 
 
@@ -38,6 +38,8 @@ class Figure:
     points: Sequence[Point]
     """The whole curve, for the table beside the chart."""
     held_out: Sequence[Point] = ()
+    trained: Sequence[Point] = ()
+    """Held-out losses of the weights in training, where an average of them is what is judged."""
 
     @cached_property
     def spec(self) -> dict[str, Any]:
@@ -56,23 +58,27 @@ class _Look:
 def figures(record: RunRecord, key: KeyFigures) -> list[Figure]:
     """The charts for which there are records, most important first."""
     made = [loss(record, key), throughput(record), gradient_norm(record), learning_rate(record), memory(record, key)]
-    return [figure for figure in made if figure is not None]
+    return [figure for figure in (*made, noise_scale(record)) if figure is not None]
 
 
 def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
     points, held_out = curve(record.steps, "loss"), curve(record.evaluations, "loss")
     if not points and not held_out:
         return None
-    look = _Look(_legend(points) + ((HELD_OUT,) if held_out else ()))
+    trained = curve(record.evaluations, "trained_loss")
+    look = _Look(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
     layers = [*_change_lines(record.events), *_curve_layers(points, look)]
     summary = _describe("Training loss", points)
+    if trained:
+        layers.append(_evaluations_layer(trained, TRAINED, look))
+        summary += f" Held-out loss of the weights in training ends at {significant(trained[-1].value)}."
     if held_out:
-        layers.append(_held_out_layer(held_out, look))
+        layers.append(_evaluations_layer(held_out, HELD_OUT, look))
         summary += f" Held-out loss ends at {significant(held_out[-1].value)}."
     if key.unigram_entropy is not None:
         layers += _reference(key.unigram_entropy, f"unigram entropy {significant(key.unigram_entropy)}")
         summary += f" The unigram entropy is {significant(key.unigram_entropy)}."
-    return Figure("loss", "Loss", "nats per token", summary, _together(layers, 320), points, held_out)
+    return Figure("loss", "Loss", "nats per token", summary, _together(layers, 320), points, held_out, trained)
 
 
 def throughput(record: RunRecord) -> Figure | None:
@@ -118,6 +124,14 @@ def memory(record: RunRecord, key: KeyFigures) -> Figure | None:
     return Figure("memory", "Memory", f"{prefix}B", _describe("Memory in use", shown), _together(layers), shown)
 
 
+def noise_scale(record: RunRecord) -> Figure | None:
+    points = [point for point in curve(record.notes, "noise_scale") if point.value > 0]
+    if not points:
+        return None
+    title, layers = "Gradient noise scale", _curve_layers(points, _Look(_legend(points), scale="log"))
+    return Figure("noise_scale", title, "examples", _describe(title, points), _together(layers), points)
+
+
 def _legend(points: Sequence[Point]) -> tuple[str, ...]:
     return (EACH, SMOOTHED) if len(points) >= SMOOTHED_FROM else (SMOOTHED,) if points else ()
 
@@ -156,11 +170,11 @@ def _hover_points(points: Sequence[Point], look: _Look) -> alt.Chart:
     )
 
 
-def _held_out_layer(points: Sequence[Point], look: _Look) -> alt.Chart:
+def _evaluations_layer(points: Sequence[Point], series: str, look: _Look) -> alt.Chart:
     drawn = thin(points, HOVER_POINTS)
     dots = alt.OverlayMarkDef(filled=True, size=40 if len(drawn) < 60 else 12)
-    tooltip = [alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title="held-out loss", format=".4~g")]
-    mark = _chart(drawn, HELD_OUT, look).mark_line(strokeWidth=1.5, point=dots, aria=False)
+    tooltip = [alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=f"{series} loss", format=".4~g")]
+    mark = _chart(drawn, series, look).mark_line(strokeWidth=1.5, point=dots, aria=False)
     return mark.encode(tooltip=tooltip)
 
 

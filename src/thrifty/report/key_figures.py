@@ -31,6 +31,10 @@ class KeyFigures:
     """What this machine reaches in matrix multiplication alone, as measured."""
     peak_memory: float | None
     predicted_memory: float | None
+    noise_scale: float | None
+    """Examples per step above which larger batches buy little, as last measured."""
+    batch: float | None
+    """Examples per step, as the recipe has it."""
 
     @property
     def share_of_peak(self) -> float | None:
@@ -59,6 +63,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
     held_out = _values(record.evaluations, "loss")
     losses = _values(record.steps, "loss")
     skipped = sum(step.get("skipped") is True for step in record.steps)
+    noise_scales = _values(record.notes, "noise_scale")
     predicted = number(summary.get("predicted_memory"))
     if predicted is None:
         predicted = number(_mapping(record.explanation.get("footprint")).get("memory"))
@@ -78,6 +83,8 @@ def key_figures(record: RunRecord) -> KeyFigures:
         peak_flops_per_second=number(summary.get("peak_flops_per_second")),
         peak_memory=number(current.get("peak_memory")),
         predicted_memory=predicted,
+        noise_scale=noise_scales[-1] if noise_scales else None,
+        batch=number(_mapping(record.recipe.get("data")).get("batch")),
     )
 
 
@@ -98,6 +105,14 @@ def verdict(key: KeyFigures) -> str:
     if loss >= entropy:
         return f"{opening}, no better than the unigram entropy of {unigram}: it has learned nothing from context yet."
     return f"{opening}, {significant(entropy - loss)} below the unigram entropy of {unigram}; {ending}"
+
+
+def batch_advice(key: KeyFigures) -> str | None:
+    """One sentence on where larger batches stop paying; None where that was not measured."""
+    if key.noise_scale is None:
+        return None
+    batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""
+    return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: batches well above it buy little"
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -18,6 +18,7 @@ LIGHT = {
     "train": "#0072b2",
     "faint": "#8dbfe0",
     "held-out": "#d55e00",
+    "trained": "#009e73",
     "good": "#00694f",
     "bad": "#a94400",
 }
@@ -32,6 +33,7 @@ DARK = {
     "train": "#56b4e9",
     "faint": "#3a6a8a",
     "held-out": "#e69f00",
+    "trained": "#3cc79e",
     "good": "#3cc79e",
     "bad": "#f0884a",
 }
@@ -55,7 +57,7 @@ def chart_look(colour: Callable[[str], str], font: str = FONT) -> dict[str, Any]
         "axis": {**text, **plain, "gridColor": colour("line"), "domain": False, "ticks": False, "labelPadding": 8},
         "axisX": {"grid": False, "domain": True, "domainColor": colour("control"), "titlePadding": 8},
         "legend": {**text, **plain, "labelColor": colour("ink"), "symbolStrokeWidth": 3, "columnPadding": 20},
-        "range": {"category": [colour("faint"), colour("train"), colour("held-out")]},
+        "range": {"category": [colour(name) for name in ("faint", "train", "held-out", "trained")]},
         "style": {
             "reference": {"color": colour("muted"), "strokeDash": [5, 4], "strokeWidth": 1.25},
             "reference-label": {"color": colour("ink"), "font": font, "fontSize": 12},

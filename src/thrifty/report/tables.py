@@ -31,6 +31,7 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
     peak = f"of {scaled(key.peak_flops_per_second, 'FLOP/s')} measured"
     bits = key.bits_per_byte(key.held_out_loss)
     pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
+    noise = [("Gradient noise scale", significant(key.noise_scale), "examples: batches well above it buy little")]
     return [
         ("Held-out loss", significant(key.held_out_loss), f"nats per token, {best}"),
         ("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}"),
@@ -44,6 +45,7 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
             peak if key.peak_flops_per_second else f"{scaled(key.flops_per_second, 'FLOP/s')}, peak not measured",
         ),
         ("Peak memory", scaled(key.peak_memory, "B"), _memory_remark(key)),
+        *(noise if key.noise_scale is not None else []),
     ]
 
 
@@ -103,17 +105,19 @@ def settings(record: RunRecord) -> Table:
 
 def chart_table(figure: Figure) -> Table:
     """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
-    held_out = list(figure.held_out)
-    columns = ["Steps", "Mean", "Lowest", "Highest", *(["Held-out"] if held_out else [])]
+    evaluated = {"Held-out": figure.held_out, "Held-out, weights in training": figure.trained}
+    evaluated = {column: points for column, points in evaluated.items() if points}
+    columns = ["Steps", "Mean", "Lowest", "Highest", *evaluated]
     rows = []
     stretches = spans(figure.points, CHART_ROWS)
     for span in stretches:
         steps = f"{span.first:,}" if span.first == span.last else f"{span.first:,}–{span.last:,}"
         row = [steps, significant(span.mean), significant(span.low), significant(span.high)]
-        rows.append([*row, _last_within(held_out, span.first, span.last)] if held_out else row)
+        rows.append([*row, *(_last_within(points, span.first, span.last) for points in evaluated.values())])
     if not stretches:
         blank = [MISSING] * 3
-        rows = [[whole(point.step), *blank, significant(point.value)] for point in held_out[-CHART_ROWS:]]
+        for step, _ in figure.held_out[-CHART_ROWS:]:
+            rows.append([whole(step), *blank, *(_last_within(points, step, step) for points in evaluated.values())])
     unit = f", {figure.unit}" if figure.unit else ""
     return Table(f"{figure.title}{unit}", columns, rows, frozenset(range(len(columns))))
 

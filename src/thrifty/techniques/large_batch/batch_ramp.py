@@ -1,0 +1,59 @@
+"""Batch ramp: small effective batches first, larger ones as the run goes on.
+
+Paper     Smith et al. 2018, Don't Decay the Learning Rate, Increase the Batch Size (arXiv 1711.00489); the linear ramp
+          of Brown et al. 2020, GPT-3 (arXiv 2005.14165), appendix B; why: McCandlish et al. 2018 (arXiv 1812.06162).
+Promise   more updates from the same examples while the gradient is still clear of noise. Examples come in the order of
+          the plain run: none is skipped, none repeated, and each weighs 1 / (effective batch of its step).
+Cost      with `compile` each size is compiled once: prefer doubling, or a large `multiple`, or compile:dynamic=true.
+Avoid     when steps, not examples, are the budget: early steps see fewer examples.
+Note      phases have equally many steps (GPT-3 counts tokens). In place of decaying the rate, let the batch double
+          where the rate would have been halved.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.bounds import Positive, Share
+from thrifty.core.moments import EffectiveBatch, Moment
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+
+Shape = Literal["doubling", "linear"]
+
+
+def size_at(step: int, start: float, full: int, until: int, multiple: int, shape: Shape) -> int:
+    """Examples in the effective batch of this step: from `start` to `full` over `until` steps, in multiples of
+    `multiple`. "doubling" takes equally long for every doubling, "linear" adds one multiple after the other."""
+    if step >= until:
+        return full
+    first = min(max(round(start / multiple), 1) * multiple, full)
+    if shape == "linear":
+        return first + (full - first) * step // until // multiple * multiple
+    doublings = math.ceil(math.log2(full / first))
+    return min(first * 2 ** (doublings * step // until), full)
+
+
+@dataclass(frozen=True)
+class BatchRamp(Technique):
+    stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
+    claims = frozenset({"size of the batch over time"})
+
+    start: Share = 0.125
+    """The first batch, as a share of the full one."""
+    until: Moment = 0.3
+    """When the batch is full."""
+    shape: Shape = "doubling"
+    multiple: Positive = 8
+    """Sizes below the full one are multiples of this; the number of ranks must divide it."""
+    batch: EffectiveBatch = 0
+    """The full batch; 0 for the run's own effective batch."""
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        full, until = self.batch or source.batch, int(self.until)
+
+        def size(step: int) -> int:
+            return size_at(step, self.start * full, full, until, self.multiple, self.shape)
+
+        return source.resized([size(step) for step in range(until + 1)])

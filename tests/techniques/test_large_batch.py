@@ -1,0 +1,142 @@
+"""Rates for other batch sizes, batches that grow, and what several ranks make of it all."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from large_batch_work import averages, noise_scales, with_each_strategy
+from rank_processes import on_ranks
+from thrifty.core.batches import Batch, Share
+from thrifty.core.compose import Composition, compose
+from thrifty.core.errors import Refused
+from thrifty.core.fused import FusedAdamW, fused_tail
+from thrifty.techniques.large_batch.batch_ramp import size_at
+from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
+from tiny_runs import plain_run, run_through, technique, with_optimizer
+
+
+def test_the_linear_rule_is_that_of_the_one_hour_imagenet_run() -> None:
+    assert 0.1 * scaled_rate(8192, 256, "linear") == pytest.approx(3.2)
+
+
+def test_the_square_root_rule_is_that_of_the_lamb_tables() -> None:
+    """You et al. 2020, table 4: 5 / (2^3 · 10^3) at a batch of 512, doubling with every fourfold batch."""
+    for doublings in range(7):
+        wanted = 5 / (2 ** (3 - doublings / 2) * 1e3)
+        assert 5 / (2**3 * 1e3) * scaled_rate(512 * 2**doublings, 512, "square_root") == pytest.approx(wanted)
+
+
+@given(factor=some.floats(1.0, 100.0), warmup=some.integers(0, 50))
+def test_the_warm_up_goes_from_the_base_rate_to_the_scaled_one_in_equal_amounts(factor: float, warmup: int) -> None:
+    found = [warmed_up_from_base(step, factor, warmup) for step in range(warmup + 3)]
+    assert found[warmup:] == [factor] * 3
+    if warmup:
+        assert found[0] == 1.0
+        amounts = [after - before for before, after in pairwise(found[: warmup + 1])]
+        assert amounts == pytest.approx([(factor - 1) / warmup] * warmup)
+
+
+def test_a_smaller_batch_has_its_smaller_rate_from_the_start() -> None:
+    assert [warmed_up_from_base(step, 0.5, 4) for step in range(6)] == [0.5] * 6
+
+
+def test_the_rate_of_a_run_is_scaled_by_its_own_batch_times_any_schedule_and_stays_fused() -> None:
+    chosen = with_optimizer([technique("optimizers.adamw", lr=0.01), technique("schedules.linear", warmup=0)])
+    scaled = technique("large_batch.scale_learning_rate", base_batch=2, rule="linear", warmup=2)
+    plain, _ = run_through(plain_run(batch=8), chosen, 5)
+    records, state = run_through(plain_run(batch=8), [*chosen, scaled], 5)
+    factors = [found.learning_rate / wanted.learning_rate for found, wanted in zip(records, plain, strict=True)]
+    assert factors == pytest.approx([1.0, 2.5, 4.0, 4.0, 4.0])
+    found = fused_tail(state.optimizer.transform)  # type: ignore[union-attr]
+    assert found is not None and isinstance(found[1], FusedAdamW)
+
+
+def test_a_batch_given_outright_takes_the_place_of_the_runs_own() -> None:
+    scaled = technique("large_batch.scale_learning_rate", base_batch=4, rule="linear", warmup=0, batch=64)
+    records, _ = run_through(plain_run(batch=8), with_optimizer([technique("optimizers.adamw", lr=1e-4), scaled]), 1)
+    assert records[0].learning_rate == pytest.approx(16e-4)
+
+
+@given(
+    start=some.floats(0.01, 600.0), full=some.integers(1, 512), until=some.integers(0, 60),
+    multiple=some.sampled_from([1, 2, 8, 24]), shape=some.sampled_from(["doubling", "linear"]),
+)  # fmt: skip
+def test_sizes_rise_in_multiples_and_are_full_in_the_end(
+    start: float, full: int, until: int, multiple: int, shape: str
+) -> None:
+    found = [size_at(step, start, full, until, multiple, shape) for step in range(until + 3)]  # type: ignore[arg-type]
+    assert found == sorted(found) and found[until:] == [full] * 3
+    assert all(0 < size <= full and (size % multiple == 0 or size == full) for size in found)
+    if shape == "doubling" and until:
+        assert all(size == full or size in (found[0] * 2**k for k in range(11)) for size in found)
+
+
+def test_doublings_take_equally_long_and_a_linear_ramp_adds_equal_amounts() -> None:
+    assert [size_at(step, 8, 64, 6, 8, "doubling") for step in range(7)] == [8, 8, 16, 16, 32, 32, 64]
+    assert [size_at(step, 8, 64, 7, 8, "linear") for step in range(8)] == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert [size_at(step, 8, 64, 14, 8, "linear") for step in range(5)] == [8, 8, 16, 16, 24]
+
+
+def ramped(*others: str, batch: int = 8) -> Composition:
+    ramp = technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)
+    return compose(plain_run(batch=batch), with_optimizer([ramp, *map(technique, others)]), 7)
+
+
+def joined(batches: list[Batch]) -> torch.Tensor:
+    return torch.cat([batch["tokens"] for batch in batches])
+
+
+def test_a_ramped_run_sees_the_examples_of_the_plain_run_in_order() -> None:
+    found = [ramped().source.at(step) for step in range(7)]
+    assert [len(batch) for batch in found] == [2, 2, 4, 4, 8, 8, 8]
+    wanted = joined([plain_run(batch=8).source.at(step) for step in range(5)])
+    assert torch.equal(joined(found), wanted[:36])
+    assert all(torch.allclose(batch.weight, torch.full_like(batch.weight, 1 / len(batch))) for batch in found)
+
+
+def test_with_gradient_norm_sampling_three_times_as_many_are_looked_at_in_order() -> None:
+    found = [ramped("data_selection.gradient_norm_sampling").source.at(step) for step in range(7)]
+    assert [len(batch) for batch in found] == [6, 6, 12, 12, 24, 24, 24]
+    wanted = joined([plain_run(batch=8).source.at(step) for step in range(14)])
+    assert torch.equal(joined(found), wanted[:108])
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("large_batch.accumulate",),
+        ("growth.sequence_length",),
+        ("data_selection.gradient_norm_sampling", "large_batch.accumulate", "growth.sequence_length"),
+    ],
+)
+def test_each_step_counts_the_tokens_it_has(others: tuple[str, ...]) -> None:
+    records, _ = run_through(ramped().plain, list(ramped(*others).techniques), 7)
+    run = ramped(*others)
+    assert [record.tokens for record in records] == [run.objective.tokens(run.source.at(step)) for step in range(7)]
+    assert records[0].tokens < records[-1].tokens
+    assert not any(record.skipped for record in records)
+
+
+def test_a_step_of_the_ramp_is_a_plain_step_on_its_examples() -> None:
+    """Two examples a step at first: the loss of the first step is their mean."""
+    (first, *_), _ = run_through(plain_run(batch=8), list(ramped().techniques), 7)
+    (plain,), _ = run_through(plain_run(batch=2), with_optimizer([]), 1)
+    assert first.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert first.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-5)
+
+
+def test_sizes_that_ranks_cannot_share_are_refused_when_they_share() -> None:
+    with pytest.raises(Refused, match="multiples of 2 examples cannot be shared equally by 4 ranks"):
+        Share(ramped().source, 0, 4)
+
+
+def test_two_ranks_average_and_measure_what_one_process_does() -> None:
+    """How a ramp is shared is in tests/core/test_batches.py, its run on two ranks in test_parallelism.py."""
+    means, scales = averages(None), noise_scales(None)
+    for found in on_ranks(2, with_each_strategy):
+        for other_means, other_scales in found:
+            assert other_means == pytest.approx(means, rel=1e-4)
+            assert other_scales == pytest.approx(scales, rel=1e-2)

@@ -1,0 +1,144 @@
+"""The gradient noise scale, measured on gradients whose mean and covariance are known."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor, nn
+
+from thrifty.core.accounting import count_step
+from thrifty.core.backward import Backward, plain_backward
+from thrifty.core.batches import Batch
+from thrifty.core.errors import Refused
+from thrifty.core.footprint import Footprint
+from thrifty.core.objective import Objective, Prediction
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.techniques.large_batch.noise_scale import Measuring, NoiseScale, measured_in_halves, signal_and_noise
+from thrifty.techniques.optimizers.adamw import adamw
+from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
+
+MEAN = torch.tensor([0.5, -0.25, 0.0, 1.0, 0.0, 0.25], dtype=torch.float64)
+DEVIATION = torch.tensor([2.0, 1.0, 0.5, 3.0, 1.0, 0.1], dtype=torch.float64)
+SIGNAL, NOISE = float(MEAN.square().sum()), float(DEVIATION.square().sum())
+
+
+@given(
+    signal=some.floats(1e-3, 1e3), noise=some.floats(1e-3, 1e3), small=some.integers(1, 50), more=some.integers(1, 500)
+)
+def test_expected_norms_at_two_batch_sizes_give_back_signal_and_noise(
+    signal: float, noise: float, small: int, more: int
+) -> None:
+    big = small + more
+    found = signal_and_noise(signal + noise / small, signal + noise / big, small, big)
+    assert found == pytest.approx((signal, noise), rel=1e-5)
+
+
+class Weights(nn.Module):
+    """One vector in two parameters, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(3, dtype=torch.float64)) for _ in range(2))
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+
+
+class Projected(Objective):
+    """The loss of an example is its projection on the weights: its gradient is the example itself."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        return Prediction(given=batch["x"] @ torch.cat([model.first, model.second]))
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return prediction.logits
+
+
+def drawn(rows: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    x = MEAN + DEVIATION * torch.randn(rows, 6, generator=generator, dtype=torch.float64)
+    return Batch({"x": x}, torch.full((rows,), 1 / rows, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 16])
+def test_the_estimates_are_unbiased_where_mean_and_covariance_are_known(rows: int) -> None:
+    model = Weights()
+    found = []
+    for seed in range(3000):
+        model.zero_grad()
+        _, pair = measured_in_halves(plain_backward, model, Projected(), drawn(rows, seed))
+        found.append(pair)
+    signal, noise = torch.tensor(found, dtype=torch.float64).unbind(1)
+    for values, wanted in ((signal, SIGNAL), (noise, NOISE)):
+        assert abs(float(values.mean()) - wanted) < 4 * float(values.std()) / math.sqrt(len(values))
+        assert float(values.std()) / math.sqrt(len(values)) < 0.2 * wanted
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+def test_what_is_left_is_the_gradient_and_the_loss_of_the_whole_batch(rows: int) -> None:
+    whole, halved, batch = Weights(), Weights(), drawn(rows, 0)
+    expected = plain_backward(whole, Projected(), batch)
+    outcome, _ = measured_in_halves(plain_backward, halved, Projected(), batch)
+    assert float(outcome.loss) == pytest.approx(float(expected.loss))
+    for found, wanted in ((halved.first, whole.first), (halved.second, whole.second)):
+        torch.testing.assert_close(found.grad, wanted.grad)
+    assert halved.frozen.grad is None
+
+
+def test_the_note_is_the_ratio_of_two_running_averages() -> None:
+    measuring, model, signal, noise, scales = Measuring(plain_backward, 1, 0.98), Weights(), 0.0, 0.0, []
+    for seed in range(400):
+        model.zero_grad()
+        _, found = measured_in_halves(plain_backward, model, Projected(), drawn(64, seed))
+        model.zero_grad()
+        notes = measuring(model, Projected(), drawn(64, seed)).notes
+        signal, noise = 0.98 * signal + 0.02 * found[0], 0.98 * noise + 0.02 * found[1]
+        assert notes["noise_scale"] == pytest.approx(noise / signal, rel=1e-4)
+        scales.append(notes["noise_scale"])
+    assert sum(scales[100:]) / 300 == pytest.approx(NOISE / SIGNAL, rel=0.1)
+
+
+def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
+    chosen = with_optimizer([technique("large_batch.noise_scale", every=3)])
+    plain, _ = run_through(plain_run(batch=16), with_optimizer([]), 8)
+    records, state = run_through(plain_run(batch=16), chosen, 8)
+    assert [step for step, record in enumerate(records) if record.notes] == [0, 3, 6]
+    assert state.tensors()["techniques/large_batch.noise_scale/calls"] == 8
+    assert losses(records) == pytest.approx(losses(plain), rel=1e-5)
+
+
+def test_a_negative_signal_is_no_noise_scale() -> None:
+    opposed = Batch({"x": torch.cat([torch.eye(6)[:1], -torch.eye(6)[:1]]).double()}, torch.full((2,), 0.5).double())
+    measuring = Measuring(plain_backward, 1, 0.5)
+    assert measuring(Weights(), Projected(), opposed).notes == {}
+    assert float(measuring.state["signal"]) < 0
+
+
+def test_a_step_that_is_not_finite_leaves_the_averages_as_they_were() -> None:
+    measuring = Measuring(plain_backward, 1, 0.5)
+    first = measuring(Weights(), Projected(), drawn(8, 0)).notes
+    broken = drawn(8, 1)
+    broken["x"][0] = float("nan")
+    assert measuring(Weights(), Projected(), broken).notes == first
+
+
+def test_one_example_cannot_be_halved() -> None:
+    with pytest.raises(Refused, match="cannot be halved"):
+        Measuring(plain_backward, 1, 0.5)(Weights(), Projected(), drawn(1, 0))
+
+
+@pytest.mark.parametrize(("batch", "is_more"), [(2, True), (64, False)])
+def test_a_measured_step_holds_no_more_than_is_claimed_and_that_is_more_only_where_activations_are_few(
+    batch: int, is_more: bool
+) -> None:
+    plain = plain_run(batch=batch)
+
+    def counted(backward: Backward) -> Footprint:
+        model = plain.build()
+        optimizer = TransformOptimizer(model.named_parameters(), adamw())
+        return count_step(model, plain.objective, backward, plain.source.at(0), optimizer)
+
+    unmeasured, measured = counted(plain_backward), counted(Measuring(plain_backward, 1, 0.9))
+    claimed = NoiseScale().footprint(unmeasured)
+    assert (claimed.memory > unmeasured.memory) == is_more
+    assert measured.memory <= 1.02 * claimed.memory
