@@ -2,17 +2,18 @@
 
 import click
 
-KINDS = ("techniques", "recipes", "presets", "objectives")
+KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
 
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS), default="techniques")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str, as_json: bool) -> None:
-    """List techniques (the default), recipes, presets or objectives; `thrifty data list` lists data."""
+    """List techniques (the default), recipes, studies, presets or objectives; `thrifty data list` lists data."""
     from thrifty.cli.telling import print_json
 
-    rows = {"techniques": _techniques, "recipes": _recipes, "presets": _presets, "objectives": _objectives}[kind]()
+    kinds = {"techniques": _techniques, "recipes": _recipes, "studies": _studies, "presets": _presets}
+    rows = {**kinds, "objectives": _objectives}[kind]()
     if as_json:
         print_json([{"name": name, "about": about} for name, about in rows])
         return
@@ -45,6 +46,13 @@ def _recipes() -> list[tuple[str, str]]:
     from thrifty.recipes import RECIPES
 
     return [(name, make().about) for name, make in RECIPES.items()]
+
+
+def _studies() -> list[tuple[str, str]]:
+    from thrifty.recipes import studies
+
+    made = [studies.make(name) for name in studies.names()]
+    return [(study.name, f"{study.about} About {study.minutes:g} min.") for study in made]
 
 
 def _presets() -> list[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""Runs worth repeating, each a function that returns a Recipe; its docstring has the command and what to expect."""
+"""Runs worth repeating, each a function that returns a Recipe; its docstring has the command and what to expect.
+
+Experiments of many runs are studies, in a folder of their own.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +9,7 @@ from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
-from thrifty.recipes import text
+from thrifty.recipes import studies, text
 from thrifty.recipes.toml import read_tables, recipe_to_data
 
 RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (text.text, text.kjv, text.stdlib)}
@@ -21,4 +24,8 @@ def load_tables(name_or_path: str) -> dict[str, Any]:
         if not path.is_file():
             raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
         return read_tables(path)
-    raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, RECIPES))
+    if name_or_path in studies.names():
+        raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty train {name_or_path}")
+    raise UsageError(
+        f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies.names()])
+    )

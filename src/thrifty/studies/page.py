@@ -1,0 +1,63 @@
+"""The page of a study: one HTML file that needs nothing but a browser, and its plots as pictures in plots/."""
+
+import base64
+import functools
+import shlex
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+
+from thrifty.report.palette import DARK, LIGHT
+from thrifty.report.redaction import redact, redact_command
+from thrifty.report.units import duration
+from thrifty.studies.charts import caption, picture
+from thrifty.studies.result import Result
+from thrifty.studies.study import Plot
+from thrifty.studies.table import rows, sentence, spread
+from thrifty.training.run_folder import RunFolder
+
+FACTS = ("cpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+
+
+def write_page(result: Result, folder: Path) -> Path:
+    """Writes report.html and plots/*.png; returns the path of the page."""
+    run = RunFolder(folder)
+    run.plots.mkdir(exist_ok=True)
+    for plot in result.study.plots:
+        (run.plots / f"{plot.id}.png").write_bytes(picture(result, plot, "png"))
+    run.write_text(run.report.name, render(result))
+    return run.report
+
+
+def render(result: Result) -> str:
+    study, (head, body) = result.study, rows(result)
+    facts = redact(dict(result.environment))
+    return _template().render(
+        study=study,
+        finished=result.finished,
+        verdicts=[(verdict.verdict, sentence(verdict)) for verdict in result.verdicts],
+        figures=[(plot, caption(result, plot), _embedded(result, plot)) for plot in study.plots],
+        head=head,
+        body=body,
+        quantities=[(name, quantity.about) for name, quantity in study.quantities.items() if name in head],
+        spread=spread(result),
+        facts=[(name, facts[name]) for name in FACTS if name in facts],
+        spent=duration(sum(cell.seconds for cell in result.cells.values())),
+        command=shlex.join(redact_command(result.environment.get("command", []))),
+        light=LIGHT,
+        dark=DARK,
+        style=resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8"),
+    )
+
+
+def _embedded(result: Result, plot: Plot) -> str:
+    """A picture as an address that holds it: nothing is fetched, and nothing in it can run."""
+    return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("thrifty.studies", "assets")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template("study.html")

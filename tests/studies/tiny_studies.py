@@ -1,0 +1,79 @@
+"""Studies of nothing, measured in no time: sums of a setting and noise, and a program that runs one of them."""
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study
+
+
+def measure(seed: int, level: float, log: str = "", seconds: float = 0.0, spread: float = 0.1) -> dict[str, float]:
+    """Writes down that it was asked, before and after it does its work."""
+    _write(log, f"began {level} {seed}")
+    time.sleep(seconds)
+    _write(log, f"ended {level} {seed}")
+    noise = float(np.random.default_rng([seed, int(10 * level)]).normal())
+    return {"height": level + spread * noise, "never": math.inf if level > 2 else 1.0, "seconds": time.perf_counter()}
+
+
+def _write(log: str, line: str) -> None:
+    if log:
+        with open(log, "a") as file:
+            file.write(line + "\n")
+
+
+def failing(seed: int, level: float) -> dict[str, float]:
+    if seed == 1 and level == 2.0:
+        raise ValueError("no such level")
+    return {"height": level}
+
+
+def dying(seed: int) -> dict[str, float]:
+    sys.exit(3)
+
+
+def noisy(seed: int) -> dict[str, float]:
+    print("this is not an answer")
+    return {"height": 1.0, "width": 2.0}
+
+
+def differences(cells: Cells) -> Cells:
+    return {"two over one": {"height": cells["two"]["height"] - cells["one"]["height"]}}
+
+
+def levels(seeds: int = 3, **settings: object) -> Study:
+    """Three levels, of which the third never gets there."""
+    return Study(
+        name="levels",
+        about="Levels with noise.",
+        measure=measure,
+        cases={label: {"level": level, **settings} for label, level in (("one", 1.0), ("two", 2.0), ("three", 3.0))},
+        quantities={
+            "height": Quantity("how high"),
+            "never": Quantity("steps to a goal that some never reach"),
+            "seconds": Quantity("a time", of_machine=True),
+        },
+        seeds=seeds,
+        derive=differences,
+        expect=[
+            Expectation("two is higher than one", lambda c: c["two"]["height"] > c["one"]["height"]),
+            Expectation("one is higher than two", lambda c: c["one"]["height"] > c["two"]["height"]),
+            Expectation("four is highest", lambda c: c["four"]["height"] > c["two"]["height"]),
+        ],
+        plots=[
+            Plot("height", "Height <by> level", x="level", y="height"),
+            Plot("never", "Never", y="never", log_y=True),
+        ],
+    )
+
+
+def main() -> None:
+    """Runs `levels` in a folder with so many seeds, its cells taking so many seconds."""
+    from thrifty.studies.running import run_study  # not at the top: a worker has no use for it
+
+    folder = Path(sys.argv[1])
+    study = levels(seeds=int(sys.argv[2]), log=str(folder.parent / "log"), seconds=float(sys.argv[3]))
+    run_study(study, folder, jobs=2)
