@@ -28,7 +28,8 @@ def values_of(kind: Any) -> some.SearchStrategy:
     """Any value of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return bounded(arguments[0], arguments[1]) if isinstance(arguments[1], Bound) else values_of(arguments[0])
+        bound = next((note for note in arguments[1:] if isinstance(note, Bound)), None)
+        return bounded(arguments[0], bound) if bound else values_of(arguments[0])
     if origin in (Union, types.UnionType):
         return some.one_of(*(values_of(option) for option in arguments))
     if origin is Literal:

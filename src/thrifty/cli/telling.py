@@ -36,10 +36,9 @@ def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
     click.echo(f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training")
     if loss is not None and unigram is not None:
-        bits = loss / math.log(2) / summary["bytes_per_token"]
-        click.echo(
-            f"held-out loss {loss:.3f} nats/token ({bits:.2f} bits/byte); unigram entropy {unigram:.3f} nats/token"
-        )
+        size = summary["bytes_per_token"]
+        bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""
+        click.echo(f"held-out loss {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
     if advice := _batch_advice(Path(summary["folder"])):
         click.echo(advice)
     click.echo(f"run folder {summary['folder']}")

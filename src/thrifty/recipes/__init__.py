@@ -12,7 +12,9 @@ from thrifty.core.recipe import Recipe
 from thrifty.recipes import studies, text
 from thrifty.recipes.toml import read_tables, recipe_to_data
 
-RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (text.text, text.kjv, text.stdlib)}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe for recipe in (text.text, text.masked, text.spans, text.kjv, text.stdlib)
+}
 
 
 def load_tables(name_or_path: str) -> dict[str, Any]:
