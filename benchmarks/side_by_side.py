@@ -27,12 +27,20 @@ class Timing:
         return min(self.seconds), max(self.seconds)
 
 
-def side_by_side(ways: Mapping[str, Callable[[], object]], rounds: int = 10, warmup: int = 2) -> dict[str, Timing]:
-    """Each way once a round, the order turning from round to round; the first `warmup` rounds are not counted."""
+def side_by_side(
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int = 10,
+    warmup: int = 2,
+    before: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, Timing]:
+    """Each way once a round, the order turning from round to round; the first `warmup` rounds are not counted, nor is
+    what a way needs `before` each of its turns."""
     names = list(ways)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + rounds):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            if before is not None:
+                before[name]()
             began = time.perf_counter()
             ways[name]()
             if turn >= warmup:
@@ -60,13 +68,20 @@ def tell(title: str, timings: Mapping[str, Timing], baseline: str, work: float =
 
 def keep(path: Path, facts: Mapping[str, object], timings: Mapping[str, Timing], baseline: str) -> None:
     """The figures as JSON, for results/: with the machine, the versions and the command that repeats them."""
-    rows = {
+    write(path, {**facts, "seconds": rows(timings, baseline), "baseline": baseline})
+
+
+def rows(timings: Mapping[str, Timing], baseline: str) -> dict[str, dict[str, object]]:
+    return {
         name: {"median": timing.median, "spread": timing.spread, "ratio": ratio(timings, name, baseline)}
         for name, timing in timings.items()
     }
+
+
+def write(path: Path, facts: Mapping[str, object]) -> None:
+    """Figures as JSON, with the machine, the versions and the command that repeats them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     here = environment("cuda" if torch.cuda.is_available() else "cpu")
     machine = {name: here[name] for name in ("cpu", "cores", "device", "torch", "python", "started")}
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    kept = {**facts, **machine, "command": command, "seconds": rows, "baseline": baseline}
-    path.write_text(json.dumps(kept, indent=1))
+    path.write_text(json.dumps({**facts, **machine, "command": command}, indent=1))

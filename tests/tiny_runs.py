@@ -37,7 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "large_batch.noise_scale": {"every": 2},
     "large_batch.scale_learning_rate": {"base_batch": 2, "warmup": 2},
     "optimizers.adamw": {"lr": 3e-3},
+    "optimizers.lamb": {"lr": 1e-2},
     "optimizers.lion": {"lr": 1e-3},
+    "optimizers.muon": {"lr": 1e-2, "precision": "float32"},
+    "optimizers.soap": {"every": 2},
     "precision.optimizer_state": {"smallest": 1},
     "sparsity.rigl": {"every": 2, "density": 0.5},
 }

@@ -21,8 +21,13 @@ RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {S
 """How a run is computed is of no matter to the model that comes out of it."""
 
 
-def restore(folder: Path, step: int | None = None, trained: bool = False) -> tuple[nn.Module, Recipe]:
-    """The trained model of a run folder with what its techniques put on taken off again, and the recipe.
+def restore(
+    folder: Path, step: int | None = None, trained: bool = False, plain: bool = True
+) -> tuple[nn.Module, Recipe]:
+    """The trained model of a run folder, and the recipe.
+
+    What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
+    used as it is and not as its plain architecture; Refused says so.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the vocabulary is the tokenizer's.
@@ -53,6 +58,7 @@ def restore(folder: Path, step: int | None = None, trained: bool = False) -> tup
     values = None if trained else optimizer.judged()
     for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
         fill_tensor(parameter, value)
-    for technique in reversed(run.techniques):
-        model = technique.finish(model)
+    if plain:
+        for technique in reversed(run.techniques):
+            model = technique.finish(model)
     return model.eval(), recipe

@@ -108,6 +108,10 @@ def test_what_writes_may_be_named() -> None:
         (blocks_of(("a", nn.Conv1d(4, 4, 3)), ("b", nn.ReLU())), "blocks.0.a.weight is in no residual branch"),
         (blocks_of(("out", nn.Linear(4, 4)), ("up", nn.Linear(4, 8))), "no layers were found that lead to"),
         (blocks_of(("a", nn.ReLU()), ("b", nn.ReLU())), "blocks.0 has no layer that writes"),
+        (
+            blocks_of(("attention", nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"}))),
+            r"blocks\.0\.attention\.b and blocks\.0\.attention\.d cannot both end the same attention",
+        ),
     ],
 )
 def test_a_block_that_is_not_understood_is_refused(model: nn.Module, reason: str) -> None:

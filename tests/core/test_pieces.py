@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core import pieces
-from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleParameters, scale_by_learning_rate
-from thrifty.core.fused import split
+from thrifty.core.elements import (
+    AddDecayedWeights,
+    ScaleByAdam,
+    ScaleByMomentum,
+    ScaleParameters,
+    scale_by_learning_rate,
+)
+from thrifty.core.fused import FusedSGD
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
 from thrifty.core.pieces import InPieces
+from thrifty.core.tails import split
 from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, partition
 from thrifty.techniques.optimizers.lion import lion
 
@@ -43,6 +50,15 @@ CHAINS = {
     "selective rows": lambda: chain(lion(1e-2), ScaleParameters(0.1, lambda name, parameter: name == "p1")),
     "tensors": lambda: chain(ScaleByAdam(), DivideByNorm(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
     "all, then rows": lambda: chain(DivideByLargest(), lion(1e-2)),
+    "rows, tensors, rows": lambda: chain(
+        lion(1e-2),
+        DivideByNorm(),
+        AddDecayedWeights(0.1),
+        ScaleByMomentum(),
+        DivideByNorm(),
+        scale_by_learning_rate(0.1),
+    ),
+    "tensors in front of a kernel": lambda: chain(DivideByNorm(), ScaleByMomentum(), scale_by_learning_rate(0.1)),
     "partition": lambda: partition(
         ("m", is_matrix, lion(1e-2)), ("rest", lambda n, p: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1)))
     ),
@@ -96,19 +112,25 @@ def test_every_number_is_in_exactly_one_piece() -> None:
     held = tensors([(7, 5), (3,), (2, 2), (0, 4), (), (40,), (1, 30)], 0)
     counts = [torch.zeros_like(tensor) for tensor in held]
     assert lion().reach is Reach.ROWS
-    found = InPieces(lion(), held).pieces
-    assert len(found) == 5
+    found = InPieces(lion(), chain(), held).pieces
+    assert len(found) == 6
     for piece in found:
         for part in piece.of(counts):
             part.add_(1)
     assert all(torch.equal(count, torch.ones_like(count)) for count in counts)
 
 
+def test_large_tensors_go_by_rows_through_what_needs_no_more() -> None:
+    (held,) = tensors([(9, 4)], 0)
+    (piece,) = InPieces(chain(lion(), DivideByNorm()), chain(), [held]).pieces
+    assert [len(stretch.pieces) for stretch in piece.work.stretches] == [3, 1]
+
+
 def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
     head, tail = split(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
     assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, InPieces)
     head, tail = split(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
-    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, InPieces)
+    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, FusedSGD)
 
 
 def test_the_threads_of_the_rest_of_the_program_stay() -> None:

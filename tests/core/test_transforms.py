@@ -13,14 +13,16 @@ from thrifty.core.elements import (
     ScaleByAdam,
     ScaleByMomentum,
     ScaleBySchedule,
+    ScaleByTrustRatio,
     global_norm,
     scale_by_learning_rate,
 )
 from thrifty.core.errors import UsageError
-from thrifty.core.fused import FusedAdamW, FusedSGD, fused_tail
+from thrifty.core.fused import AdamByKernel, FusedAdamW, FusedSGD, by_kernels, fused_tail
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
-from thrifty.core.transforms import Chain, Transform, chain, partition
+from thrifty.core.pieces import InPieces
+from thrifty.core.transforms import Transform, chain, partition
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import ScaleByLion, lion
 
@@ -191,16 +193,80 @@ def test_what_stands_before_the_fused_tail_still_acts() -> None:
 @pytest.mark.parametrize(
     "elements",
     [
-        (ScaleByAdam(),),
         (ScaleByAdam(), scale_by_learning_rate(0.1), ClipByGlobalNorm(1.0)),
         (ScaleByAdam(), scale_by_learning_rate(0.1), AddDecayedWeights(0.1)),
+        (ScaleByAdam(correct=False), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
+        (ScaleByAdam(0.0), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
         (ScaleByLion(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
-        (AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
-        (scale_by_learning_rate(0.1),),
+        (ScaleByMomentum(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1)),
+        (ScaleByMomentum(), ScaleByLion(), scale_by_learning_rate(0.1)),
     ],
 )
-def test_only_the_exact_tail_of_adamw_is_fused(elements: tuple[Transform, ...]) -> None:
+def test_only_the_exact_tails_of_adamw_and_sgd_are_fused(elements: tuple[Transform, ...]) -> None:
     assert fused_tail(chain(*elements)) is None
+
+
+@pytest.mark.parametrize("kind", ["scale_by_adam", "scale_by_momentum"])
+def test_a_kernel_that_nothing_multiplies_adds_its_direction(kind: str) -> None:
+    elements = {"scale_by_adam": (ScaleByAdam, Unfusable), "scale_by_momentum": (ScaleByMomentum, UnfusableMomentum)}
+    fusable, plain = (chain(scale_by_learning_rate(0.1), element()) for element in elements[kind])
+    assert fused_tail(fusable) and not fused_tail(plain)
+    assert_close(trained(fusable, 10, dtype=torch.float64), trained(plain, 10, dtype=torch.float64), 1e-12)
+
+
+@pytest.mark.parametrize("decay", [(), (AddDecayedWeights(0.1),)], ids=["plain", "decayed"])
+def test_a_plain_gradient_fused_is_a_plain_gradient(decay: tuple[Transform, ...]) -> None:
+    fused = chain(*decay, scale_by_learning_rate(0.1))
+    assert isinstance(fused_tail(fused)[1], FusedSGD)
+    wanted = parameters(dtype=torch.float64)
+    for step in range(5):
+        for parameter, gradient in zip(wanted.values(), gradients(step, torch.float64), strict=True):
+            shrunk = 0.1 * parameter.detach() if decay and parameter.ndim > 1 else 0.0
+            parameter.detach().sub_(0.1 * (gradient + shrunk))
+    assert_close(trained(fused, 5, dtype=torch.float64), wanted, 1e-12)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_adam_in_front_of_other_elements_is_adam_by_a_kernel(beta1: float) -> None:
+    kinds = (ScaleByAdam, Unfusable)
+    chains = [chain(adam(beta1, 0.95), ScaleByTrustRatio(), scale_by_learning_rate(0.1)) for adam in kinds]
+    assert [type(by_kernels(each).elements["scale_by_adam"]) for each in chains] == [AdamByKernel, Unfusable]
+    assert_close(*(trained(each, 20, dtype=torch.float64) for each in chains), 1e-12)
+
+
+def test_without_a_first_momentum_none_is_kept() -> None:
+    assert ScaleByAdam(0.0).init(list(SHAPES), list(parameters().values())).keys() == {"square"}
+
+
+def test_each_member_of_a_partition_gets_its_own_kernel() -> None:
+    members = partition(
+        ("matrices", is_matrix, chain(ScaleByLion(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1))),
+        ("rest", lambda name, parameter: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1))),
+    )
+    optimizer = TransformOptimizer(parameters().items(), chain(members, ScaleBySchedule(lambda step: 1 / (1 + step))))
+    (matrices, lion_tail), (rest, adam_tail) = optimizer._tail.tails
+    assert (matrices, rest) == ([0, 2], [1])
+    assert isinstance(lion_tail, InPieces) and isinstance(adam_tail, FusedAdamW)
+
+
+def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_once() -> None:
+    def nested(adam: type[ScaleByAdam]) -> Transform:
+        inner = partition(
+            ("one", lambda name, parameter: name.startswith("one"), chain(adam(), AddDecayedWeights(0.1))),
+            ("two", lambda name, parameter: True, ScaleByMomentum()),
+        )
+        outer = partition(("matrices", is_matrix, inner), ("rest", lambda name, parameter: True, adam()))
+        return chain(AddDecayedWeights(0.2), outer, ScaleByTrustRatio(), scale_by_learning_rate(0.1))
+
+    held = parameters(dtype=torch.float64)
+    values = [parameter.detach() for parameter in held.values()]
+    whole = nested(Unfusable)
+    slots = whole.init(list(held), values)
+    for step in range(10):
+        torch._foreach_add_(
+            values, whole.update(gradients(step, torch.float64), slots, values, whole.numbers(step, step))
+        )
+    assert_close(trained(nested(ScaleByAdam), 10, dtype=torch.float64), held, 1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

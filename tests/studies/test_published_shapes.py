@@ -20,10 +20,15 @@ from thrifty.studies.summary import cells_of
 from thrifty.techniques.optimizers.adamw import AdamW
 
 SMALL = {
+    "batch_scaling": ["batches=[16, 650]", "epochs=1", "hidden=[8]"],
+    "chinchilla_refit": ["per_budget=2", 'starts=["coarse"]'],
     "depth_preconditioner": ["examples=40", "features=4", "most_steps=3"],
     "isoflop": ["budgets=[2e8, 4e8]", "length=16", "batch=2"],
+    "lamb_batch": ["batches=[2, 4]", "sequences=8", "depth=1", "width=16", "length=16"],
+    "lion_rate": ["depth=1", "width=16", "length=16", "batch=2", "steps=3"],
     "norm_free": ["depth=2", "width=16", "length=16", "batch=2", "steps=3", "warmup=2"],
     "train_large": ["widths=[8, 16]", "budgets=[1e8]", "depth=1", "length=16", "batch=2"],
+    "weight_averaging": ["moments=[2, 4]", "every=1", "depth=1", "width=16", "length=16", "batch=2"],
     "width_lazy": ["widths=[4, 8]", "inputs=sphere", "examples=20", "most_steps=3"],
 }
 

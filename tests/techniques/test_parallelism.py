@@ -14,6 +14,8 @@ STRATEGIES = ("parallelism.replicate", "parallelism.shard")
 OTHERS = [name for name in techniques.names() if name not in STRATEGIES]
 OWN_DATA = {"data_selection.gradient_norm_sampling"}
 """Each rank draws from its own share: the same in expectation, not the same examples."""
+LOOSE = {"precision.mixed": 3e-3, "optimizers.soap": 3e-3}
+"""Where the last bit of a sum decides more: in bfloat16, and in eigenvectors of what has not been seen yet."""
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -31,7 +33,7 @@ def test_two_ranks_are_the_single_process(together: tuple[str, list[dict[str, Ru
         return
     torch._dynamo.reset()
     alone, state = run_through(plain_run(tied=name != "optimizers.lion"), with_optimizer([technique(name)]), STEPS)
-    loose = 3e-3 if name == "precision.mixed" else 1e-5
+    loose = LOOSE.get(name, 1e-5)
     assert first[name].losses == pytest.approx(losses(alone), rel=loose)
     assert first[name].norms == pytest.approx([record.gradient_norm for record in alone], rel=30 * loose)
     assert list(first[name].tensors) == list(state.tensors())

@@ -18,7 +18,7 @@ from thrifty.core.errors import ThriftyError, did_you_mean
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ABOUT = {
-    "train": "Train by a recipe: its name or a TOML file, with anything changed.",
+    "train": "Train by a recipe, or a study: a name or a TOML file, with anything changed.",
     "resume": "Go on with a run that ended early, exactly where it was.",
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",

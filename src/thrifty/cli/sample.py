@@ -88,7 +88,7 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
     from thrifty.restoring import restore
 
-    model, recipe = restore(run)
+    model, recipe = restore(run, plain=False)
     return model, run / "tokenizer.json", recipe.data.length
 
 

@@ -1,12 +1,14 @@
 """The elements that several optimizers share: momentum, Adam, decay, trust ratio, clipping, factors."""
 
+import math
 from collections.abc import Callable, Sequence
 from copy import copy
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.parameters import is_matrix
+from thrifty.core.parameters import Slices, fused_slices, is_matrix
 from thrifty.core.transforms import Numbers, Reach, Rule, Slots, Transform
 
 
@@ -34,38 +36,37 @@ class ScaleByMomentum(Transform):
 
 
 class ScaleByAdam(Transform):
-    """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1)."""
+    """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1). With a beta1 of 0 the
+    first moment is the gradient itself and is not kept."""
 
     name = "scale_by_adam"
     reach = Reach.ROWS
+    squares = frozenset({"square"})
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, correct: bool = True):
         self.beta1, self.beta2, self.eps, self.correct = beta1, beta2, eps, correct
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
-        if not self.correct:
-            return {"mean_correction": 1.0, "root_correction": 1.0}
-        return {
-            "mean_correction": 1 - self.beta1 ** (age + 1),
-            "root_correction": (1 - self.beta2 ** (age + 1)) ** 0.5,
-        }
+        mean, square = self.beta1 ** (age + 1), self.beta2 ** (age + 1)
+        shrunk = 1 - mean if self.correct else 1.0
+        root_factor = shrunk / (1 - square) ** 0.5 if self.correct else 1.0
+        return {"count": age + 1, "root_factor": root_factor, "eps": self.eps * shrunk}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        return {
-            "mean": [torch.zeros_like(parameter) for parameter in parameters],
-            "square": [torch.zeros_like(parameter) for parameter in parameters],
-        }
+        slots = ("mean", "square") if self.beta1 else ("square",)
+        return {slot: [torch.zeros_like(parameter) for parameter in parameters] for slot in slots}
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        mean, square = slots["mean"], slots["square"]
-        torch._foreach_lerp_(mean, updates, 1 - self.beta1)
+        square = slots["square"]
+        if self.beta1:
+            torch._foreach_lerp_(slots["mean"], updates, 1 - self.beta1)
         torch._foreach_mul_(square, self.beta2)
         torch._foreach_addcmul_(square, updates, updates, 1 - self.beta2)
+        # both corrections in one factor: mean / c1 / (root / c2 + eps) is mean / (root · c1 / c2 + eps · c1)
         root = torch._foreach_sqrt(square)
-        torch._foreach_div_(root, numbers["root_correction"])
-        torch._foreach_add_(root, self.eps)
-        torch._foreach_mul_(root, numbers["mean_correction"])
-        return list(torch._foreach_div(mean, root))
+        torch._foreach_mul_(root, numbers["root_factor"])
+        torch._foreach_add_(root, numbers["eps"])
+        return list(torch._foreach_div(slots["mean"] if self.beta1 else updates, root))
 
 
 class Selective(Transform):
@@ -119,6 +120,61 @@ class ScaleParameters(Selective):
         return updates
 
 
+def trust_ratio(
+    weight: Tensor,
+    update: Tensor,
+    coefficient: float = 1.0,
+    decay: float = 0.0,
+    bounds: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and of its update, φ keeping ‖w‖
+    within `bounds`; 1 where either norm is 0."""
+    ratio = coefficient * weight.clamp(*bounds) / (update + decay * weight)
+    return torch.where((weight > 0) & (update > 0), ratio, 1.0)
+
+
+class ScaleByTrustRatio(Selective):
+    """Gives the update of each layer a length in proportion to that of its weights: `trust_ratio` · (update + decay ·
+    parameter). With decay it is that of LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. `slices`
+    takes what several layers share (`core/parameters.py`) as layers of their own."""
+
+    name = "scale_by_trust_ratio"
+    reach = Reach.TENSOR
+
+    def __init__(
+        self,
+        coefficient: float = 1.0,
+        decay: float = 0.0,
+        bounds: tuple[float, float] = (0.0, math.inf),
+        slices: bool = False,
+        where: Rule = is_matrix,
+    ):
+        super().__init__(where)
+        self.coefficient, self.decay, self.bounds, self.slices = coefficient, decay, bounds, slices
+        self.cuts: list[Slices | None] = []
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
+        return super().init(names, parameters)
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = super().only(indices)
+        some.cuts = [self.cuts[i] for i in indices]
+        return some
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        if not self.chosen:
+            return updates
+        own, weights = [updates[i] for i in self.chosen], [parameters[i] for i in self.chosen]
+        cuts = [self.cuts[i] for i in self.chosen]
+        lengths = zip(layer_norms(weights, cuts), layer_norms(own, cuts), strict=True)
+        if self.decay:
+            torch._foreach_add_(own, weights, alpha=self.decay)
+        for update, (weight_norm, update_norm) in zip(own, lengths, strict=True):
+            update.mul_(trust_ratio(weight_norm, update_norm, self.coefficient, self.decay, self.bounds))
+        return updates
+
+
 class ScaleBySchedule(Transform):
     """Multiplies by a number that depends on the step alone."""
 
@@ -157,7 +213,40 @@ class ClipByGlobalNorm(Transform):
         return updates
 
 
+def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
+    """tensors += factor · others, the factor a number or, while being compiled, a tensor."""
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
+    else:
+        torch._foreach_add_(tensors, others, alpha=factor)
+
+
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors taken as one vector, a scalar in float32; whole even where the tensors are sharded."""
-    norm = torch.nn.utils.get_total_norm(tensors, foreach=True)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole(torch.nn.utils.get_total_norm(tensors, foreach=True))
+
+
+def layer_norms(tensors: Sequence[Tensor], cuts: Sequence[Slices | None]) -> list[Tensor]:
+    """The 2-norm of each tensor; of one that is cut, the norm of its slice for each of its lines, in a shape that the
+    tensor can be multiplied by. Whole even where the tensors are sharded."""
+    uncut = [tensor for tensor, cut in zip(tensors, cuts, strict=True) if cut is None]
+    norms = iter(whole(torch.stack(torch._foreach_norm(uncut))) if uncut else ())
+    return [next(norms) if cut is None else _slice_norms(t, cut) for t, cut in zip(tensors, cuts, strict=True)]
+
+
+def _slice_norms(tensor: Tensor, cut: Slices) -> Tensor:
+    lines = whole(torch.linalg.vector_norm(tensor, dim=1 - cut.dim))
+    norms = [part.norm().expand(len(part)) for part in lines.split(list(cut.sizes))]
+    return like_parts(torch.cat(norms).unsqueeze(1 - cut.dim), tensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered or summed up where ranks hold parts."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like_parts(tensor: Tensor, sharded: Tensor) -> Tensor:
+    """A tensor that every rank has, so that it can be combined with one of which each has a part."""
+    if not isinstance(sharded, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim)

@@ -1,31 +1,22 @@
-"""How the tail of a transform is run: as one of torch's fused kernels where it is one, else in pieces.
+"""Ends of chains that are one of torch's fused kernels.
 
-A chain states what is computed; when its tail is Adam or momentum with decay and scalar factors, one pass over memory
-does all of it and writes the parameters directly. Nothing here changes a formula: `tests/core/test_transforms.py` holds
-the fused and the element-wise result together.
+A chain states what is computed; when it ends in Adam, or momentum, or a plain gradient, with decay and scalar factors,
+one pass over memory does all of it and writes the parameters directly. Nothing here changes a formula:
+`tests/core/test_transforms.py` holds the fused and the element-wise result together.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleByMomentum, ScaleBySchedule
-from thrifty.core.pieces import InPieces
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots, moves
+from thrifty.core.pieces import local, product
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform
 
 
-class Tail(Protocol):
-    """Updates gradients and adds the result to the parameters."""
-
-    def apply(
-        self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers, age: int
-    ) -> None: ...
-
-
-class _Decayed:
-    """What fused kernels take as one number for a whole list: the parameters with weight decay, and those without."""
+class Fused:
+    """What kernels take as one number for a whole list: the parameters with weight decay, and those without."""
 
     def __init__(self, factors: Chain, decay: AddDecayedWeights | None):
         self.factors, self.decay = factors, decay
@@ -37,93 +28,135 @@ class _Decayed:
         return [(decay, own) for decay, own in split if own]
 
     def rate(self, numbers: Numbers) -> float:
-        rate = -1.0
-        for key in self.factors.elements:
-            rate *= float(numbers[f"{key}.factor"])
-        return rate
+        return -product(self.factors, numbers)
 
 
-class FusedAdamW(_Decayed):
+class FusedAdamW(Fused):
     """The tail `scale_by_adam · add_decayed_weights? · factors`, as torch's fused AdamW."""
 
     def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: Chain):
         super().__init__(factors, decay)
         self.key, self.adam = key, adam
 
-    def apply(
-        self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers, age: int
-    ) -> None:
-        mean, square = slots[f"{self.key}.mean"], slots[f"{self.key}.square"]
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        lists = [parameters, gradients, slots[f"{self.key}.mean"], slots[f"{self.key}.square"]]
+        count = float(numbers[f"{self.key}.count"])
         for weight_decay, own in self.lists(len(parameters)):
-            torch._fused_adamw_(
-                [parameters[i] for i in own],
-                [gradients[i] for i in own],
-                [mean[i] for i in own],
-                [square[i] for i in own],
-                [],
-                [torch.tensor(float(age + 1), device=parameters[i].device) for i in own],
-                lr=self.rate(numbers),
-                beta1=self.adam.beta1,
-                beta2=self.adam.beta2,
-                weight_decay=weight_decay,
-                eps=self.adam.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            chosen = (local([tensors[i] for i in own]) for tensors in lists)
+            fused_adamw(self.adam, *chosen, count, self.rate(numbers), weight_decay)
 
 
-class FusedSGD(_Decayed):
-    """The tail `add_decayed_weights? · scale_by_momentum · factors`, as torch's fused SGD."""
+def fused_adamw(
+    adam: ScaleByAdam,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    mean: list[Tensor],
+    square: list[Tensor],
+    count: float,
+    rate: float,
+    weight_decay: float,
+) -> None:
+    """The `count`-th step of AdamW by torch's kernel."""
+    torch._fused_adamw_(
+        parameters,
+        gradients,
+        mean,
+        square,
+        [],
+        [torch.tensor(count, device=parameter.device) for parameter in parameters],
+        lr=rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        weight_decay=weight_decay,
+        eps=adam.eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
-    def __init__(self, key: str, momentum: ScaleByMomentum, decay: AddDecayedWeights | None, factors: Chain):
+
+class AdamByKernel(Transform):
+    """`scale_by_adam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
+
+    reach = Reach.ROWS
+
+    def __init__(self, adam: ScaleByAdam, decay: AddDecayedWeights | None = None):
+        self.adam, self.decay = adam, decay
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        return AdamByKernel(self.adam, self.decay.only(indices) if self.decay else None)
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        decay = self.decay.decay if self.decay else 0.0
+        chosen = set(self.decay.chosen) if self.decay else set()
+        found = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
+        # without a first moment the gradients are it: written over by themselves
+        mean = slots["mean"] if self.adam.beta1 else updates
+        fused_adamw(self.adam, found, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
+        return found
+
+
+class FusedSGD(Fused):
+    """The tail `add_decayed_weights? · scale_by_momentum? · factors`, as torch's fused SGD."""
+
+    def __init__(self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: Chain):
         super().__init__(factors, decay)
         self.key, self.momentum = key, momentum
 
-    def apply(
-        self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers, age: int
-    ) -> None:
-        momentum = slots[f"{self.key}.momentum"]
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        momentum = slots[f"{self.key}.momentum"] if self.momentum else None
         for weight_decay, own in self.lists(len(parameters)):
             torch._fused_sgd_(
-                [parameters[i] for i in own],
-                [gradients[i] for i in own],
-                [momentum[i] for i in own],
+                local([parameters[i] for i in own]),
+                local([gradients[i] for i in own]),
+                local([momentum[i] for i in own] if momentum else []),
                 weight_decay=weight_decay,
-                momentum=self.momentum.decay,
+                momentum=self.momentum.decay if self.momentum else 0.0,
                 lr=self.rate(numbers),
                 dampening=0.0,
-                nesterov=self.momentum.nesterov,
+                nesterov=self.momentum.nesterov if self.momentum else False,
                 maximize=False,
                 is_first_step=False,  # the sum starts at zero, so that the first step is like any other
             )
 
 
-def fused_tail(chain: Chain) -> tuple[Chain, Tail] | None:
-    """What of a chain is run element by element, and the fused kernel for the rest; None where there is none."""
-    keys = [key for key, element in chain.elements.items() if moves(element)]
+def fused_tail(chain: Chain) -> tuple[Chain, Fused] | None:
+    """What of a chain comes before a fused kernel, and the kernel for the rest; None where there is none."""
+    inner, factors = without_factors(chain)
+    rest = list(inner.elements.items())
+    decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
+    if rest and type(rest[-1][1]) is ScaleByAdam and rest[-1][1].correct and rest[-1][1].beta1:
+        key, adam = rest.pop()
+        return chain.part([key for key, _ in rest]), FusedAdamW(key, adam, decay, factors)
+    if not rest:
+        return chain.part([]), FusedSGD("", None, decay, factors)
+    if decay is not None or type(rest[-1][1]) is not ScaleByMomentum:
+        return None
+    key, momentum = rest.pop()
+    decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
+    return chain.part([key for key, _ in rest]), FusedSGD(key, momentum, decay, factors)
+
+
+def without_factors(chain: Chain) -> tuple[Chain, Chain]:
+    """A chain as what comes before its last multiplications by a number, and those."""
+    keys = list(chain.elements)
     end = len(keys)
     while end and type(chain.elements[keys[end - 1]]) is ScaleBySchedule:
         end -= 1
-    factors = chain.part(keys[end:])
-    before = [(key, chain.elements[key]) for key in keys[:end]]
-    if not factors.elements or not before:
-        return None
-    adamw = before[-2:] if type(before[-1][1]) is AddDecayedWeights else [*before[-1:], ("", None)]
-    if type(adamw[0][1]) is ScaleByAdam and adamw[0][1].correct:
-        (key, adam), (_, decay) = adamw
-        return chain.part(keys[: keys.index(key)]), FusedAdamW(key, adam, decay, factors)  # type: ignore[arg-type]
-    key, momentum = before[-1]
-    if type(momentum) is not ScaleByMomentum:
-        return None
-    decay = before[-2][1] if len(before) > 1 and type(before[-2][1]) is AddDecayedWeights else None
-    taken = 2 if decay else 1
-    return chain.part(keys[: end - taken]), FusedSGD(key, momentum, decay, factors)  # type: ignore[arg-type]
+    return chain.part(keys[:end]), chain.part(keys[end:])
 
 
-def split(chain: Chain, parameters: Sequence[Tensor]) -> tuple[Chain, Tail]:
-    """A chain as what must see all parameters together, and a tail that need not."""
-    if found := fused_tail(chain):
-        return found
-    keys = [key for key, element in chain.elements.items() if moves(element)]
-    far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is Reach.ALL), default=0)
-    return chain.part(keys[:far]), InPieces(chain.part(keys[far:]), parameters)
+def by_kernels(chain: Chain) -> Chain:
+    """A chain with its elements replaced where a kernel stands for one or two of them."""
+    some = Chain([])
+    before = ""
+    for key, element in chain.elements.items():
+        last = some.elements.get(before)
+        if type(element) is ScaleByAdam and element.correct:
+            some.elements[key] = AdamByKernel(element)
+        elif type(last) is AdamByKernel and last.decay is None and type(element) is AddDecayedWeights:
+            some.elements[before] = AdamByKernel(last.adam, element)
+            continue
+        else:
+            some.elements[key] = element
+        before = key
+    return some

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thrifty.core.fused import split
-from thrifty.core.pieces import InPieces
+from thrifty.core.fused import Fused
+from thrifty.core.tails import split
 from thrifty.core.transforms import Numbers, Slots, Transform, chain
 
 
@@ -36,7 +36,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def compile(self, **options: Any) -> None:
         """Trace the arithmetic once with torch.compile, unless torch has a kernel for it; the numbers of each step go
         in as tensors."""
-        if isinstance(self._tail, InPieces):
+        if not isinstance(self._tail, Fused):
             self._compiled = torch.compile(_transform_and_add, **options)
 
     def numbers(self) -> dict[str, float]:
@@ -56,7 +56,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             self._compiled(self.transform, gradients, self.slots, self.parameters, inputs)
         else:
             gradients = self._head.update(gradients, self.slots, self.parameters, numbers)
-            self._tail.apply(gradients, self.slots, self.parameters, numbers, self.updates - self.born)
+            self._tail.apply(gradients, self.slots, self.parameters, numbers)
         self.transform.follow(self.slots, self.parameters, numbers)
         self.updates += 1
         return loss

@@ -1,76 +1,154 @@
 """A transform run on a processor piece by piece, so that what one element leaves is still in the cache for the next.
 
 Run over all parameters, every element of a chain is a pass over main memory, and its temporary results are as large as
-the model. Elements that look no further than rows or whole tensors can be run on pieces of half a megabyte instead,
-each by one thread: the same arithmetic, two to three times faster, with temporaries of a few pieces. On other devices,
+the model. Elements that look no further than rows can be run on pieces of a megabyte instead, each by one thread:
+the same arithmetic, two to three times faster, with temporaries of a few pieces. Where an element must see a whole
+parameter, that parameter is a piece, and the elements before and behind it go through it in rows. On other devices,
 where launching counts for more, there is one piece.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots
 
-NUMBERS = 128 * 1024
-"""Numbers in a piece, about; the memory of one core holds it together with its gradient and state."""
+NUMBERS = 256 * 1024
+"""Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
 
 Span = tuple[int, slice | None]
 """A parameter's index and the rows of it that belong to a piece, None for all."""
 
 
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank holds of each tensor, sharing its memory."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+class Tail(Protocol):
+    """Turns gradients into updates and adds them to the parameters, or leaves them in the gradients."""
+
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None: ...
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """A chain on all its tensors together; the result is added to the parameters, or without `factors` left in the
+    updates."""
+
+    chain: Chain
+    factors: Chain | None
+
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        changed = self.chain.update(list(updates), slots, parameters, numbers)
+        if self.factors is not None:
+            torch._foreach_add_(parameters, changed, alpha=product(self.factors, numbers))
+            return
+        for update, new in zip(updates, changed, strict=True):
+            if new is not update:
+                update.copy_(new)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """The stretches of a chain that look equally far, one after the other."""
+
+    stretches: tuple["InPieces", ...]
+
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        for stretch in self.stretches:
+            stretch.run(iter(stretch.pieces), updates, slots, parameters, numbers)
+
+
 @dataclass(frozen=True)
 class Piece:
     spans: tuple[Span, ...]
-    transform: Transform
-    """What is run on this piece's parameters."""
+    work: Tail
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[i] if rows is None or not len(tensors[i]) else tensors[i][rows] for i, rows in self.spans]
 
 
 class InPieces:
-    """The tail of a chain in pieces that are as small as the reach of its elements allows."""
+    """A chain in pieces that are as small as the reach of its elements allows. The result, times `factors`, is added
+    to the parameters; without them it is left in the gradients."""
 
-    def __init__(self, transform: Transform, parameters: Sequence[Tensor]):
-        self.local = transform.reach is Reach.ROWS
-        here = _local(parameters) if self.local else list(parameters)
+    def __init__(self, chain: Chain, factors: Chain | None, parameters: Sequence[Tensor]):
+        self.keys = tuple(f"{key}." for key in chain.elements)
+        self.local = chain.reach is Reach.ROWS
+        here = local(parameters) if self.local else list(parameters)
         on_cpu = all(tensor.device.type == "cpu" for tensor in here)
-        groups = _spans(here, self.local, NUMBERS if on_cpu else 0)
-        self.pieces = [Piece(tuple(spans), transform.only([i for i, _ in spans])) for spans in groups]
+        self.pieces = []
+        for spans in _spans(here, self.local, NUMBERS if on_cpu else 0):
+            own = [i for i, _ in spans]
+            self.pieces.append(Piece(tuple(spans), _work(chain.only(own), factors, [here[i] for i in own])))
         # collectives of sharded tensors must be met in one order by all ranks
         sharded = not self.local and any(isinstance(tensor, DTensor) for tensor in here)
         self.threads = torch.get_num_threads() if on_cpu and not sharded else 1
 
-    def apply(
-        self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers, age: int
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        queue = iter(self.pieces)
+        if self.threads == 1 or len(self.pieces) == 1:
+            self.run(queue, updates, slots, parameters, numbers)
+            return
+        # each thread takes the next piece from the queue when it is done with one
+        work = (queue, updates, slots, parameters, numbers)
+        runs = [_pool(self.threads).submit(self.run, *work) for _ in range(self.threads)]
+        for run in runs:
+            run.result()
+
+    @torch.no_grad()
+    def run(
+        self, pieces: Iterator[Piece], updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers
     ) -> None:
+        slots = {slot: tensors for slot, tensors in slots.items() if slot.startswith(self.keys)}
         if self.local:
-            gradients, parameters = _local(gradients), _local(parameters)
-            slots = {slot: _local(tensors) for slot, tensors in slots.items()}
-        parts = [self.pieces[first :: self.threads] for first in range(min(self.threads, len(self.pieces)))]
-
-        @torch.no_grad()
-        def run(pieces: Sequence[Piece]) -> None:
-            for piece in pieces:
-                here = piece.of(parameters)
-                state = {slot: piece.of(tensors) for slot, tensors in slots.items()}
-                torch._foreach_add_(here, piece.transform.update(piece.of(gradients), state, here, numbers))
-
-        if len(parts) > 1:
-            list(_pool(self.threads).map(run, parts))
-        else:
-            run(self.pieces)
+            updates, parameters = local(updates), local(parameters)
+            slots = {slot: local(tensors) for slot, tensors in slots.items()}
+        for piece in pieces:
+            state = {slot: piece.of(tensors) for slot, tensors in slots.items()}
+            piece.work.apply(piece.of(updates), state, piece.of(parameters), numbers)
 
 
-def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank holds of each tensor, sharing its memory."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+def _work(chain: Chain, factors: Chain | None, tensors: Sequence[Tensor]) -> Tail:
+    """A chain of one reach at once, any other in stretches."""
+    by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is Reach.ROWS)
+    stretches = [chain.part(list(keys)) for _, keys in by_reach]
+    if len(stretches) < 2:
+        return AtOnce(chain, factors)
+    *before, last = stretches
+    return InTurn((*(InPieces(part, None, tensors) for part in before), InPieces(last, factors, tensors)))
+
+
+def row_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The rows of a matrix in views of a piece's size, for an element that must see whole parameters and can go through
+    them in rows itself; all in one where that would not help."""
+    if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() <= NUMBERS:
+        return (tensor,)
+    return tensor.split(_rows(tensor, NUMBERS))
+
+
+def _rows(tensor: Tensor, numbers: int) -> int:
+    """Rows in each of the equal parts, of `numbers` numbers or somewhat more, that a tensor divides into."""
+    return -(-len(tensor) // max(tensor.numel() // numbers, 1))
+
+
+def parts_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor with as many rows in the same parts."""
+    return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
+
+
+def product(factors: Chain, numbers: Numbers) -> float:
+    """What a chain of `ScaleBySchedule` multiplies by."""
+    return math.prod(float(numbers[f"{key}.factor"]) for key in factors.elements)
 
 
 def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[list[Span]]:
@@ -82,7 +160,7 @@ def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[l
         count = tensor.numel()
         if not count:
             continue
-        rows = max(1, numbers * len(tensor) // count) if by_rows and numbers and tensor.ndim else 0
+        rows = _rows(tensor, numbers) if by_rows and numbers and tensor.ndim else 0
         cuts = range(0, len(tensor), rows) if rows and rows < len(tensor) else [0]
         for start in cuts:
             group.append((index, slice(start, start + rows) if len(cuts) > 1 else None))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -83,11 +83,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
     Raises Refused when the model has none.
     """
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
-    }
+    lists = {name: module for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise Refused(
             f"no list of equal blocks was found in {type(model).__name__}",
@@ -95,6 +91,47 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         )
     name = max(lists, key=lambda key: (len(lists[key]), sum(p.numel() for p in lists[key].parameters())))
     return name, lists[name]
+
+
+def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
+    encoder-decoder. Lists inside a block and lists of single layers do not count.
+
+    Raises Refused when the model has none.
+    """
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(is_under(name, stack) for stack in stacks)
+        if not inside and _is_list_of_equals(module) and len(weight_layers(module[0])) > 1:
+            stacks[name] = module
+    return stacks or dict([find_blocks(model)])
+
+
+def is_under(name: str, module: str) -> bool:
+    """Whether a name is that of something inside the module of another name; "" is the model itself."""
+    return not module or name.startswith(f"{module}.")
+
+
+def _is_list_of_equals(module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    return isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+
+
+def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that multiply by a matrix, by name, in the order of definition: linear layers of any class, and
+    `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        if _multiplies(child) and not any(is_under(name, whole) for whole in found):
+            found[name] = child
+    return found
+
+
+def _multiplies(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and not is_table and getattr(getattr(module, "weight", None), "ndim", 0) == 2
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:

@@ -41,6 +41,10 @@ class Transform:
 
     name = "identity"
     reach = Reach.ALL
+    weights: frozenset[str] = frozenset()
+    """Slots that hold weights, not moments of gradients: whoever stores moments in fewer bits leaves them alone."""
+    squares: frozenset[str] = frozenset()
+    """Slots of moments that are never negative."""
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
         """`step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0."""

@@ -17,7 +17,7 @@ from thrifty.core.errors import Refused
 from thrifty.core.machine import can_compile
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_blocks, note
+from thrifty.core.surgery import find_stacks, note
 from thrifty.core.technique import Numerics, Technique
 
 
@@ -37,14 +37,15 @@ class Compile(Technique):
                 "there is no C++ compiler, or no Python headers, on this machine",
                 fix="install one (Debian: apt-get install g++ python3-dev) or use --without compile",
             )
-        name, blocks = find_blocks(model)
-        for block in blocks:
-            block.compile(backend=self.backend, dynamic=self.dynamic)
-        inside = set(blocks.modules())
+        stacks = find_stacks(model)
+        for name, blocks in stacks.items():
+            for block in blocks:
+                block.compile(backend=self.backend, dynamic=self.dynamic)
+            note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
+        inside = {module for blocks in stacks.values() for module in blocks.modules()}
         for norm in model.modules():
             if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm not in inside:
                 norm.compile(backend=self.backend, dynamic=self.dynamic)
-        note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
         return model
 
     def objective(self, objective: Objective) -> Objective:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.bounds import Positive
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_blocks, note, wrap_forward
+from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
 
 
@@ -28,11 +28,11 @@ class Recompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
 
     every: Positive = 1
-    """Recompute every k-th block: 1 is all of them, 2 every other one."""
+    """Recompute every k-th block of each stack: 1 is all of them, 2 every other one."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        name, blocks = find_blocks(model)
-        for block in list(blocks)[:: self.every]:
-            wrap_forward(block, run_again)
-        note(f"{len(blocks[:: self.every])} of {len(blocks)} blocks in {name or 'the model'}")
+        for name, blocks in find_stacks(model).items():
+            for block in list(blocks)[:: self.every]:
+                wrap_forward(block, run_again)
+            note(f"{len(blocks[:: self.every])} of {len(blocks)} blocks in {name or 'the model'}")
         return model

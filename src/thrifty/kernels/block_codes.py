@@ -1,0 +1,118 @@
+"""Numbers in 8 bits: a code for each, and a float32 scale for each block of at most 256.
+
+Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). A code stands for a value in
+[-1, 1], or [0, 1] for numbers that are never negative, in units of the block's largest. The values are dense near 1
+and reach down to 10^-7 in decades ("dynamic tree"), since moments of gradients span as much.
+
+Three things differ from the paper. Code 0 stands for zero, so that a mask multiplied onto codes masks what they stand
+for. Nothing but zero gets code 0: a second moment that vanishes while the first does not would be divided by. And the
+scale has the sign of the block's largest number, which thereby is always the code book's 1: there is no -1 in it, and
+the largest number would shrink a little each time it is negative.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thrifty.kernels.stochastic_rounding import chances
+
+BLOCK = 256
+_TOP = 2.0**15
+"""What a block's largest magnitude becomes before numbers are looked up by their float16 bits: float16 then reaches
+12 decades down, and overflows no earlier than at twice this."""
+_LEAST = 2.0**-110
+"""The smallest scale, so that `_TOP / scale` stays finite."""
+
+
+@dataclass(frozen=True)
+class CodeBook:
+    """Both directions as tables."""
+
+    signed: bool
+    values: Tensor
+    """(256,) in float32: what each code stands for."""
+    places: Tensor
+    """(65536,) in int16, by the bits of a float16: where it lies between two codes, in 256ths of a code plus a half,
+    modulo 2^16. So `places >> 8` is the nearest code."""
+
+
+def dynamic_values(signed: bool) -> Tensor:
+    """The paper's 256 values, ascending, in float64: 0, 1 and in each of seven decades from 10^-6 … 10^-5 on, twice as
+    many as in the one before, the middles of equal parts of [0.1, 1] times its upper end; with `signed` half as many
+    and their negatives."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        count = 2**decade if signed else 2 ** (decade + 1)
+        middles = [10.0 ** (decade - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+        values += middles + [-middle for middle in middles if signed]
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
+    values = dynamic_values(signed).to(device)
+    zero = 127 if signed else 0
+    halves = torch.arange(2**16, dtype=torch.int32, device=device).to(torch.uint16).view(torch.float16).double() / _TOP
+    halves = halves.nan_to_num(0.0).clamp(values[0], values[-1])
+    below = (torch.bucketize(halves, values, right=True) - 1).clamp(0, 254)
+    share = (halves - values[below]) / (values[below + 1] - values[below])
+    places = below + share - zero
+    places = torch.where(halves > 0, places.clamp(min=1.0), torch.where(halves < 0, places.clamp(max=-1.0), 0.0))
+    wrapped = (places * 256).round().to(torch.int32) + 128
+    return CodeBook(signed, values.roll(-zero).float(), wrapped.to(torch.int16))
+
+
+def blocks(columns: int) -> tuple[int, int]:
+    """How many blocks a row of `columns` numbers has, and their size: equal ones where that takes at most twice as many
+    as need be, else the last is shorter."""
+    least = max(-(-columns // BLOCK), 1)
+    count = next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
+    return count, -(-columns // count)
+
+
+def encode(numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes in uint8, shaped as the float32 `numbers` (r, …), and scales (r, blocks); each row has blocks of its own.
+
+    Without a seed a number gets the nearest code, up to a 512th of the distance between codes and the 11 bits of
+    float16; with the step's seed one of the two around it by chance, the number being the expectation.
+    """
+    rows = numbers.flatten(1)
+    scales = _largest(rows, book.signed)
+    halves = _times(rows, _TOP / scales).half()
+    places = book.places.index_select(0, halves.view(torch.uint16).flatten().to(torch.int32)).view(rows.shape)
+    if seed is not None:
+        places += chances(halves.view(torch.int16), seed) >> 8
+    return (places >> 8).to(torch.uint8).view(numbers.shape), scales
+
+
+def decode(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
+    """The float32 numbers, shaped as `codes` (r, …), that these codes with scales (r, blocks) stand for."""
+    rows = codes.flatten(1)
+    values = book.values.index_select(0, rows.flatten().long())  # with int32 it is slower
+    return _times(values.view(rows.shape), scales).view(codes.shape)
+
+
+def _times(rows: Tensor, factors: Tensor) -> Tensor:
+    """(r, c) numbers, each multiplied by its block's entry of (r, blocks) factors."""
+    count, size = blocks(rows.shape[1])
+    if count * size == rows.shape[1]:
+        return (rows.view(-1, count, size) * factors[..., None]).view(rows.shape)
+    block = torch.arange(rows.shape[1], device=rows.device) // size
+    return rows * factors.index_select(1, block)
+
+
+def _largest(rows: Tensor, signed: bool) -> Tensor:
+    """The number of largest magnitude in each block of (r, c), with its sign."""
+    count, size = blocks(rows.shape[1])
+    if count * size == rows.shape[1]:
+        return _extreme(rows.view(-1, count, size), signed)
+    full, rest = rows.split([(count - 1) * size, rows.shape[1] - (count - 1) * size], 1)
+    return torch.cat([_extreme(full.unflatten(1, (-1, size)), signed), _extreme(rest[:, None], signed)], 1)
+
+
+def _extreme(in_blocks: Tensor, signed: bool) -> Tensor:
+    high = in_blocks.amax(-1)
+    if not signed:
+        return high.clamp_(min=_LEAST)
+    low = in_blocks.amin(-1)
+    return torch.where(high >= -low, high.clamp_(min=_LEAST), low.clamp(max=-_LEAST))

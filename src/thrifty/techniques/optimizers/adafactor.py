@@ -1,0 +1,150 @@
+"""Adafactor: the second moment of a matrix kept as one number for each row and one for each column.
+
+Paper     Shazeer & Stern 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (arXiv 1804.04235).
+Promise   almost no optimizer state: rows + columns numbers for a matrix instead of AdamW's two for each weight, and no
+          first moment. Equal to torch.optim.Adafactor.
+Avoid     where state fits: without a first moment it is the noisier of the two. Quality against AdamW was not
+          measured here.
+Note      as in torch, `lr` bounds the relative step min(lr, 1 / sqrt(step)), which is multiplied by the root mean
+          square of the parameter; decay is lr · weight_decay; ε₁ bounds the divisor from below and is not added to
+          squares as in the paper. Kernels of convolutions are factored over their last two dims.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from thrifty.core.bounds import Bound, Rate
+from thrifty.core.elements import AddDecayedWeights, ScaleBySchedule, layer_norms
+from thrifty.core.pieces import parts_like, row_parts
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+
+
+def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
+    """Divides an update (…, r, c) in place by the root of its mean squares, guessed from those over columns, row
+    (…, r), and those over rows, column (…, c): row · column / mean of row. `fresh` is the newest square's weight."""
+    parts = row_parts(update) if update.ndim == 2 else (update,)
+    total: Tensor | None = None
+    for part, mean in zip(parts, parts_like(parts, row), strict=True):
+        squares = part.square()
+        mean.lerp_(on_every_rank(squares.sum(-1)) / update.shape[-1], fresh)
+        total = squares.sum(-2) if total is None else total + squares.sum(-2)
+    assert total is not None
+    column.lerp_(on_every_rank(total) / update.shape[-2], fresh)
+    relative = row / (on_every_rank(row.sum(-1, keepdim=True)) / row.shape[-1]).clamp(min=least)
+    for part, share in zip(parts, parts_like(parts, relative), strict=True):
+        second = share.unsqueeze(-1) * column.unsqueeze(-2)
+        part.mul_(second.clamp_(min=least * least).rsqrt_())
+
+
+def on_every_rank(total: Tensor) -> Tensor:
+    """A sum, added up where it went over the parts of several ranks."""
+    if not isinstance(total, DTensor):
+        return total
+    return total.redistribute(placements=[Replicate() if p.is_partial() else p for p in total.placements])
+
+
+class ScaleByFactoredSquare(Transform):
+    """Divides by the root of the mean square of each number, for matrices guessed from rows and columns, and shortens a
+    parameter's update to a root mean square of at most `clip`. The newest square weighs count^decay in its mean. No
+    root counts as less than `least_root`, by default the precision of the gradient's type."""
+
+    name = "scale_by_factored_square"
+    reach = Reach.TENSOR
+    squares = frozenset({"row", "column", "square"})
+
+    def __init__(self, decay: float = -0.8, clip: float = 1.0, least_root: float | None = None):
+        self.decay, self.clip, self.least_root = decay, clip, least_root
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        return {"fresh": (age + 1) ** self.decay}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        slots: Slots = {"row": [], "column": [], "square": []}
+        for parameter in parameters:
+            zeros, none = torch.zeros_like(parameter), parameter.new_empty(0)
+            factored = parameter.ndim > 1
+            slots["row"].append(on_every_rank(zeros.sum(-1)) if factored else none)
+            slots["column"].append(on_every_rank(zeros.sum(-2)) if factored else none)
+            slots["square"].append(none if factored else zeros)
+        return slots
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        fresh = numbers["fresh"]
+        for update, row, column, square in zip(updates, slots["row"], slots["column"], slots["square"], strict=True):
+            least = torch.finfo(update.dtype).eps if self.least_root is None else self.least_root
+            if update.ndim > 1:
+                factored_update(update, row, column, fresh, least)
+            else:
+                square.lerp_(update.square(), fresh)
+                update.mul_(square.clamp(min=least * least).rsqrt_())
+        for update, length in zip(updates, layer_norms(updates, [None] * len(updates)), strict=True):
+            update.div_((length / (update.numel() ** 0.5 * self.clip)).clamp(min=1.0))
+        return updates
+
+
+class ScaleByParameterSize(Transform):
+    """Multiplies by the root mean square of the parameter, or by `least` where that is larger."""
+
+    name = "scale_by_parameter_size"
+    reach = Reach.TENSOR
+
+    def __init__(self, least: float = 1e-3):
+        self.least = least
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        for update, length in zip(updates, layer_norms(parameters, [None] * len(parameters)), strict=True):
+            update.mul_((length / update.numel() ** 0.5).clamp(min=self.least))
+        return updates
+
+
+def relative_step(step: int, largest: float) -> float:
+    """min(largest, 1 / sqrt(t)) for the t-th update, `step` counting from 0."""
+    return min(largest, (step + 1) ** -0.5)
+
+
+def adafactor(
+    lr: float = 1e-2,
+    decay: float = -0.8,
+    clip: float = 1.0,
+    least_root: float | None = None,
+    least_size: float = 1e-3,
+    weight_decay: float = 0.0,
+) -> Transform:
+    """parameter -= relative step · max(least_size, RMS(parameter)) · u, where u is the gradient over the root of its
+    factored mean square, shortened to an RMS of `clip`; and parameter -= lr · weight_decay · parameter."""
+    return chain(
+        ScaleByFactoredSquare(decay, clip, least_root),
+        ScaleByParameterSize(least_size),
+        ScaleBySchedule(lambda step: -relative_step(step, lr), name="scale_by_relative_step"),
+        AddDecayedWeights(-lr * weight_decay) if weight_decay else Transform(),
+    )
+
+
+@dataclass(frozen=True)
+class Adafactor(Technique):
+    stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
+    claims = frozenset({"optimizer"})
+
+    lr: Rate = 1e-2
+    """The largest relative step."""
+    decay: Annotated[float, Bound(most=0)] = -0.8
+    """How slowly the second moment forgets: its newest value weighs step^decay."""
+    clip: Annotated[float, Bound(above=0)] = 1.0
+    """Largest root mean square of an update before it is multiplied by the relative step."""
+    least_root: float | None = None
+    """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
+    least_size: Rate = 1e-3
+    """The paper's ε₂, below which no size of a parameter counts."""
+    weight_decay: Rate = 0.0
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(
+            adafactor(self.lr, self.decay, self.clip, self.least_root, self.least_size, self.weight_decay), transform
+        )

@@ -1,0 +1,129 @@
+"""Schedule-Free AdamW: an average of all steps instead of a decaying rate, so that no length of run need be known.
+
+Paper     Defazio et al. 2024, The Road Less Scheduled (arXiv 2405.15682).
+Promise   a run that can be stopped anywhere and judged as if its rate had been decayed for that moment; the core of
+          the winning entry of AlgoPerf 2024's self-tuning track. Equal to AdamWScheduleFree of schedulefree 1.4.
+Cost      AdamW's state: a second moment, and the distance to the second sequence instead of a first moment.
+Avoid     as it is for large language models at large batches: its authors have shown it for small ones and mend it for
+          larger (arXiv 2605.19095). It brings its own warm-up and goes with no other schedule or average of weights.
+Note      gradients are taken at y, which the parameters hold while training; evaluated and exported is the average x.
+          Decay is computed at y, as in the authors' code, and spares vectors, biases and positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thrifty.core.bounds import Rate
+from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, add_multiple
+from thrifty.core.moments import Moment
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+
+
+def schedule_free_update(
+    direction: list[Tensor], ahead: list[Tensor], rate: float | Tensor, share: float | Tensor, beta: float
+) -> list[Tensor]:
+    """What is added to y, given a direction of ascent d at y and `ahead` = z - y, which moves along.
+
+    z -= rate · d;  x += share · (z - x);  y = beta · x + (1 - beta) · z
+
+    Without x, `ahead` becomes (1 - share) · (ahead - beta · rate · d), and y moves by what `ahead` loses less rate · d.
+    """
+    kept = (1 - share) * beta * rate
+    moved = torch._foreach_mul(ahead, share)
+    add_multiple(moved, direction, kept - rate)
+    torch._foreach_mul_(ahead, 1 - share)
+    add_multiple(ahead, direction, -kept)
+    return list(moved)
+
+
+class ScheduleFree(Transform):
+    """The steps of z, the average x and the point y between them, from directions of ascent; the last of a chain.
+
+    A step weighs count^power · (rate / largest rate)^rate_power in the average: with both at their defaults each counts
+    alike once the warm-up is over, and little before.
+    """
+
+    name = "schedule_free"
+    reach = Reach.ROWS
+    weights = frozenset({"ahead"})
+
+    def __init__(self, rate: float, beta: float = 0.9, warmup: int = 0, power: float = 0.0, rate_power: float = 2.0):
+        self.largest, self.beta, self.warmup = rate, beta, warmup
+        self.power, self.rate_power = power, rate_power
+        self._sums: dict[int, list[float]] = {}
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        return {"rate": self.largest * self._warmed(step), "share": self._weight(step, age) / self._sum(step, age)}
+
+    def _warmed(self, step: int) -> float:
+        return min((step + 1) / self.warmup, 1.0) if self.warmup else 1.0
+
+    def _weight(self, step: int, age: int) -> float:
+        return (age + 1) ** self.power * self._warmed(step) ** self.rate_power
+
+    def _sum(self, step: int, age: int) -> float:
+        """The weights of all steps since the state was fresh. Kept only to save time: it is added up from the first
+        again in a run that is resumed."""
+        sums = self._sums.setdefault(step - age, [0.0])
+        for since in range(len(sums) - 1, age + 1):
+            sums.append(sums[-1] + self._weight(step - age + since, since))
+        return sums[age + 1]
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        return {"ahead": [torch.zeros_like(parameter) for parameter in parameters]}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        return list(torch._foreach_add(parameters, slots["ahead"], alpha=1 - 1 / self.beta))
+
+    def rate(self, numbers: Numbers) -> float:
+        return float(numbers["rate"])
+
+
+def schedule_free(
+    lr: float = 2.5e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    warmup: int = 0,
+    power: float = 0.0,
+    rate_power: float = 2.0,
+    factors: Transform | None = None,
+) -> Transform:
+    """Adam's direction without a first moment, plus weight_decay · parameter, moved and averaged by `ScheduleFree`.
+    What else multiplies updates, as `factors`, must come before the average."""
+    return chain(
+        ScaleByAdam(0.0, betas[1], eps),
+        AddDecayedWeights(weight_decay) if weight_decay else Transform(),
+        factors or Transform(),
+        ScheduleFree(lr, betas[0], warmup, power, rate_power),
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleFreeAdamW(Technique):
+    stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
+    claims = frozenset({"optimizer", "schedule", "averaged weights"})
+
+    lr: Rate = 2.5e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Where y stands between z and x, and how slowly the second moment forgets."""
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.1
+    warmup: Moment = 0.05
+    power: Rate = 0.0
+    """The paper's r: a step weighs in the average as its number to this power."""
+    rate_power: Rate = 2.0
+    """And as its rate to this power, relative to the largest so far."""
+
+    def update(self, transform: Transform) -> Transform:
+        return schedule_free(
+            self.lr, self.betas, self.eps, self.weight_decay, int(self.warmup), self.power, self.rate_power, transform
+        )

@@ -1,0 +1,42 @@
+"""SGD: the gradient, with momentum, as torch computes it.
+
+Paper     Polyak 1964, momentum; Sutskever et al. 2013, the Nesterov form; large batches after Goyal et al. 2017,
+          Accurate, Large Minibatch SGD (arXiv 1706.02677): Nesterov momentum 0.9, L2 of 1e-4 that spares norms.
+Promise   the least optimizer state of all: one momentum per parameter, none with momentum = 0. Equal to
+          torch.optim.SGD.
+Avoid     for Transformers: it needs rates per kind of layer there; choose AdamW unless memory forbids.
+Note      decay is L2, added to the gradient before the momentum, and spares vectors, biases and positions. The rate
+          stands outside the momentum, so that a changing rate needs no momentum correction.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.bounds import Probability, Rate
+from thrifty.core.elements import AddDecayedWeights, ScaleByMomentum, scale_by_learning_rate
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Transform, chain
+
+
+def sgd(lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> Transform:
+    """g += weight_decay · parameter; v = momentum · v + g; parameter -= lr · v, or lr · (g + momentum · v) with
+    `nesterov`."""
+    return chain(
+        AddDecayedWeights(weight_decay) if weight_decay else Transform(),
+        ScaleByMomentum(momentum, nesterov) if momentum else Transform(),
+        scale_by_learning_rate(lr),
+    )
+
+
+@dataclass(frozen=True)
+class Sgd(Technique):
+    stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
+    claims = frozenset({"optimizer"})
+
+    lr: Rate = 0.1
+    momentum: Probability = 0.9
+    nesterov: bool = False
+    weight_decay: Rate = 1e-4
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(sgd(self.lr, self.momentum, self.nesterov, self.weight_decay), transform)

@@ -1,0 +1,166 @@
+"""SOAP: Adam in the directions in which a matrix's gradients vary, which it finds as Shampoo does.
+
+Paper     Vyas et al. 2024, SOAP: Improving and Stabilizing Shampoo using Adam (arXiv 2409.11321), algorithm 3.
+Promise   fewer steps to a loss: the paper claims 40 % fewer than AdamW at large batches. Equal to the SOAP of
+          pytorch_optimizer 4.1.
+Cost      for a matrix of r rows and c columns, beside AdamW's state 2 (r² + c²) numbers, and 6 r c (r + c) FLOPs a
+          step. Every few steps a QR decomposition for each side.
+Avoid     where a step is cheap beside that: small batches, wide matrices.
+Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned AdamW, by 1.4 times at 0.1B parameters
+          and 1.1 times at 1.2B. The first step only measures. Sides longer than `largest` keep their own axes; what is
+          no matrix is Adam's. Sharded matrices are gathered one by one, and every rank does the same work.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thrifty.core.bounds import Positive, Rate
+from thrifty.core.elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
+from thrifty.core.pieces import local
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+
+Sides = Sequence[Tensor | None]
+"""A matrix for the rows of another, and one for its columns; None where a side keeps its own axes."""
+
+
+def measure(gradient: Tensor, spread: Sides, beta: float) -> None:
+    """Lets the decaying means of G Gᵀ and Gᵀ G take in a gradient."""
+    left, right = spread
+    if left is not None:
+        left.lerp_(gradient @ gradient.mT, 1 - beta)
+    if right is not None:
+        right.lerp_(gradient.mT @ gradient, 1 - beta)
+
+
+def turned(matrix: Tensor, axes: Sides) -> Tensor:
+    """A matrix in other axes, which stand in the columns of `axes`."""
+    left, right = axes
+    matrix = matrix if left is None else left.mT @ matrix
+    return matrix if right is None else matrix @ right
+
+
+def turned_back(matrix: Tensor, axes: Sides) -> Tensor:
+    left, right = axes
+    matrix = matrix if left is None else left @ matrix
+    return matrix if right is None else matrix @ right.mT
+
+
+def direction(
+    gradient: Tensor, mean: Tensor, square: Tensor, axes: Sides, beta1: float, beta2: float, eps: float
+) -> Tensor:
+    """Adam's, its moments living in the turned axes, before any correction for their having started at zero."""
+    new = turned(gradient, axes)
+    mean.lerp_(new, 1 - beta1)
+    square.lerp_(new.square_(), 1 - beta2)
+    return turned_back(mean / square.sqrt().add_(eps), axes)
+
+
+def find_axes(axes: Sides, spread: Sides) -> None:
+    """Sets axes to the eigenvectors of what was measured, those of the largest eigenvalues first."""
+    for own, side in zip(axes, spread, strict=True):
+        if own is not None and side is not None:
+            own.copy_(torch.linalg.eigh(side).eigenvectors.flip(1))
+
+
+def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> None:
+    """Brings axes nearer to the eigenvectors by one power iteration, and the moments into the new axes: the mean is
+    turned, each square goes with its axis, as in the paper."""
+    plain = turned_back(mean, axes)
+    for dim, (own, side) in enumerate(zip(axes, spread, strict=True)):
+        if own is not None and side is not None:
+            product = side @ own
+            order = (own * product).sum(0).argsort(descending=True)
+            square.copy_(square.index_select(dim, order))
+            own.copy_(torch.linalg.qr(product[:, order]).Q)
+    mean.copy_(turned(plain, axes))
+
+
+class ScaleBySoap(Transform):
+    """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3); what is no matrix, and sides longer than `largest`,
+    in its own axes. Every `every` steps the axes follow. The first update is zero."""
+
+    name = "scale_by_soap"
+    reach = Reach.TENSOR
+    weights = frozenset({"left_spread", "right_spread", "left_axes", "right_axes"})
+    squares = frozenset({"square"})
+
+    def __init__(
+        self, beta1: float = 0.95, beta2: float = 0.95, eps: float = 1e-8, every: int = 10, largest: int = 10_000
+    ):
+        self.beta1, self.beta2, self.eps, self.every, self.largest = beta1, beta2, eps, every, largest
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        factor = (1 - self.beta2**age) ** 0.5 / (1 - self.beta1**age) if age else 0.0
+        return {"first": float(age == 0), "turn": float(age > 0 and age % self.every == 0), "factor": factor}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        slots: Slots = {slot: [torch.zeros_like(parameter) for parameter in parameters] for slot in ("mean", "square")}
+        for kind in ("spread", "axes"):
+            for dim, side in enumerate(("left", "right")):
+                slots[f"{side}_{kind}"] = [self._side(parameter, dim) for parameter in parameters]
+        return slots
+
+    def _side(self, parameter: Tensor, dim: int) -> Tensor:
+        size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.largest else 0
+        here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return like_parts(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        sides = {slot: [side if side.numel() else None for side in local(slots[slot])] for slot in self.weights}
+        for i, update in enumerate(updates):
+            moments = slots["mean"][i], slots["square"][i]
+            gradient, mean, square = (whole(tensor) for tensor in (update, *moments))
+            spread = sides["left_spread"][i], sides["right_spread"][i]
+            axes = sides["left_axes"][i], sides["right_axes"][i]
+            found = torch.zeros_like(gradient)
+            if not numbers["first"]:
+                found = direction(gradient, mean, square, axes, self.beta1, self.beta2, self.eps)
+                found.mul_(numbers["factor"])
+            measure(gradient, spread, self.beta2)
+            if numbers["first"]:
+                find_axes(axes, spread)
+            elif numbers["turn"]:
+                follow_axes(axes, spread, mean, square)
+            for tensor, new in zip((update, *moments), (found, mean, square), strict=True):
+                if new is not tensor:
+                    tensor.copy_(like_parts(new, tensor))
+        return updates
+
+
+def soap(
+    lr: float = 3e-3,
+    betas: tuple[float, float] = (0.95, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    every: int = 10,
+    largest: int = 10_000,
+) -> Transform:
+    """parameter -= lr · (Adam's direction in turned axes + weight_decay · parameter)."""
+    return chain(ScaleBySoap(*betas, eps, every, largest), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
+
+
+@dataclass(frozen=True)
+class Soap(Technique):
+    stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
+    claims = frozenset({"optimizer"})
+    clashes: ClassVar[Mapping[str, str]] = {"weight masks": "its moments are not those of single weights"}
+
+    lr: Rate = 3e-3
+    betas: tuple[float, float] = (0.95, 0.95)
+    """Of both moments; the second also of what the axes are found from."""
+    eps: Rate = 1e-8
+    weight_decay: Rate = 0.01
+    every: Positive = 10
+    """Steps after which the axes follow the gradients."""
+    largest: Positive = 10_000
+    """Longer sides, vocabularies above all, keep their own axes."""
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.largest), transform)

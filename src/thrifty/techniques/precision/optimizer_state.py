@@ -1,0 +1,228 @@
+"""Optimizer state: moments of gradients kept in 8 bits or in bfloat16, for any optimizer.
+
+Paper     Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861): codes of 8 bits and a
+          scale for each block of up to 256 numbers. Rounding by chance after Gupta et al. 2015 (arXiv 1502.02551).
+Promise   a little over 1 byte (int8) or 2 (bfloat16) for each moment's 4, at the same loss: 400 steps of 0.6M
+          parameters ended within 0.2 % of float32 with AdamW (beta2 0.95 and 0.999) and Lion, two seeds each.
+Cost      moments are opened and closed again in every step, in pieces that stay in the cache. On 2 cores AdamW's step
+          takes 6 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 1.4 in float32.
+Does not  touch weights and their averages, vectors, or tensors with fewer than `smallest` numbers.
+Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.999 the root of a second moment stands
+          3 times too high 2500 steps after its gradients fell to a tenth; rounded by chance it follows within 10 %.
+          In 8 bits that holds to about beta2 = 0.9997, in bfloat16 beyond.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thrifty.core.bounds import Positive
+from thrifty.core.elements import Selective
+from thrifty.core.errors import Refused
+from thrifty.core.fused import by_kernels
+from thrifty.core.randomness import seed_of
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import note
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Chain, Numbers, Partition, Reach, Slots, Transform, chain, moves
+from thrifty.kernels.block_codes import CodeBook, code_book, decode, encode
+from thrifty.kernels.stochastic_rounding import round_to_bfloat16
+
+SHORTEST_ROW = 16
+"""Rows of fewer numbers keep float32: a block's scale would weigh as much as their codes save."""
+
+Seed = int | Tensor | None
+"""Of the step, for rounding by chance; None rounds to the nearest."""
+
+
+class Format(Protocol):
+    parts: Sequence[str]
+    """A moment's slots, as endings of its name."""
+
+    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]: ...
+
+    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor: ...
+
+
+class Bfloat16:
+    parts = ("",)
+
+    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
+        return (moment.bfloat16() if seed is None else round_to_bfloat16(moment, seed),)
+
+    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor:
+        return parts[0].float()
+
+
+class Int8:
+    parts = ("", ".scales")
+
+    def __init__(self) -> None:
+        self.books: dict[tuple[bool, torch.device], CodeBook] = {}
+
+    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
+        return encode(moment, self._book(moment, never_negative), seed)
+
+    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor:
+        return decode(*parts, self._book(parts[0], never_negative))
+
+    def _book(self, like: Tensor, never_negative: bool) -> CodeBook:
+        key = (never_negative, like.device)
+        if key not in self.books:
+            self.books[key] = code_book(not never_negative, like.device)
+        return self.books[key]
+
+
+class Stored(Transform):
+    """An element whose large moments are stored in fewer bits between steps; it itself only ever sees float32.
+
+    Slots keep their names; scales are in one beside them. What is not stored in fewer bits stays in its place as it is.
+    """
+
+    def __init__(self, element: Transform, form: Format, smallest: int):
+        self.element, self.form, self.smallest = element, form, smallest
+        self.name, self.weights, self.squares = element.name, element.weights, element.squares
+        self.stored: dict[str, list[int]] = {}
+
+    @property
+    def reach(self) -> Reach:  # type: ignore[override]
+        return self.element.reach
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        chance = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
+        return {**self.element.numbers(step, age), "rounding_seed": float(chance)}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        slots: Slots = {}
+        for slot, moments in self.element.init(names, parameters).items():
+            pairs = zip(moments, parameters, strict=True)
+            self.stored[slot] = [] if slot in self.weights else [i for i, pair in enumerate(pairs) if self._fits(*pair)]
+            slots[slot] = moments
+            if not self.stored[slot]:
+                continue
+            for part in self.form.parts[1:]:
+                slots[slot + part] = [parameter.new_empty(0) for parameter in parameters]
+            for i in self.stored[slot]:
+                for part, tensor in zip(self.form.parts, self._closed(slot, moments[i], None), strict=True):
+                    slots[slot + part][i] = divided_like(moments[i], tensor)
+        return slots
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        opened = self._open(slots)
+        updates = self.element.update(updates, opened, parameters, numbers)
+        self._close(opened, slots, numbers)
+        return updates
+
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        if type(self.element).follow is not Transform.follow:
+            opened = self._open(slots)
+            self.element.follow(opened, parameters, numbers)
+            self._close(opened, slots, numbers)
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        if type(self.element).judged is Transform.judged:
+            return None
+        return self.element.judged(self._open(slots), parameters, numbers)
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = copy(self)
+        # parts are run by kernels where there are some; what is compiled is not divided into parts
+        (some.element,) = by_kernels(chain(self.element.only(indices))).elements.values()
+        some.stored = {
+            slot: [place for place, i in enumerate(indices) if i in stored] for slot, stored in self.stored.items()
+        }
+        return some
+
+    def rate(self, numbers: Numbers) -> float:
+        return self.element.rate(numbers)
+
+    def _fits(self, moment: Tensor, parameter: Tensor) -> bool:
+        by_rows = not isinstance(moment, DTensor) or all(p.is_replicate() or p.is_shard(0) for p in moment.placements)
+        alike = moment.dtype == torch.float32 and moment.shape == parameter.shape
+        return by_rows and alike and is_large(parameter, self.smallest)
+
+    def _closed(self, slot: str, moment: Tensor, seed: Seed) -> tuple[Tensor, ...]:
+        return self.form.close(held(moment), slot in self.squares, seed)
+
+    def _open(self, slots: Slots) -> Slots:
+        opened: Slots = {}
+        for slot, stored in self.stored.items():
+            opened[slot] = list(slots[slot])
+            for i in stored:
+                parts = [held(slots[slot + part][i]) for part in self.form.parts]
+                opened[slot][i] = divided_like(slots[slot][i], self.form.open(parts, slot in self.squares))
+        return opened
+
+    def _close(self, opened: Slots, slots: Slots, numbers: Numbers) -> None:
+        seed = numbers["rounding_seed"]
+        seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
+        for slot, stored in self.stored.items():
+            for i in stored:
+                for part, tensor in zip(self.form.parts, self._closed(slot, opened[slot][i], seed), strict=True):
+                    held(slots[slot + part][i]).copy_(tensor)
+
+
+def held(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def divided_like(whole: Tensor, rows: Tensor) -> Tensor:
+    """`rows`, made from those that this rank holds of `whole`, as a tensor divided over the ranks as that is."""
+    if not isinstance(whole, DTensor):
+        return rows
+    shape = torch.Size((whole.shape[0], *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+
+
+def is_large(parameter: Tensor, smallest: int) -> bool:
+    """Whether moments of this parameter are worth storing in fewer bits."""
+    if parameter.ndim < 2 or parameter.numel() < smallest:
+        return False
+    return parameter.numel() >= SHORTEST_ROW * parameter.shape[0]
+
+
+def stored(transform: Transform, form: Callable[[], Format] = Int8, smallest: int = 4096) -> Transform:
+    """Any transform with the moments in it stored in fewer bits, element by element, so that each can still be run in
+    pieces: `stored(lion(1e-4), Bfloat16)`."""
+    if type(transform) is Chain:
+        return chain(*(stored(element, form, smallest) for element in transform.elements.values()))
+    if type(transform) is Partition:
+        some = copy(transform)
+        some.rules = {label: (rule, stored(inner, form, smallest)) for label, (rule, inner) in transform.rules.items()}
+        return some
+    stateless = type(transform).init in (Transform.init, Selective.init)
+    return transform if stateless or not moves(transform) else Stored(transform, form(), smallest)
+
+
+FORMATS: dict[str, Callable[[], Format]] = {"int8": Int8, "bfloat16": Bfloat16}
+
+
+@dataclass(frozen=True)
+class OptimizerState(Technique):
+    stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
+
+    format: Literal["int8", "bfloat16"] = "int8"
+    smallest: Positive = 4096
+    """Parameters with fewer numbers keep their moments in float32."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        large = [parameter for parameter in trained if is_large(parameter, self.smallest)]
+        if not large:
+            raise Refused(
+                f"no matrix of the model has {self.smallest} numbers, in rows of at least {SHORTEST_ROW}",
+                fix=f"train without it, there is little to save, or --set {self.name}.smallest=1",
+            )
+        share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
+        note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
+        return model
+
+    def update(self, transform: Transform) -> Transform:
+        return stored(transform, FORMATS[self.format], self.smallest)

@@ -1,0 +1,78 @@
+"""Rates carried over from a base batch: what is composed, and the accuracy that is counted."""
+
+import pytest
+import torch
+
+from thrifty.core.compose import Plain, compose
+from thrifty.data.digits import DigitImages, Digits
+from thrifty.objectives.classify import Classify
+from thrifty.recipes import studies
+from thrifty.recipes.studies import batch_scaling
+from thrifty.recipes.studies.batch_scaling import LARS, METHODS, accuracy, measure, perceptron
+
+CASE = {"rate": 0.02, "coefficient": 0.01, "base_batch": 16, "hidden": [32]}
+PUBLISHED = {
+    "same rate": (98.0, 95.6, 63.1, 35.3),
+    "linear": (98.0, 97.8, 95.4, 20.6),
+    "linear, warm-up": (97.9, 97.9, 94.8, 24.0),
+    "square root, warm-up": (97.9, 96.7, 92.1, 91.0),
+    LARS: (95.0, 98.2, 96.8, 92.9),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "last"),
+    [("same rate", 1, 1), ("linear", 4, 4), ("linear, warm-up", 1, 4), ("square root, warm-up", 1, 2), (LARS, 1, 4)],
+)
+def test_the_rate_begins_and_ends_as_the_method_says(method: str, first: float, last: float) -> None:
+    batch = 4 * 16
+    found = batch_scaling.chosen(METHODS[method], 0.02, 0.01, base_batch=16, batch=batch)
+    plain = Plain(lambda: perceptron([8], 0), Digits("train", batch), Classify())
+    transform = compose(plain, found, 305).transform()
+    epoch = 1300 // batch
+    rates = [transform.rate(transform.numbers(step, step)) / 0.02 for step in (0, 5 * epoch + 2)]
+    assert rates == pytest.approx([first, last])
+
+
+def test_first_values_depend_on_the_seed_alone_and_leave_torch_s_generator_as_it_was() -> None:
+    before = torch.random.get_rng_state()
+    one, again, other = (perceptron([8], seed)[1].weight for seed in (0, 0, 1))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_accuracy_is_the_share_of_test_images_told_right() -> None:
+    test = DigitImages("test")
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    with torch.no_grad():
+        model[1].weight.zero_()
+        model[1].bias.copy_(torch.nn.functional.one_hot(torch.tensor(3), 10))
+    assert accuracy(model) == pytest.approx(float((test.labels == 3).float().mean()))
+
+
+def test_small_batches_learn_by_every_method_and_the_largest_breaks_the_linear_rule() -> None:
+    for method in METHODS:
+        assert measure(0, batch=32, method=method, epochs=4, **CASE)["accuracy"] > 0.5, method
+    large = {method: measure(0, batch=650, method=method, epochs=15, **CASE) for method in ("linear", LARS)}
+    assert large["linear"]["steps"] == 30
+    assert large[LARS]["accuracy"] > 0.85
+
+
+def test_a_run_that_diverges_counts_as_what_it_has_learned() -> None:
+    found = measure(0, batch=32, method="same rate", epochs=1, **CASE | {"rate": 1e30})
+    assert 0 <= found["accuracy"] < 0.5
+
+
+def test_the_published_shape_is_the_one_expected() -> None:
+    study = studies.make("batch_scaling")
+    batches = sorted({case["batch"] for case in study.cases.values()})
+    cells = {
+        f"{method}, batch {batch}": {"accuracy": PUBLISHED[method][place] / 100}
+        for method in METHODS
+        for place, batch in enumerate(batches)
+    }
+    assert cells.keys() == study.cases.keys()
+    assert all(expectation.holds(cells) for expectation in study.expect)
+    same = {label: {"accuracy": 0.97} for label in cells}
+    held = [expectation.holds(same) for expectation in study.expect]
+    assert held == [False, True, False, True, True, False]

@@ -1,0 +1,61 @@
+"""What acts on the blocks of a model acts on those of both sides of an encoder-decoder."""
+
+import pytest
+import torch
+
+from stacked_models import KINDS
+from thrifty.core.state import TrainState
+from thrifty.core.surgery import find_stacks
+from thrifty.techniques.compile import Compile
+from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.memory.recompute import Recompute
+
+SIDES = ("our marian", "our t5", "t5", "marian")
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_recomputed_blocks_of_both_sides_run_twice_and_give_the_same_gradients(name: str) -> None:
+    gradients, calls = [], []
+    for technique in (None, Recompute()):
+        model, seen = KINDS[name].model(), []
+        for stack, blocks in KINDS[name].stacks.items():
+            for index in range(blocks):
+                last = model.get_submodule(f"{stack}.{index}.{KINDS[name].writers[stack][0]}")
+                last.register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        if technique:
+            technique.model(model)
+        KINDS[name].loss(model).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        calls.append(len(seen))
+    blocks = sum(KINDS[name].stacks.values())
+    assert calls == [blocks, 2 * blocks]
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is recomputed is None or torch.equal(plain, recomputed)
+
+
+@pytest.mark.parametrize("name", ["our marian", "our t5"])
+def test_blocks_of_both_sides_are_compiled_and_give_the_same_loss(name: str) -> None:
+    torch._dynamo.reset()
+    model = Compile(backend="aot_eager").model(KINDS[name].model())
+    compiled = [block for blocks in find_stacks(model).values() for block in blocks if block._compiled_call_impl]
+    assert len(compiled) == sum(KINDS[name].stacks.values())
+    torch.testing.assert_close(KINDS[name].loss(model), KINDS[name].loss(KINDS[name].model()))
+
+
+def test_both_sides_grow() -> None:
+    change = Stacking(at=(2,)).changes(0, TrainState())
+    assert change is not None
+    shallow = change.restructure(KINDS["our t5"].model())  # 3 encoder and 2 decoder blocks
+    assert {name: len(blocks) for name, blocks in find_stacks(shallow).items()} == {
+        "encoder.blocks": 1,
+        "decoder.blocks": 1,
+    }
+    state = TrainState(step=2, model=shallow)
+    grown = Stacking(at=(2,)).changes(2, state)
+    assert grown is not None
+    full = grown.restructure(KINDS["our t5"].model())
+    origins = {grown.origin(name) for name, _ in full.named_parameters()}
+    assert origins == {name for name, _ in shallow.named_parameters()}
+    assert grown.origin("decoder.blocks.1.mlp.up.weight") == "decoder.blocks.0.mlp.up.weight"
+    assert grown.origin("encoder.blocks.2.mlp.up.weight") == "encoder.blocks.0.mlp.up.weight"
+    assert grown.origin("encoder.norm.weight") == "encoder.norm.weight"
