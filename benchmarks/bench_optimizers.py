@@ -1,8 +1,9 @@
 """Each optimizer's step on the parameters of a 30M-parameter model, against the implementations that install.
 
 Promise: not slower than the fastest of them in one interleaved run, and beside parameters, gradients and state a step
-holds no more memory than its state. Gradients are fresh before every step: some optimizers overwrite them, and numbers
-that shrink from step to step would end as denormals, which are slow.
+holds no more memory than its state; Adafactor, whose state is next to nothing, a few megabytes. Gradients are fresh
+before every step: some optimizers overwrite them, and numbers that shrink from step to step end as denormals, which are
+slow.
 """
 
 import argparse

@@ -129,7 +129,7 @@ def test_muon_is_torchs_within_the_precision_that_it_computes_in(ours: str, thei
         assert difference < (0.05 * moved[name] if is_hidden_matrix(name, value) else 1e-6), name
 
 
-@pytest.mark.parametrize("shape", [(6, 6), (16, 6), (6, 16), (40, 60)])
+@pytest.mark.parametrize("shape", [(6, 6), (16, 6), (6, 16), (40, 60), (301, 260)])
 def test_orthogonalizing_is_torchs_iteration(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wanted = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)

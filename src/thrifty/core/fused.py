@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleByMomentum, ScaleBySchedule
 from thrifty.core.pieces import local, product
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, moves
 
 
 class Fused:
@@ -57,13 +57,15 @@ def fused_adamw(
     weight_decay: float,
 ) -> None:
     """The `count`-th step of AdamW by torch's kernel."""
+    # the kernel only reads them, so that one tensor serves all parameters of a device
+    counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
     torch._fused_adamw_(
         parameters,
         gradients,
         mean,
         square,
         [],
-        [torch.tensor(count, device=parameter.device) for parameter in parameters],
+        [counts[parameter.device] for parameter in parameters],
         lr=rate,
         beta1=adam.beta1,
         beta2=adam.beta2,
@@ -121,7 +123,7 @@ class FusedSGD(Fused):
 
 def fused_tail(chain: Chain) -> tuple[Chain, Fused] | None:
     """What of a chain comes before a fused kernel, and the kernel for the rest; None where there is none."""
-    inner, factors = without_factors(chain)
+    inner, factors = without_factors(chain.part([key for key, element in chain.elements.items() if moves(element)]))
     rest = list(inner.elements.items())
     decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
     if rest and type(rest[-1][1]) is ScaleByAdam and rest[-1][1].correct and rest[-1][1].beta1:

@@ -4,7 +4,7 @@ Run over all parameters, every element of a chain is a pass over main memory, an
 the model. Elements that look no further than rows can be run on pieces of a megabyte instead, each by one thread:
 the same arithmetic, two to three times faster, with temporaries of a few pieces. Where an element must see a whole
 parameter, that parameter is a piece, and the elements before and behind it go through it in rows. On other devices,
-where launching counts for more, there is one piece.
+where launching counts for more, pieces are larger.
 """
 
 import math
@@ -23,6 +23,9 @@ from thrifty.core.transforms import Chain, Numbers, Reach, Slots
 
 NUMBERS = 256 * 1024
 """Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
+
+NUMBERS_ON_A_GPU = 16 * 1024 * 1024
+"""Large enough for its cores, small enough that temporaries stay below a hundred megabytes."""
 
 Span = tuple[int, slice | None]
 """A parameter's index and the rows of it that belong to a piece, None for all."""
@@ -87,7 +90,7 @@ class InPieces:
         here = local(parameters) if self.local else list(parameters)
         on_cpu = all(tensor.device.type == "cpu" for tensor in here)
         self.pieces = []
-        for spans in _spans(here, self.local, NUMBERS if on_cpu else 0):
+        for spans in _spans(here, self.local, NUMBERS if on_cpu else NUMBERS_ON_A_GPU):
             own = [i for i, _ in spans]
             self.pieces.append(Piece(tuple(spans), _work(chain.only(own), factors, [here[i] for i in own])))
         # collectives of sharded tensors must be met in one order by all ranks
@@ -152,20 +155,19 @@ def product(factors: Chain, numbers: Numbers) -> float:
 
 
 def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[list[Span]]:
-    """Groups of about `numbers` numbers: small tensors together, large ones by rows where that is allowed; all in one
-    group when `numbers` is 0."""
+    """Groups of about `numbers` numbers: small tensors together, large ones by rows where that is allowed."""
     group: list[Span] = []
     filled = 0
     for index, tensor in enumerate(tensors):
         count = tensor.numel()
         if not count:
             continue
-        rows = _rows(tensor, numbers) if by_rows and numbers and tensor.ndim else 0
+        rows = _rows(tensor, numbers) if by_rows and tensor.ndim else 0
         cuts = range(0, len(tensor), rows) if rows and rows < len(tensor) else [0]
         for start in cuts:
             group.append((index, slice(start, start + rows) if len(cuts) > 1 else None))
             filled += count // len(cuts)
-            if numbers and filled >= numbers:
+            if filled >= numbers:
                 yield group
                 group, filled = [], 0
     if group:
