@@ -4,6 +4,7 @@ import math
 import os
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from thrifty.core.errors import Infeasible, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
+from thrifty.core.stages import Stage
 from thrifty.data.corpus import TextData, open_data, say_on_stderr
 from thrifty.data.pairs import holds_pairs
 from thrifty.data.tokenizing import read_tokenizer
@@ -142,17 +144,20 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
 
 
 def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain, device: torch.device) -> int:
-    """How many steps go through so many tokens when a full step goes through `per_step`: more, where batches start
-    small. How fast they grow may depend on the number of steps, so the answer is looked for in rounds."""
-    steps = int(budget // per_step)
-    for _ in range(10):
-        source = compose(plain, recipe.techniques, steps, device).source
-        full_steps = sum(source.size(step) for step in range(steps)) / source.batch
-        wanted = int(steps * budget // (per_step * full_steps))
-        if wanted == steps:
-            break
-        steps = wanted
-    return steps
+    """The most steps that go through no more than so many tokens, a step of the recipe's batch through `per_step`."""
+    fixed = [technique for technique in recipe.techniques if technique.stage is not Stage.RESIZE]
+    if len(fixed) == len(recipe.techniques):
+        return int(budget // per_step)
+    batch = compose(plain, fixed, 1, device).source.batch
+
+    def spent(steps: int) -> float:
+        source = compose(plain, recipe.techniques, steps, device).source  # how fast batches grow may depend on steps
+        return per_step * sum(source.size(step) for step in range(steps)) / batch
+
+    most = 1
+    while spent(2 * most) <= budget:
+        most *= 2
+    return most + bisect_right(range(most + 1, 2 * most), budget, key=spent)
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch.device) -> int:

@@ -133,6 +133,13 @@ def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
     assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, FusedSGD)
 
 
+def test_every_thread_of_the_pool_is_there_before_the_rest_of_the_program_goes_on() -> None:
+    torch.set_num_threads(3)
+    pieces._pool(5, -1)  # a pool of its own
+    with pieces.ThreadPoolExecutor(1) as fresh:
+        assert fresh.submit(torch.get_num_threads).result() == 3
+
+
 def test_the_threads_of_the_rest_of_the_program_stay() -> None:
     in_pieces(lion(), tensors([(30, 30)], 0), 1)
     assert torch.get_num_threads() == 2

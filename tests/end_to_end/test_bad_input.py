@@ -83,7 +83,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stopped(common_folder: Path) -> Path:
     """The folder of a run that was killed, with its checkpoints of steps 4 and 8."""
     thrifty = CommandLine(common_folder)

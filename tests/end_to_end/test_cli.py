@@ -18,7 +18,7 @@ from end_to_end.command_line import CommandLine
 from thrifty.cli.main import ABOUT
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def trained(common_folder: Path) -> tuple[CommandLine, dict[str, Any]]:
     """A command line beside a finished run `done`, and the summary that `train --json` printed."""
     thrifty = CommandLine(common_folder)

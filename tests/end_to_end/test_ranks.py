@@ -10,7 +10,7 @@ STEPS = 20
 TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def single(common_folder: Path) -> list[dict]:
     """The records of the run in one process."""
     thrifty = CommandLine(common_folder)

@@ -25,7 +25,7 @@ LEARNED = {
 PER_STEP = 8 * 32
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
     folder = tmp_path_factory.mktemp("objectives")
     write_corpus(folder / "corpus")

@@ -50,10 +50,15 @@ def values_of(kind: Any) -> some.SearchStrategy:
 
 
 def bounded(kind: type, bound: Bound) -> some.SearchStrategy:
+    if typing.get_origin(kind) is tuple:
+        return some.tuples(*(bounded(part, bound) for part in typing.get_args(kind)))
     if kind is int:
         return some.integers(int(bound.least or 0), 2**62)
     low = bound.above if bound.above is not None else bound.least
-    return some.floats(low, bound.most, exclude_min=bound.above is not None, allow_nan=False)
+    high = bound.below if bound.below is not None else bound.most
+    return some.floats(
+        low, high, exclude_min=bound.above is not None, exclude_max=bound.below is not None, allow_nan=False
+    )
 
 
 def any_of(kind: type, **fixed: some.SearchStrategy) -> some.SearchStrategy:

@@ -13,8 +13,11 @@ from thrifty.core.batches import Batch, Share
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import Refused
 from thrifty.core.fused import FusedAdamW, fused_tail
-from thrifty.techniques.large_batch.batch_ramp import size_at
+from thrifty.core.recipe import Recipe
+from thrifty.preparing import _steps_in_tokens
+from thrifty.techniques.large_batch.batch_ramp import BatchRamp, size_at
 from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
+from thrifty.techniques.optimizers.adamw import AdamW
 from tiny_runs import plain_run, run_through, technique, with_optimizer
 
 
@@ -140,3 +143,20 @@ def test_two_ranks_average_and_measure_what_one_process_does() -> None:
         for other_means, other_scales in found:
             assert other_means == pytest.approx(means, rel=1e-4)
             assert other_scales == pytest.approx(scales, rel=1e-2)
+
+
+@pytest.mark.parametrize("until", [5, 0.3, 1.0])
+@pytest.mark.parametrize("full", [0, 4, 32])
+@pytest.mark.parametrize("budget", [700, 4_000, 33_333])
+def test_a_budget_of_tokens_is_spent_and_not_overspent_when_batches_grow(
+    until: int | float, full: int, budget: int
+) -> None:
+    plain, per_step = plain_run(batch=8), 8 * 16
+    ramp = BatchRamp(start=0.125, until=until, multiple=2, batch=full)
+    steps = _steps_in_tokens(budget, per_step, Recipe(techniques=(AdamW(), ramp)), plain, torch.device("cpu"))
+
+    def spent(steps: int) -> int:
+        source = compose(plain, (AdamW(), ramp), steps).source
+        return sum(len(source.at(step)) for step in range(steps)) * 16
+
+    assert spent(steps) <= budget < spent(steps + 1)

@@ -24,7 +24,11 @@ def command() -> None:
 @click.option("--hours", type=float, help="The same by time on this machine, whose speed is measured.")
 @click.option("--tokens", type=float, help="The other way round: the model that this many tokens suit.")
 @click.option(
-    "--utilisation", type=float, default=0.4, show_default=True, help="With --hours: the share of peak assumed."
+    "--utilisation",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.4,
+    show_default=True,
+    help="With --hours: the share of peak assumed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def size(flops: float | None, hours: float | None, tokens: float | None, utilisation: float, as_json: bool) -> None:

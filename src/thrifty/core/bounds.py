@@ -9,21 +9,23 @@ from thrifty.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number may be; `above` excludes the limit itself."""
+    """What a number, or each of several, may be; `above` and `below` exclude the limit itself."""
 
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    below: float | None = None
 
     def admits(self, value: float) -> bool:
         return (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
         )
 
     def __str__(self) -> str:
-        parts = {"at least": self.least, "above": self.above, "at most": self.most}
+        parts = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
         return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
 
 
@@ -32,6 +34,7 @@ Natural = Annotated[int, Bound(least=0)]
 Share = Annotated[float, Bound(above=0, most=1)]
 Probability = Annotated[float, Bound(least=0, most=1)]
 Rate = Annotated[float, Bound(least=0)]
+Betas = Annotated[tuple[float, float], Bound(least=0, below=1)]
 
 
 def check_bounds(value: Any, name: str) -> None:
@@ -40,5 +43,6 @@ def check_bounds(value: Any, name: str) -> None:
     for field in fields(value):
         for bound in getattr(hints[field.name], "__metadata__", ()):
             given = getattr(value, field.name)
-            if isinstance(bound, Bound) and not bound.admits(given):
+            numbers = given if isinstance(given, tuple) else (given,)
+            if isinstance(bound, Bound) and not all(map(bound.admits, numbers)):
                 raise UsageError(f"{name}: {field.name} is {given!r}", fix=f"{field.name} must be {bound}")

@@ -8,11 +8,13 @@ where launching counts for more, pieces are larger.
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from threading import Barrier
 from typing import Protocol
 
 import torch
@@ -104,7 +106,7 @@ class InPieces:
             return
         # each thread takes the next piece from the queue when it is done with one
         work = (queue, updates, slots, parameters, numbers)
-        runs = [_pool(self.threads).submit(self.run, *work) for _ in range(self.threads)]
+        runs = [_pool(self.threads, os.getpid()).submit(self.run, *work) for _ in range(self.threads)]
         for run in runs:
             run.result()
 
@@ -175,11 +177,18 @@ def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[l
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads that each compute alone: torch's own parallelism is switched off inside them."""
-    here = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "thrifty-update", initializer=torch.set_num_threads, initargs=(1,))
-    list(pool.map(lambda _: None, range(threads)))
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process that each compute alone: torch's own parallelism is switched off inside them."""
+    here, all_there = torch.get_num_threads(), Barrier(threads + 1)
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        all_there.wait()
+
+    pool = ThreadPoolExecutor(threads, "thrifty-update", initializer=alone)
+    for _ in range(threads):
+        pool.submit(int)
+    all_there.wait()
     # setting it in a thread also sets what threads yet to come start with
     torch.set_num_threads(here)
     return pool

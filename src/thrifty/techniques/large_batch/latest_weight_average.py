@@ -1,4 +1,4 @@
-"""Latest-weight averaging (LAWA): the mean of the last few copies of the weights is judged, the weights train on.
+"""Latest-weight averaging: LAWA, the mean of the last few copies of the weights is judged, the weights train on.
 
 Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); as a queue during training Sanyal et al. 2023
           (arXiv 2306.03241).

@@ -7,7 +7,8 @@ Promise   a batch k times as large takes k times (linear) or sqrt(k) times (squa
 Avoid     far above the gradient noise scale (large_batch.noise_scale): there no rate makes up for the lost steps.
 Note      square_root for Adam and its relatives, linear for SGD. A schedule that warms up from zero multiplies with
           this; set its warmup to 0 to have the paper's. The paper's momentum correction is for momenta that hold the
-          rate inside; ours do not. With a batch ramp the factor is that of the full batch.
+          rate inside; ours do not. With a batch ramp the factor is that of the
+          recipe's batch; set `batch` where the ramp ends at another.
 """
 
 from dataclasses import dataclass

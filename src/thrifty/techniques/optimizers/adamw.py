@@ -9,7 +9,7 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 
 from dataclasses import dataclass
 
-from thrifty.core.bounds import Rate
+from thrifty.core.bounds import Betas, Rate
 from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -29,7 +29,7 @@ class AdamW(Technique):
     claims = frozenset({"optimizer"})
 
     lr: Rate = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Betas = (0.9, 0.95)
     eps: Rate = 1e-8
     weight_decay: Rate = 0.1
 

@@ -14,7 +14,7 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 import math
 from dataclasses import dataclass
 
-from thrifty.core.bounds import Rate
+from thrifty.core.bounds import Betas, Rate
 from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -46,7 +46,7 @@ class Lamb(Technique):
     claims = frozenset({"optimizer"})
 
     lr: Rate = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-6
     weight_decay: Rate = 0.01
     correct: bool = True

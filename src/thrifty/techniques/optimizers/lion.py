@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.bounds import Rate
+from thrifty.core.bounds import Betas, Rate
 from thrifty.core.elements import AddDecayedWeights, scale_by_learning_rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -51,7 +51,7 @@ class Lion(Technique):
     claims = frozenset({"optimizer"})
 
     lr: Rate = 1e-4
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: Betas = (0.9, 0.99)
     weight_decay: Rate = 1.0
 
     def update(self, transform: Transform) -> Transform:

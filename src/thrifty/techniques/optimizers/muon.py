@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.bounds import Positive, Probability, Rate
+from thrifty.core.bounds import Betas, Positive, Probability, Rate
 from thrifty.core.elements import (
     AddDecayedWeights,
     ScaleByAdam,
@@ -185,7 +185,7 @@ class Muon(Technique):
     """Of the iterations; float32 where the machine has no bfloat16 products."""
     rest_lr: Rate = 1e-3
     """AdamW's rate, for what is no hidden matrix."""
-    rest_betas: tuple[float, float] = (0.9, 0.95)
+    rest_betas: Betas = (0.9, 0.95)
     rest_eps: Rate = 1e-8
 
     def model(self, model: nn.Module) -> nn.Module:

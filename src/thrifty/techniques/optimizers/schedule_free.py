@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.bounds import Rate
+from thrifty.core.bounds import Betas, Rate
 from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, add_multiple
+from thrifty.core.errors import UsageError
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -53,6 +54,11 @@ class ScheduleFree(Transform):
     weights = frozenset({"ahead"})
 
     def __init__(self, rate: float, beta: float = 0.9, warmup: int = 0, power: float = 0.0, rate_power: float = 2.0):
+        if beta <= 0:
+            raise UsageError(
+                "Schedule-Free: the first of betas is 0, and then its average cannot be told from the weights",
+                fix="give a value above 0; 0.9 is the paper's",
+            )
         self.largest, self.beta, self.warmup = rate, beta, warmup
         self.power, self.rate_power = power, rate_power
         self._sums: dict[int, list[float]] = {}
@@ -113,7 +119,7 @@ class ScheduleFreeAdamW(Technique):
     claims = frozenset({"optimizer", "schedule", "averaged weights"})
 
     lr: Rate = 2.5e-3
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Betas = (0.9, 0.999)
     """Where y stands between z and x, and how slowly the second moment forgets."""
     eps: Rate = 1e-8
     weight_decay: Rate = 0.1

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.bounds import Positive, Rate
+from thrifty.core.bounds import Betas, Positive, Rate
 from thrifty.core.elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
 from thrifty.core.pieces import local
 from thrifty.core.stages import Stage
@@ -153,7 +153,7 @@ class Soap(Technique):
     clashes: ClassVar[Mapping[str, str]] = {"weight masks": "its moments are not those of single weights"}
 
     lr: Rate = 3e-3
-    betas: tuple[float, float] = (0.95, 0.95)
+    betas: Betas = (0.95, 0.95)
     """Of both moments; the second also of what the axes are found from."""
     eps: Rate = 1e-8
     weight_decay: Rate = 0.01
