@@ -25,7 +25,7 @@ def command() -> None:
 @click.option("--tokens", type=float, help="The other way round: the model that this many tokens suit.")
 @click.option(
     "--utilisation",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=float,
     default=0.4,
     show_default=True,
     help="With --hours: the share of peak assumed.",
