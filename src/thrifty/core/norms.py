@@ -6,7 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
 from thrifty.core.surgery import Selection, find_stacks, is_under, note
+from thrifty.core.technique import Numerics, Technique
 
 _OF_HEADS = re.compile(r"(q|k|qk|query|key|q_a|kv_a)_?(layer_?)?norm")
 _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
@@ -81,9 +84,19 @@ def check_bypassed(model: nn.Module, technique: str) -> None:
             raise IntegrityError(f"{technique}: {name} is bypassed, but its parameters are being trained")
 
 
-def refuse_export(model: nn.Module) -> nn.Module:
-    """What `finish` of a technique without norms says. Raises Refused: no plain weights compute the same."""
-    raise Refused(
-        f"{type(model).__name__} was trained without its norms, and no weights of the plain architecture compute that",
-        fix="keep the run folder as it is, or train with initializations.layer_scale, which can be folded away",
-    )
+class WithoutNorms(Technique):
+    """What first values that make norms needless share: norms stay bypassed, and no plain weights compute the same."""
+
+    stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
+    claims = frozenset({"residual gains"})
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        raise Refused(
+            f"{type(model).__name__} was trained without its norms, "
+            "and no weights of the plain architecture compute that",
+            fix="keep the run folder as it is, or train with initializations.layer_scale, which can be folded away",
+        )
+
+    def holds(self, state: TrainState) -> None:
+        assert state.model is not None
+        check_bypassed(state.model, self.name)

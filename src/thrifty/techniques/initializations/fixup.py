@@ -30,11 +30,8 @@ from thrifty.core.branches import Blocks, Branch, add_gain, biases, find_branche
 from thrifty.core.elements import ScaleParameters
 from thrifty.core.embeddings import find_head, is_tied, size_stream, token_tables
 from thrifty.core.matrices import draw_xavier, matrices
-from thrifty.core.norms import bypass_norms, check_bypassed, refuse_export
-from thrifty.core.stages import Stage
-from thrifty.core.state import TrainState
+from thrifty.core.norms import WithoutNorms, bypass_norms
 from thrifty.core.surgery import is_under, note
-from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import Transform, chain
 
 
@@ -102,9 +99,7 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fixup(Technique):
-    stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
+class Fixup(WithoutNorms):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
 
     scalar_rate: Share = 0.1
@@ -133,13 +128,6 @@ class Fixup(Technique):
 
     def update(self, transform: Transform) -> Transform:
         return chain(transform, ScaleParameters(self.scalar_rate, is_scalar))
-
-    def finish(self, model: nn.Module) -> nn.Module:
-        return refuse_export(model)
-
-    def holds(self, state: TrainState) -> None:
-        assert state.model is not None
-        check_bypassed(state.model, self.name)
 
 
 @torch.no_grad()

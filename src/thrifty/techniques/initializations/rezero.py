@@ -22,11 +22,8 @@ from torch import Tensor, nn
 from thrifty.core.bounds import Rate
 from thrifty.core.branches import Branch, add_gain, find_branches
 from thrifty.core.embeddings import size_stream
-from thrifty.core.norms import bypass_norms, check_bypassed, refuse_export
-from thrifty.core.stages import Stage
-from thrifty.core.state import TrainState
+from thrifty.core.norms import WithoutNorms, bypass_norms
 from thrifty.core.surgery import note
-from thrifty.core.technique import Numerics, Technique
 
 
 def alphas(branches: Sequence[Branch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
@@ -41,9 +38,7 @@ def alphas(branches: Sequence[Branch], shared: Literal["block", "branch"]) -> li
 
 
 @dataclass(frozen=True)
-class ReZero(Technique):
-    stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
+class ReZero(WithoutNorms):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its α would stay zero, and with them every block"}
 
     shared: Literal["block", "branch"] = "block"
@@ -64,10 +59,3 @@ class ReZero(Technique):
         size_stream(model, self.multiplier)
         bypass_norms(model)
         return model
-
-    def finish(self, model: nn.Module) -> nn.Module:
-        return refuse_export(model)
-
-    def holds(self, state: TrainState) -> None:
-        assert state.model is not None
-        check_bypassed(state.model, self.name)

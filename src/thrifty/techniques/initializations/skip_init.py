@@ -25,11 +25,8 @@ from thrifty.core.bounds import Rate
 from thrifty.core.branches import add_gain, find_branches
 from thrifty.core.embeddings import size_stream
 from thrifty.core.errors import Refused
-from thrifty.core.norms import bypass_norms, check_bypassed, refuse_export
-from thrifty.core.stages import Stage
-from thrifty.core.state import TrainState
+from thrifty.core.norms import WithoutNorms, bypass_norms
 from thrifty.core.surgery import note
-from thrifty.core.technique import Numerics, Technique
 
 
 def largest_start(blocks: int) -> float:
@@ -38,9 +35,7 @@ def largest_start(blocks: int) -> float:
 
 
 @dataclass(frozen=True)
-class SkipInit(Technique):
-    stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
+class SkipInit(WithoutNorms):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its scalars would stay as small as they start"}
 
     start: Rate = 0.0
@@ -66,10 +61,3 @@ class SkipInit(Technique):
         size_stream(model, self.multiplier)
         bypass_norms(model)
         return model
-
-    def finish(self, model: nn.Module) -> nn.Module:
-        return refuse_export(model)
-
-    def holds(self, state: TrainState) -> None:
-        assert state.model is not None
-        check_bypassed(state.model, self.name)

@@ -26,12 +26,9 @@ from thrifty.core.bounds import Rate
 from thrifty.core.branches import Blocks, biases, find_branches, is_decoder
 from thrifty.core.embeddings import multiply, own_multiplier, stack_behind, token_tables
 from thrifty.core.matrices import draw_xavier, matrices, outer_matrices
-from thrifty.core.norms import bypass_norms, check_bypassed, refuse_export
+from thrifty.core.norms import WithoutNorms, bypass_norms
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.stages import Stage
-from thrifty.core.state import TrainState
 from thrifty.core.surgery import note, weight_layers
-from thrifty.core.technique import Numerics, Technique
 
 
 def encoder_factor(depth: int) -> float:
@@ -75,9 +72,7 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
 
 
 @dataclass(frozen=True)
-class TFixup(Technique):
-    stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
+class TFixup(WithoutNorms):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
 
     multiplier: Rate = 0.0
@@ -96,10 +91,3 @@ class TFixup(Technique):
         multiply_embeddings(model, self.multiplier)
         bypass_norms(model)
         return model
-
-    def finish(self, model: nn.Module) -> nn.Module:
-        return refuse_export(model)
-
-    def holds(self, state: TrainState) -> None:
-        assert state.model is not None
-        check_bypassed(state.model, self.name)
