@@ -1,0 +1,121 @@
+"""What autograd saves for the backward pass: which of it are activations, and who holds those in the meantime."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALLEST = 1024
+"""Tensors of fewer numbers are left where they are."""
+
+_SAME_VALUES = frozenset(
+    f"{name}Backward0"
+    for name in ("T", "View", "Transpose", "Permute", "ToCopy", "Slice", "Select", "UnsafeView", "AsStrided", "Alias")
+)
+"""Nodes whose result is their input in another shape, order or number format."""
+
+
+class Keeper(Protocol):
+    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+        """Take an activation over until the backward pass asks for it.
+
+        It comes once, as the whole of its storage, however many operations save it or a view of it. Returns what gives
+        a tensor of its shape and values back, called as often as it is needed; None leaves it where it is. Whoever
+        returns a function must not hold on to the tensor itself.
+        """
+        ...
+
+
+@contextmanager
+def kept_by(keeper: Keeper, smallest: int = SMALLEST) -> Iterator[None]:
+    """Activations that are saved inside the block are handed to the keeper; parameters, and casts and views of them,
+    are not. Open it around a forward pass; the backward pass may come later."""
+    pass_ = _Pass(keeper, smallest)
+    with torch.autograd.graph.saved_tensors_hooks(pass_.pack, _unpack):
+        yield
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or one seen in another shape, order or number format."""
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return True
+    node = tensor.grad_fn
+    while node is not None and node.name() in _SAME_VALUES and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    of_leaf = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+    return of_leaf or (tensor.is_leaf and tensor.requires_grad)
+
+
+class _Kept:
+    """One storage in a keeper's hands. What is given back is shared by all who ask while one of them still has it."""
+
+    def __init__(self, whole: Tensor, give: Callable[[], Tensor]):
+        self.size, self.stride, self.give = whole.size(), whole.stride(), give
+        self.given: tuple[StorageWeakRef, torch.dtype] | None = None
+
+    def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        whole = self._still_given()
+        if whole is None:
+            whole = self._give_again()
+        return whole.as_strided(size, stride, offset)
+
+    def _still_given(self) -> Tensor | None:
+        if self.given is None:
+            return None
+        reference, dtype = self.given
+        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        return None if storage is None else torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+
+    def _give_again(self) -> Tensor:
+        whole = self.give()
+        if whole.stride() != self.stride:
+            as_it_was = torch.empty_strided(self.size, self.stride, dtype=whole.dtype, device=whole.device)
+            whole = as_it_was.copy_(whole)
+        self.given = StorageWeakRef(whole.untyped_storage()), whole.dtype
+        return whole
+
+
+@dataclass
+class _View:
+    kept: _Kept
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Pass:
+    """The tensors saved in one forward pass, by storage."""
+
+    def __init__(self, keeper: Keeper, smallest: int):
+        self.keeper, self.smallest = keeper, smallest
+        # a weak reference also keeps the address from being used again
+        self.seen: dict[int, tuple[StorageWeakRef, int, _Kept | None]] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor | _View:
+        if tensor.numel() < self.smallest or is_parameter(tensor):
+            return tensor
+        whole = tensor if tensor._base is None else tensor._base
+        if whole.dtype != tensor.dtype or whole.numel() * whole.element_size() != tensor.untyped_storage().nbytes():
+            return tensor
+        kept = self._kept(whole.detach())
+        return tensor if kept is None else _View(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _kept(self, whole: Tensor) -> _Kept | None:
+        storage = StorageWeakRef(whole.untyped_storage())
+        known = self.seen.get(storage.cdata)
+        if known is not None and known[1] == whole._version:
+            return known[2]
+        give = self.keeper.keep(whole)
+        kept = None if give is None else _Kept(whole, give)
+        self.seen[storage.cdata] = (storage, whole._version, kept)
+        return kept
+
+
+def _unpack(packed: Tensor | _View) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    return packed.kept.view(packed.size, packed.stride, packed.offset)
