@@ -51,32 +51,25 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 class _Kept:
-    """One storage in a keeper's hands. What is given back is shared by all who ask while one of them still has it."""
+    """One storage in a keeper's hands. What is given back stays until the last of those who packed it has asked: they
+    are neighbours, such as queries, keys and values in one."""
 
     def __init__(self, whole: Tensor, give: Callable[[], Tensor]):
         self.size, self.stride, self.give = whole.size(), whole.stride(), give
-        self.given: tuple[StorageWeakRef, torch.dtype] | None = None
+        self.waiting = 0
+        self.given: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        whole = self._still_given()
-        if whole is None:
-            whole = self._give_again()
+        whole = self._give_again() if self.given is None else self.given
+        self.waiting -= 1
+        self.given = whole if self.waiting > 0 else None
         return whole.as_strided(size, stride, offset)
-
-    def _still_given(self) -> Tensor | None:
-        if self.given is None:
-            return None
-        reference, dtype = self.given
-        storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-        return None if storage is None else torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
 
     def _give_again(self) -> Tensor:
         whole = self.give()
-        if whole.stride() != self.stride:
-            as_it_was = torch.empty_strided(self.size, self.stride, dtype=whole.dtype, device=whole.device)
-            whole = as_it_was.copy_(whole)
-        self.given = StorageWeakRef(whole.untyped_storage()), whole.dtype
-        return whole
+        if whole.stride() == self.stride:
+            return whole
+        return torch.empty_strided(self.size, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
 
 
 @dataclass
@@ -102,7 +95,10 @@ class _Pass:
         if whole.dtype != tensor.dtype or whole.numel() * whole.element_size() != tensor.untyped_storage().nbytes():
             return tensor
         kept = self._kept(whole.detach())
-        return tensor if kept is None else _View(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
+        if kept is None:
+            return tensor
+        kept.waiting += 1
+        return _View(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _kept(self, whole: Tensor) -> _Kept | None:
         storage = StorageWeakRef(whole.untyped_storage())
