@@ -15,9 +15,12 @@ class Outcome:
 
     loss: Tensor
     notes: dict[str, float] = field(default_factory=dict)
+    answered: bool = False
+    """Whether gradients that are not finite have been answered already, by a lower loss scale: such a step is skipped
+    like any other, but is no sign of divergence."""
 
     def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(self.loss + other.loss, self.notes | other.notes)
+        return Outcome(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered)
 
 
 Backward = Callable[[nn.Module, Objective, Batch], Outcome]

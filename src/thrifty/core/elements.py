@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -222,8 +223,11 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors taken as one vector, a scalar in float32; whole even where the tensors are sharded."""
-    return whole(torch.nn.utils.get_total_norm(tensors, foreach=True))
+    """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where they are sharded."""
+    if not tensors:
+        return torch.zeros(())
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
+    return whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype))))
 
 
 def layer_norms(tensors: Sequence[Tensor], cuts: Sequence[Slices | None]) -> list[Tensor]:

@@ -50,7 +50,8 @@ def tail(chain: Chain, parameters: Sequence[Tensor]) -> Tail:
         if isinstance(element, Partition):
             opened = [(own, opened_member(chain, key, element, label)) for label, own in element.members.items()]
             return Members([(own, tail(member, [parameters[i] for i in own])) for own, member in opened])
-    if found := fused_tail(chain):
+    # with nothing left to do the update is only added, whatever its number format
+    if chain.elements and (found := fused_tail(chain)):
         before, kernel = found
         return InOrder(InPieces(by_kernels(before), None, parameters), kernel) if before.elements else kernel
     inner, factors = without_factors(chain)

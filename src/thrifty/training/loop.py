@@ -50,7 +50,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
     """Train from the state's step to the run's end, one record a step; the state moves along.
 
     A step whose loss or gradient is not finite changes neither parameters nor optimizer state nor schedule. Raises
-    ThriftyError after ten such steps in a row, IntegrityError when a technique's promise breaks.
+    ThriftyError after ten such steps in a row that nothing answered, IntegrityError when a technique's promise breaks.
     """
     run.verify(state)
     skipped = 0
@@ -73,7 +73,8 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
             optimizer.step()
         optimizer.zero_grad()
         state.step += 1
-        skipped = 0 if finite else skipped + 1
+        if not outcome.answered:
+            skipped = 0 if finite else skipped + 1
         tokens = run.objective.tokens(batch) * ranks()
         _count(state, tokens=tokens, skipped=int(not finite), seconds=time.perf_counter() - began)
         yield Record(

@@ -26,7 +26,7 @@ from thrifty.core.elements import global_norm
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
-from thrifty.core.ranks import ranks
+from thrifty.core.ranks import mean_over_ranks, ranks
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -64,7 +64,10 @@ def measured_in_halves(
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     big = squared_norm([parameter.grad for parameter in parameters])
     small_batch = 2 / (1 / half + 1 / (whole - half))
-    return first + second, signal_and_noise(small, big, times * small_batch, times * whole)
+    # gradients of a scaled loss are that of the mean times what the weights sum to
+    total = times * float(mean_over_ranks(batch.weight.sum()))
+    signal, noise = signal_and_noise(small, big, times * small_batch, times * whole)
+    return first + second, (signal / total**2, noise / total**2)
 
 
 def squared_norm(gradients: Sequence[Tensor | None]) -> float:

@@ -12,10 +12,10 @@ Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.
           In 8 bits that holds to about beta2 = 0.9997, in bfloat16 beyond.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +207,7 @@ FORMATS: dict[str, Callable[[], Format]] = {"int8": Int8, "bfloat16": Bfloat16}
 @dataclass(frozen=True)
 class OptimizerState(Technique):
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
+    clashes: ClassVar[Mapping[str, str]] = {"trained vectors alone": "there is no matrix whose moments it could store"}
 
     format: Literal["int8", "bfloat16"] = "int8"
     smallest: Positive = 4096

@@ -1,0 +1,144 @@
+"""A linear layer whose three products, one forward and two backward, are of 8-bit codes.
+
+For the backward pass only the codes of the input are kept, a quarter of float32, and only where the weight is trained.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thrifty.kernels.float8 import (
+    E4M3,
+    E5M2,
+    Format,
+    amax_of,
+    cast,
+    pushed,
+    scale_from_amax,
+    scaled_matmul,
+    scaled_matmul_reference,
+)
+
+INPUT, WEIGHT, GRADIENT = range(3)
+"""What is cast in a layer, in the order in which its scales are kept."""
+
+
+@dataclass(frozen=True)
+class Casting:
+    """How numbers get their codes."""
+
+    rows: bool = False
+    """A scale for each row of each factor of a product instead of one for the tensor."""
+    margin: int = 0
+    """Powers of two left free above the largest number."""
+    powers_of_two: bool = False
+    gradients: Format = E5M2
+    emulated: bool = True
+    """Products by the reference instead of the device's own units."""
+
+    def format(self, role: int) -> Format:
+        return self.gradients if role == GRADIENT else E4M3
+
+    def scale(self, amax: Tensor, role: int, old: Tensor | float = 1.0) -> Tensor:
+        return scale_from_amax(amax, self.format(role), old, self.margin, self.powers_of_two)
+
+
+@dataclass
+class Delayed:
+    """Scales from the numbers of earlier steps. All tensors start at zero; what has seen nothing yet takes the scale of
+    the tensor at hand."""
+
+    scales: Tensor
+    """(3,), of input, weight and gradient; 0 where there is none yet."""
+    seen: Tensor
+    """(3,), the largest magnitudes of this step so far. Only backward passes note them, so that a forward pass made
+    again, or for its result alone, leaves no trace."""
+
+
+@torch.no_grad()
+def next_scales(
+    histories: Tensor, scales: Tensor, seen: Tensor, casting: Casting, most_recent: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Histories (…, 3, h) and scales (…, 3) after a step that has seen these largest magnitudes (…, 3): those for the
+    largest of the history, or for the newest of it. Where there is nothing to go by a scale stays as it is."""
+    histories = pushed(histories, seen)
+    amax = histories[..., 0] if most_recent else histories.amax(-1)
+    roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]
+    return histories, torch.stack(roles, -1)
+
+
+def float8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, casting: Casting, delayed: Delayed | None = None
+) -> Tensor:
+    """x (…, k) times weight (n, k), plus the bias in high precision, in the dtype that `F.linear` would give here.
+
+    Scales are those of the tensors at hand unless `delayed` ones are given.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    result = _Product.apply(x.reshape(-1, x.shape[-1]), weight, casting, delayed, dtype)
+    if bias is not None:
+        result = result + bias.to(dtype)
+    return result.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, casting, delayed, dtype):  # type: ignore[override]
+        ctx.casting, ctx.delayed, ctx.dtypes = casting, delayed, (x.dtype, weight.dtype)
+        x_codes, x_scale, x_amax = coded(x, INPUT, 1, casting, delayed)
+        w_codes, w_scale, w_amax = coded(weight, WEIGHT, 1, casting, delayed)
+        result = _multiply(casting, x_codes, x_scale, *_turned(w_codes, w_scale), dtype, fast=True)
+        if casting.rows and ctx.needs_input_grad[1]:  # the product for the weight's gradient sums along the other dim
+            x_codes, x_scale, _ = coded(x, INPUT, 0, casting)
+        # as plain bytes, which nobody takes for numbers that could be compressed
+        kept = x_codes.view(torch.uint8) if ctx.needs_input_grad[1] else None
+        noted = () if delayed is None else (x_amax, w_amax)
+        ctx.save_for_backward(kept, x_scale, weight if ctx.needs_input_grad[0] else None, w_scale, *noted)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):  # type: ignore[override]
+        casting: Casting = ctx.casting
+        x_codes, x_scale, weight, w_scale, *noted = ctx.saved_tensors
+        of_x, of_weight = None, None
+        codes, scale, amax = coded(gradient, GRADIENT, 1, casting, ctx.delayed)
+        if ctx.delayed is not None:
+            seen = ctx.delayed.seen
+            seen.copy_(torch.maximum(seen, torch.stack([*noted, amax])))
+        if weight is not None:
+            if casting.rows:
+                w_codes, w_scale, _ = coded(weight, WEIGHT, 0, casting)
+            else:  # cast again rather than kept: the weight is there anyway
+                w_codes = cast(weight, w_scale, casting.format(WEIGHT))
+            of_x = _multiply(casting, codes, scale, w_codes, w_scale, ctx.dtypes[0])
+        if x_codes is not None:
+            if casting.rows:
+                codes, scale, _ = coded(gradient, GRADIENT, 0, casting)
+            x_codes = x_codes.view(casting.format(INPUT).dtype)
+            of_weight = _multiply(casting, *_turned(codes, scale), x_codes, x_scale, ctx.dtypes[1])
+        return of_x, of_weight, None, None, None
+
+
+def coded(
+    numbers: Tensor, role: int, dim: int, casting: Casting, delayed: Delayed | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of a matrix, their scale, and the largest magnitude, for a product that sums along `dim`."""
+    amax = amax_of(numbers, dim if casting.rows else None)
+    scale = casting.scale(amax, role)
+    if delayed is not None:
+        known = delayed.scales[role]
+        scale = torch.where(known > 0, known, scale)
+    return cast(numbers, scale, casting.format(role)), scale, amax
+
+
+def _turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return codes.T, scale.T if scale.ndim else scale
+
+
+def _multiply(casting: Casting, *factors: Any, fast: bool = False) -> Tensor:
+    return scaled_matmul_reference(*factors) if casting.emulated else scaled_matmul(*factors, fast=fast)

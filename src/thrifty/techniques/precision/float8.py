@@ -1,0 +1,195 @@
+"""Float8: the matrix products of linear layers from 8-bit codes, E4M3 forward and E5M2 for gradients.
+
+Paper     Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). Delayed scales as Transformer
+          Engine keeps them: from the largest magnitudes of the last `history` steps, on all ranks.
+Promise   products on the units that some GPUs have for these formats, and one byte a number for the inputs that linear
+          layers keep for the backward pass. With `precision.mixed` around it, a step of 12 GPT blocks of width 768 on
+          1024 tokens keeps 300 MB instead of 517 (counted; 170 of it were 16-bit copies of weights). Losses as in
+          bfloat16: 4 blocks of width 64, all treated, after 200 steps on bytes +0.010 ± 0.014 nats with delayed
+          scales, -0.007 ± 0.008 with one for each row (held out, eight seeds).
+Cost      two more passes over each factor. Without such units products are emulated, with the same codes: a layer took
+          some ten times as long as in bfloat16 on a CPU core, those runs about twice. On units it was never timed.
+Does not  touch embeddings, norms, softmax, biases, the head and all else outside the blocks; change the format of
+          parameters and gradients; act in evaluation, which is of the model that will be exported.
+Avoid     on devices without the units, but to learn what 8 bits do to a run.
+Note      a delayed scale knows only the past: numbers that grow from one step to the next are clipped. `margin` leaves
+          room, `scaling=current` looks first, as does a layer that has no history yet. E4M3 spans 18 powers of two,
+          E5M2 32: of gradients spread over 25 a third became zero in E4M3, 0.04 % in E5M2. In the runs above gradients
+          in E4M3 made no difference (+0.004 ± 0.007).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Bound, Positive
+from thrifty.core.branches import is_transposed
+from thrifty.core.errors import UsageError
+from thrifty.core.objective import Objective
+from thrifty.core.ranks import ranks
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import find_stacks, is_under, note, select, weight_layers, wrap_forward
+from thrifty.core.technique import Numerics, Technique
+from thrifty.kernels.float8 import FORMATS, MULTIPLE, has_units
+from thrifty.kernels.float8_linear import Casting, Delayed, float8_linear, next_scales
+
+BUFFERS = ("float8_history", "float8_scales", "float8_seen")
+
+
+def put_on(layer: nn.Module, casting: Casting, history: int = 0) -> None:
+    """Let a linear layer (or `Conv1D`) compute its products in 8 bits while it is trained. With a `history` its scales
+    are delayed, and whoever trains it calls `roll` after each step."""
+    layer.float8_casting, layer.float8_former = casting, vars(layer).get("forward")
+    if history:
+        zeros = layer.weight.new_zeros(3, history, dtype=torch.float32)
+        layer.register_buffer("float8_history", zeros)
+        layer.register_buffer("float8_scales", zeros[:, 0].clone())
+        layer.register_buffer("float8_seen", zeros[:, 0].clone(), persistent=False)
+    wrap_forward(layer, _multiply)
+
+
+def take_off(layer: nn.Module) -> None:
+    """Undo `put_on`."""
+    if layer.float8_former is None:
+        del layer.forward
+    else:
+        layer.forward = layer.float8_former
+    del layer.float8_casting, layer.float8_former
+    for name in BUFFERS:
+        if hasattr(layer, name):
+            delattr(layer, name)
+
+
+def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
+    if not layer.training:
+        return inner(x)
+    weight = layer.weight.T if is_transposed(layer) else layer.weight
+    delayed = Delayed(layer.float8_scales, layer.float8_seen) if hasattr(layer, "float8_seen") else None
+    return float8_linear(x, weight, layer.bias, layer.float8_casting, delayed)
+
+
+@torch.no_grad()
+def roll(layers: Sequence[nn.Module], most_recent: bool = False) -> None:
+    """The step is over: what the layers have seen, on any rank, enters their histories, and gives the next scales."""
+    seen = torch.stack([layer.float8_seen for layer in layers])
+    seen = torch.where(seen.isfinite(), seen, 0.0)  # of numbers that are none, ranks could find no largest
+    if ranks() > 1 and not isinstance(seen, FakeTensor):
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+    histories, scales = ([getattr(layer, name) for layer in layers] for name in BUFFERS[:2])
+    after = next_scales(torch.stack(histories), torch.stack(scales), seen, layers[0].float8_casting, most_recent)
+    for buffers, values in zip((histories, scales), after, strict=True):
+        torch._foreach_copy_(buffers, list(values))
+
+
+def rolled(backward: Backward, most_recent: bool = False) -> Backward:
+    """A backward pass, of all micro-batches and over all ranks, after which scales follow what it has seen."""
+
+    def whole_step(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
+        for layer in layers:
+            layer.float8_seen.zero_()
+        outcome = backward(model, objective, batch)
+        roll(layers, most_recent)
+        return outcome
+
+    return whole_step
+
+
+@dataclass(frozen=True)
+class Float8(Technique):
+    # a linear layer's own product, and so before adapters, which add to what a layer gives
+    stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
+    claims = frozenset({"linear products"})
+
+    scaling: Literal["delayed", "current"] = "delayed"
+    """Scales from the numbers of earlier steps, or of the tensor at hand."""
+    granularity: Literal["tensor", "row"] = "tensor"
+    """A scale for each tensor, or for each row of each factor, which goes with current scaling only."""
+    history: Positive = 1024
+    """Steps that a delayed scale looks back on; their largest number decides, ..."""
+    most_recent: bool = False
+    """... or that of the last step alone."""
+    margin: Annotated[int, Bound(least=0, most=8)] = 0
+    """Powers of two left free above the largest number."""
+    powers_of_two: bool = False
+    """Round scales down to powers of two, so that scaling itself rounds nothing."""
+    gradients: Literal["e5m2", "e4m3"] = "e5m2"
+    where: str = ""
+    """Pattern that the name of a linear layer must contain."""
+    keep_ends: bool = True
+    """Leave the first and the last block of each stack as they are; in a stack of two all are treated."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.granularity == "row" and self.scaling == "delayed":
+            raise UsageError(
+                f"{self.name}: rows of a step are other rows than those of the step before",
+                fix=f"--set techniques.{self.name}.scaling=current, or granularity=tensor",
+            )
+
+    def model(self, model: nn.Module) -> nn.Module:
+        casting = Casting(
+            rows=self.granularity == "row",
+            margin=self.margin,
+            powers_of_two=self.powers_of_two,
+            gradients=FORMATS[self.gradients],
+            emulated=not has_units(next(model.parameters()).device),
+        )
+        for layer in self.layers(model).values():
+            put_on(layer, casting, self.history if self.scaling == "delayed" else 0)
+        note("products are emulated: the device has no units for them" if casting.emulated else "on the device's units")
+        return model
+
+    def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
+        """The layers that are treated, by name. Raises Refused where there is none."""
+        blocks = _blocks(model)
+        kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
+
+        def skip(name: str, layer: nn.Module) -> str | None:
+            block = next((block for block in blocks if is_under(name, block)), None)
+            if block is None:
+                return "it is in no block"
+            if self.keep_ends and blocks[block]:
+                return f"{block} is kept as {blocks[block]}"
+            return _reason_to_skip(layer)
+
+        return select(model, (nn.Linear, *kinds), self.where, skip).matched
+
+    def backward(self, backward: Backward) -> Backward:
+        return rolled(backward, self.most_recent) if self.scaling == "delayed" else backward
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if hasattr(module, "float8_casting"):
+                take_off(module)
+        return model
+
+
+def _blocks(model: nn.Module) -> Mapping[str, str]:
+    """Every block by name, and which end of its stack it is: "" for those in between, and in stacks of two."""
+    found: dict[str, str] = {}
+    for stack, blocks in find_stacks(model).items():
+        last = len(blocks) - 1
+        ends = {0: "the first block", last: "the last block"} if last > 1 else {}
+        prefix = f"{stack}." if stack else ""
+        found |= {f"{prefix}{index}": ends.get(index, "") for index in range(len(blocks))}
+    return found
+
+
+def _reason_to_skip(layer: nn.Module) -> str | None:
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "the attention that holds it reads its weight itself"
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        return f"what a {type(layer).__name__} computes is not known"
+    rows, columns = layer.weight.shape
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"its widths {rows} and {columns} are not both multiples of {MULTIPLE}"
+    return None
