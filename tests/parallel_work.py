@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from thrifty.core.compose import compose
-from thrifty.core.errors import Refused
+from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.sparsity import random_mask
 from thrifty.core.state import full_value
@@ -37,10 +37,14 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def train_with_each(strategy: str, names: list[str]) -> dict[str, Run]:
+    """A run for each that the strategy goes together with."""
     found = {}
     for name in names:
         chosen = with_optimizer([technique(strategy), technique(name)])
-        run = compose(plain_run(tied=name != "optimizers.lion"), chosen, STEPS)
+        try:
+            run = compose(plain_run(tied=name != "optimizers.lion"), chosen, STEPS)
+        except UsageError:
+            continue
         state = run.start()
         records = advance(run, state)
         run.verify(state)

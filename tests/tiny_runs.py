@@ -27,7 +27,13 @@ from thrifty.training.loop import Record, train
 
 VOCABULARY = 256
 SETTINGS: dict[str, dict[str, Any]] = {
+    "adapters.bias_only": {"add": True},
+    "adapters.bottleneck": {"width": 8},
+    "adapters.intrinsic": {"dimension": 64},
     "adapters.lora": {"rank": 4},
+    "adapters.prefix": {"tokens": 4, "hidden": 16},
+    "adapters.prompt": {"tokens": 4},
+    "adapters.visual_prompt": {"tokens": 4, "patch": 4},
     "attention.tiled": {"tile": 8},
     "compile": {"backend": "aot_eager"},
     "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
@@ -36,6 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
     "large_batch.noise_scale": {"every": 2},
     "large_batch.scale_learning_rate": {"base_batch": 2, "warmup": 2},
+    "memory.activation_budget": {"costs": "counted"},
     "optimizers.adamw": {"lr": 3e-3},
     "optimizers.lamb": {"lr": 1e-2},
     "optimizers.lion": {"lr": 1e-3},
@@ -45,6 +52,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparsity.rigl": {"every": 2, "density": 0.5},
 }
 """Only where the defaults make no sense in a run of a few steps of a tiny model."""
+LEAST_GAIN = {
+    "adapters.bias_only": 0.6,
+    "adapters.bottleneck": 0.8,
+    "adapters.intrinsic": 0.8,
+    "adapters.prefix": 0.4,
+    "adapters.prompt": 0.2,
+    "adapters.visual_prompt": 0.1,
+}
+"""By how many nats 40 steps lower the loss where what is trained is too little to learn one, on a random base."""
+ROOM = 8
+"""Positions of the tiny model beyond the text, for virtual tokens."""
 
 
 def technique(name: str, **settings: Any) -> Technique:
@@ -76,7 +94,7 @@ class Repeated(BatchSource):
 
 def tiny_model(depth: int = 4, style: str = "llama", tied: bool = True, dropout: float = 0.0) -> nn.Module:
     """Width 32; weights larger than usual, so that a few steps are enough to see an effect."""
-    shape = Shape(style, depth, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16, tied)  # type: ignore[arg-type]
+    shape = Shape(style, depth, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16 + ROOM, tied)  # type: ignore[arg-type]
     model = assemble(shape)
     initialize(model, 0, std=0.1)
     if dropout:

@@ -19,12 +19,13 @@ from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.explain import count, explain
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.stages import Stage
+from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Numerics, Technique
 from thrifty.recipes.values import build, to_data
 from thrifty.training import checkpoint
 from tiny_runs import (
+    LEAST_GAIN,
     advance,
     assert_same,
     losses,
@@ -35,8 +36,6 @@ from tiny_runs import (
     with_optimizer,
 )
 
-HOW = range(Stage.SPLIT, Stage.SOURCE)
-"""Stages that decide how something is computed, never what."""
 STEPS = 6
 
 
@@ -115,13 +114,14 @@ def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
 
 def test_it_learns(one: Technique) -> None:
     records, _ = run_through(plain_run(repeated=True), with_optimizer([one]), 40)
-    assert losses(records)[-1] < losses(records)[0] - 1.0
+    assert losses(records)[-1] < losses(records)[0] - LEAST_GAIN.get(one.name, 1.0)
 
 
 def test_it_keeps_every_name_of_the_plain_model(one: Technique) -> None:
     _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
     assert state.model is not None
-    found, plain = (dict(model.named_parameters()).keys() for model in (state.model, plain_run().build()))
+    both = (state.model, plain_run().build())
+    found, plain = (dict(model.named_parameters(remove_duplicate=False)).keys() for model in both)
     assert plain <= found
     if one.stage in HOW:
         assert plain == found
@@ -180,7 +180,7 @@ def test_a_broken_promise_is_noticed(one: Technique) -> None:
     if not overrides(one, "holds"):
         pytest.skip("it promises nothing that can be checked on the state")
     noticed = []
-    for break_it in (every_weight_is_one, nothing_is_logged, what_was_frozen_is_trained):
+    for break_it in (every_weight_is_one, nothing_is_logged, what_was_frozen_is_trained, what_was_shared_is_apart):
         run = compose(plain_run(), with_optimizer([one]), 2)
         state = run.start()
         run.verify(state)
@@ -209,6 +209,13 @@ def what_was_frozen_is_trained(state: TrainState) -> None:
     state.model.requires_grad_(True)
 
 
+def what_was_shared_is_apart(state: TrainState) -> None:
+    assert state.model is not None
+    for module in state.model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+
+
 def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Technique) -> None:
     _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
     assert state.model is not None
@@ -222,7 +229,8 @@ def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Techni
         plain.load_state_dict({name: values[name] for name in names})
         assert (logits_of(plain) - before).abs().max() > 1e-2
         return
-    assert (logits_of(finished) - before).abs().max() < 1e-5
+    near = 1e-5 if before.dtype == torch.float32 else 1e-2 * float(before.abs().max())  # weights of 16 bits compute so
+    assert (logits_of(finished) - before).abs().max() < near
     assert list(dict(finished.named_parameters())) == list(dict(plain.named_parameters()))
     assert finished.state_dict().keys() == plain.state_dict().keys()
 

@@ -16,7 +16,6 @@ from thrifty.core.elements import (
     ScaleParameters,
     scale_by_learning_rate,
 )
-from thrifty.core.fused import FusedSGD
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
 from thrifty.core.pieces import InPieces
@@ -130,7 +129,7 @@ def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
     head, tail = split(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
     assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, InPieces)
     head, tail = split(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
-    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, FusedSGD)
+    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, InPieces)
 
 
 def test_every_thread_of_the_pool_is_there_before_the_rest_of_the_program_goes_on() -> None:

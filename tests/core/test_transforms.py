@@ -244,7 +244,7 @@ def test_each_member_of_a_partition_gets_its_own_kernel() -> None:
         ("rest", lambda name, parameter: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1))),
     )
     optimizer = TransformOptimizer(parameters().items(), chain(members, ScaleBySchedule(lambda step: 1 / (1 + step))))
-    (matrices, lion_tail), (rest, adam_tail) = optimizer._tail.tails
+    (matrices, lion_tail), (rest, adam_tail) = optimizer.site.tail.tails
     assert (matrices, rest) == ([0, 2], [1])
     assert isinstance(lion_tail, InPieces) and isinstance(adam_tail, FusedAdamW)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.attention import causal_attention_reference, segment_mask, tiled_causal_attention
 
 
 def inputs(b: int, h: int, g: int, t: int, k: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -35,13 +35,32 @@ def output_and_gradients(attention, qkv: list[Tensor], *arguments) -> list[Tenso
 )
 def test_values_and_gradients_equal_the_plain_attention_for_any_shape(b, g, sharing, t, k, tile, seed):
     qkv = inputs(b, g * sharing, g, t, k, torch.float64, seed)
-    tiled = output_and_gradients(tiled_causal_attention, qkv, tile)
+    tiled = output_and_gradients(tiled_causal_attention, qkv, None, tile)
     torch.testing.assert_close(tiled, output_and_gradients(causal_attention_reference, qkv))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    g=st.integers(1, 2),
+    sharing=st.integers(1, 3),
+    tile=st.one_of(st.none(), st.integers(1, 30)),
+)
+def test_texts_that_share_a_row_see_nothing_of_each_other(sizes, g, sharing, tile):
+    qkv = inputs(1, g * sharing, g, sum(sizes), 4, torch.float64)
+    segments = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[None]
+    mask = segment_mask(segments)
+    outputs = [causal_attention_reference(*part) for part in zip(*(x.split(sizes, dim=2) for x in qkv), strict=True)]
+    apart = torch.cat(outputs, dim=2)
+    weights = torch.linspace(-1, 1, apart.numel(), dtype=torch.float64).view_as(apart)
+    expected = [apart, *torch.autograd.grad(apart, qkv, weights)]
+    torch.testing.assert_close(output_and_gradients(causal_attention_reference, qkv, mask), expected)
+    torch.testing.assert_close(output_and_gradients(tiled_causal_attention, qkv, mask, tile), expected)
 
 
 def test_large_scores_do_not_overflow():
     q, k, v = inputs(1, 2, 2, 40, 8, torch.float32)
-    output, *gradients = output_and_gradients(tiled_causal_attention, [q * 1e3, k * 1e3, v], 16)
+    output, *gradients = output_and_gradients(tiled_causal_attention, [q * 1e3, k * 1e3, v], None, 16)
     assert all(tensor.isfinite().all() for tensor in (output, *gradients))
 
 
@@ -61,14 +80,14 @@ def test_compiled_and_eager_agree_on_values_and_gradients():
     qkv = inputs(2, 4, 2, 40, 16, torch.float32)
     compiled = torch.compile(tiled_causal_attention, dynamic=False)
     torch.testing.assert_close(
-        output_and_gradients(compiled, qkv, 20), output_and_gradients(tiled_causal_attention, qkv, 20)
+        output_and_gradients(compiled, qkv, None, 20), output_and_gradients(tiled_causal_attention, qkv, None, 20)
     )
 
 
 def test_views_of_one_projection_are_taken_as_the_model_hands_them_over():
     projected = torch.randn(2, 30, 4 + 2 + 2, 8, dtype=torch.float64).requires_grad_()
     qkv = list(projected.transpose(1, 2).split([4, 2, 2], dim=1))
-    torch.testing.assert_close(tiled_causal_attention(*qkv, 8), causal_attention_reference(*qkv))
+    torch.testing.assert_close(tiled_causal_attention(*qkv, tile=8), causal_attention_reference(*qkv))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -83,7 +102,7 @@ def test_nothing_of_size_tokens_squared_is_kept_for_the_backward_pass(compiled):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        attention(*qkv, 128)
+        attention(*qkv, tile=128)
     inputs_and_output, lse = 4 * b * h * t * k * 2, b * h * t * 4
     assert sum(kept.values()) <= inputs_and_output + 2 * lse < b * h * t * t
 

@@ -12,10 +12,16 @@ from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
 STRATEGIES = ("parallelism.replicate", "parallelism.shard")
 OTHERS = [name for name in techniques.names() if name not in STRATEGIES]
-OWN_DATA = {"data_selection.gradient_norm_sampling"}
-"""Each rank draws from its own share: the same in expectation, not the same examples."""
-LOOSE = {"precision.mixed": 3e-3, "optimizers.soap": 3e-3}
-"""Where the last bit of a sum decides more: in bfloat16, and in eigenvectors of what has not been seen yet."""
+OWN_DATA = {"data_selection.gradient_norm_sampling", "memory.compress_activations"}
+"""Each rank draws by itself, examples or how to round: the same in expectation, not the same numbers."""
+LOOSE = {
+    "precision.mixed": 3e-3,
+    "precision.bfloat16_weights": 3e-3,
+    "precision.float8": 1e-2,
+    "optimizers.soap": 3e-3,
+}
+"""Where the last bit of a sum decides more: in 16 bits, and in eigenvectors of what has not been seen yet. In 8 bits
+each rank scales the first step by its own share."""
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -26,6 +32,10 @@ def together(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Run]]]
 @pytest.mark.parametrize("name", OTHERS)
 def test_two_ranks_are_the_single_process(together: tuple[str, list[dict[str, Run]]], name: str) -> None:
     strategy, (first, second) = together
+    if name not in first:
+        with pytest.raises(UsageError, match="cannot go together"):
+            compose(plain_run(), with_optimizer([technique(strategy), technique(name)]), STEPS)
+        return
     assert (first[name].losses, first[name].norms) == (second[name].losses, second[name].norms)
     assert first[name].tensors == second[name].tensors
     assert (first[name].sharded > 0) == (strategy == "parallelism.shard")

@@ -92,6 +92,10 @@ def _tell(found: dict[str, Any]) -> None:
         f"{name} {_bytes(total[name])}" for name in ("parameters", "gradients", "optimizer", "activations")
     )
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
+    if found["decisions"]:
+        console.print("\ndecided when the first batch is seen")
+    for decision in found["decisions"]:
+        console.print(f"  {decision}", markup=False)
     for name, reason in found["refused"].items():
         console.print(f"refused {name}: {reason.partition(': ')[2]}", markup=False)
     console.print("\nvalues that are not defaults")

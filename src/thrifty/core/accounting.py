@@ -4,7 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,9 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+_open_traces: "list[StepTrace]" = []
+
+
 class StepTrace(TorchDispatchMode):
     """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
     and adds up the FLOPs of matrix products and attention."""
@@ -61,12 +64,23 @@ class StepTrace(TorchDispatchMode):
     def __init__(self, *known: Tensor):
         super().__init__()
         self.now, self.peak, self.flops = 0, 0, 0
+        self.paused = False
         # storages that were there before (parameters, the batch) are not this step's
         self._alive = {tensor.untyped_storage()._cdata: None for tensor in known}
         self._watches: dict[int, weakref.finalize] = {}
 
+    def __enter__(self) -> Self:
+        _open_traces.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _open_traces.remove(self)
+
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if self.paused:
+            return result
         formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
@@ -89,6 +103,19 @@ class StepTrace(TorchDispatchMode):
         self._alive.pop(key, None)
         self._watches.pop(key, None)
         self.now -= size
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What runs inside the block, and leaves nothing behind, is not counted by the traces that are open already."""
+    paused = [trace for trace in _open_traces if not trace.paused]
+    for trace in paused:
+        trace.paused = True
+    try:
+        yield
+    finally:
+        for trace in paused:
+            trace.paused = False
 
 
 class _Marking(Around):

@@ -14,7 +14,7 @@ from thrifty.core.errors import Refused, UsageError
 from thrifty.core.moments import resolve_moments
 from thrifty.core.objective import Objective
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.stages import Stage
+from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import Decision, TrainState, fill_tensor, full_value
 from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
@@ -90,7 +90,8 @@ class Composition:
     def transform(self) -> Transform:
         """A fresh chain: transforms learn the parameters they meet, so each optimizer gets its own."""
         transform = Transform()
-        for technique in reversed(self.techniques):
+        # how something is computed is decided of all of it: such techniques come around the others
+        for technique in sorted(reversed(self.techniques), key=lambda technique: technique.stage in HOW):
             transform = technique.update(transform)
         return transform
 

@@ -16,6 +16,7 @@ from thrifty.core.accounting import count_step
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
 
 COUNTED = ("model", "batches", "objective", "backward", "update")
@@ -47,6 +48,8 @@ class Explanation:
     parameters: int
     plain: Footprint
     rows: tuple[Row, ...]
+    decisions: tuple[str, ...] = ()
+    """What techniques decide when they see the first batch."""
 
     @property
     def footprint(self) -> Footprint:
@@ -59,6 +62,7 @@ class Explanation:
             "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],
             "plain": self.plain.as_dict(),
             "footprint": self.footprint.as_dict(),
+            "decisions": list(self.decisions),
         }
 
 
@@ -67,16 +71,18 @@ def explain(run: Composition) -> Explanation:
     parameters, counted = count(run, ())
     plain, before = counted, counted
     rows: list[Row] = []
+    decisions: list[str] = []
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
         if not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED):
-            _, counted = count(run, tuple(t for t in so_far if not _overrides(t, ("footprint",))))
+            with noting() as decisions:
+                _, counted = count(run, tuple(t for t in so_far if not _overrides(t, ("footprint",))))
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
         rows.append(Row(technique, before, after))
         before = after
-    return Explanation(parameters, plain, tuple(rows))
+    return Explanation(parameters, plain, tuple(rows), tuple(decisions))
 
 
 def _overrides(technique: Technique, methods: Sequence[str]) -> bool:

@@ -3,7 +3,7 @@
 optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,40 @@ from torch import Tensor
 
 from thrifty.core.fused import Fused
 from thrifty.core.tails import split
-from thrifty.core.transforms import Numbers, Slots, Transform, chain
+from thrifty.core.transforms import Chain, Numbers, Slots, Transform, chain
+
+
+class Site:
+    """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
+
+    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor]):
+        self.transform, self.parameters = transform, parameters
+        self.state: Slots = transform.init(names, parameters)
+        self.head, self.tail = split(transform, parameters)
+        self._compiled: Callable | None = None
+
+    @property
+    def slots(self) -> Slots:
+        """All that a checkpoint must hold of it."""
+        return self.state
+
+    def compile(self, **options: Any) -> None:
+        if not isinstance(self.tail, Fused):
+            self._compiled = torch.compile(_transform_and_add, **options)
+
+    def update(self, gradients: list[Tensor], step: int, age: int) -> None:
+        """Moves the parameters; `step` and `age` as in `Transform.numbers`."""
+        numbers = self.transform.numbers(step, age)
+        if self._compiled is not None:
+            inputs = {name: torch.tensor(value) for name, value in numbers.items()}
+            self._compiled(self.transform, gradients, self.state, self.parameters, inputs)
+        else:
+            gradients = self.head.update(gradients, self.state, self.parameters, numbers)
+            self.tail.apply(gradients, self.state, self.parameters, numbers)
+        self.transform.follow(self.state, self.parameters, numbers)
+
+    def judged(self, numbers: Numbers) -> list[Tensor] | None:
+        return self.transform.judged(self.state, self.parameters, numbers)
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -27,17 +60,18 @@ class TransformOptimizer(torch.optim.Optimizer):
         trained = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         super().__init__(list(trained.values()), {})
         self.names, self.parameters = list(trained), list(trained.values())
-        self.transform = chain(transform)
-        self.slots: Slots = self.transform.init(self.names, self.parameters)
+        self.transform = transform if type(transform) is Chain else chain(transform)
+        self.site = (self.transform.site or Site)(self.transform, self.names, self.parameters)
         self.updates, self.born = 0, 0
-        self._head, self._tail = split(self.transform, self.parameters)
-        self._compiled: Callable | None = None
+
+    @property
+    def slots(self) -> Slots:
+        return self.site.slots
 
     def compile(self, **options: Any) -> None:
         """Trace the arithmetic once with torch.compile, unless torch has a kernel for it; the numbers of each step go
         in as tensors."""
-        if not isinstance(self._tail, Fused):
-            self._compiled = torch.compile(_transform_and_add, **options)
+        self.site.compile(**options)
 
     def numbers(self) -> dict[str, float]:
         """The numbers of the update that comes next."""
@@ -50,14 +84,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        numbers = self.numbers()
-        if self._compiled is not None:
-            inputs = {name: torch.tensor(value) for name, value in numbers.items()}
-            self._compiled(self.transform, gradients, self.slots, self.parameters, inputs)
-        else:
-            gradients = self._head.update(gradients, self.slots, self.parameters, numbers)
-            self._tail.apply(gradients, self.slots, self.parameters, numbers)
-        self.transform.follow(self.slots, self.parameters, numbers)
+        self.site.update(gradients, self.updates, self.updates - self.born)
         self.updates += 1
         return loss
 
@@ -69,7 +96,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def judged(self) -> list[Tensor] | None:
         """The values to evaluate and to export where those are not the parameters being trained (an average of them),
         one for each of `names`; None where they are."""
-        return self.transform.judged(self.slots, self.parameters, self.numbers())
+        return self.site.judged(self.numbers())
 
     @contextmanager
     def judging(self) -> Iterator[None]:

@@ -19,6 +19,14 @@ def own_share(source: BatchSource) -> BatchSource:
     return source if ranks() == 1 else Share(source, rank(), ranks())
 
 
+def from_first_rank(value: Tensor) -> Tensor:
+    """The first rank's tensor, of this shape, on all ranks."""
+    if ranks() > 1:
+        value = value.clone()
+        dist.broadcast(value, 0)
+    return value
+
+
 def mean_over_ranks(value: Tensor) -> Tensor:
     """The mean of a tensor over all ranks, the same on each."""
     if ranks() > 1:

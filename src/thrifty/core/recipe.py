@@ -35,7 +35,8 @@ class ModelSettings:
 class DataSettings:
     source: str = "python-stdlib"
     """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
-    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"."""
+    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for answer a .jsonl or
+    .json of conversations, or a known set of them."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text."""
     tokenizer: str = ""
@@ -64,6 +65,14 @@ class ObjectiveSettings:
     """sequence_to_sequence: tokens in a span cut out of plain text, on average."""
     label_smoothing: float | None = None
     """classify: the share of each label that is spread evenly over all classes."""
+    trained_on: str | None = None
+    """answer: what is learned of a conversation, "answers" or "everything"."""
+    weigh_by: str | None = None
+    """answer: what counts alike, "tokens" or "conversations"."""
+    packed: bool | None = None
+    """answer: whether conversations share rows."""
+    template: str | None = None
+    """answer: a chat template by name ("chatml", "alpaca") or file; the tokenizer's own unless given."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,8 @@ class Evaluation:
     every: Positive = 100
     """Steps between evaluations on held-out data; one at the end is always made."""
     examples: Positive = 64
+    at_start: bool = False
+    """Whether to evaluate before the first step too, for runs that start from a trained model."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")

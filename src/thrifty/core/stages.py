@@ -2,7 +2,8 @@
 
 `model`, `batches`, `objective` and `footprint` are folded in this order, each technique receiving what the earlier ones
 made. `backward` and `update` wrap: the earlier stage receives the later ones as the inner thing it calls, so that a
-gradient passes the stages in this order and a finished update passes back through them in reverse.
+gradient passes the stages in this order and a finished update passes back through them in reverse. Only in `update` do
+the stages of how something is computed come around all others: where a chain is run is decided of the whole of it.
 
 Two techniques in one stage must commute; where they do not, a line is missing here.
 """
@@ -18,10 +19,10 @@ class Stage(IntEnum):
     SPARSITY = auto()
     ADAPTERS = auto()
     PRECISION = auto()
+    COMPRESS = auto()
     # how it is computed: values and parameter names stay
     SPLIT = auto()
     RECOMPUTE = auto()
-    COMPRESS = auto()
     OFFLOAD = auto()
     COMPILE = auto()
     SHARD = auto()
@@ -53,3 +54,7 @@ class Stage(IntEnum):
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+HOW = range(Stage.SPLIT, Stage.SOURCE)
+"""Stages that decide how something is computed, never what."""

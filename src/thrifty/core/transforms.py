@@ -91,6 +91,8 @@ def under(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
 
 class Chain(Transform):
     name = "chain"
+    site: Callable | None = None
+    """Makes the `Site` (`optimizer.py`) where a whole chain is run; None is with the parameters."""
 
     def __init__(self, elements: Sequence[Transform]):
         self.elements: dict[str, Transform] = {}

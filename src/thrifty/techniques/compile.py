@@ -24,6 +24,7 @@ from thrifty.core.technique import Numerics, Technique
 @dataclass(frozen=True)
 class Compile(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"compiled blocks"})
 
     backend: str = "inductor"
     """Of torch.compile; "aot_eager" traces without generating code."""

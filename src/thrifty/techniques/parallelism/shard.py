@@ -66,7 +66,7 @@ class GivingBack(Around):
 @dataclass(frozen=True)
 class Shard(Technique):
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"distribution of data"})
+    claims = frozenset({"distribution of data", "parameters in pieces"})
 
     def model(self, model: nn.Module) -> nn.Module:
         if not dist.is_initialized():

@@ -1,0 +1,192 @@
+"""A block whose saved tensors are each kept, moved, or made again, as decided item by item.
+
+The forward pass stores what was decided to be stored. Before the block's backward pass its operations run again, but of
+these only the ones that are needed: what is stored is put in its place, and what nobody needs is left out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+from thrifty.core.errors import IntegrityError
+from thrifty.core.tape import Tape, is_counted, same_casts
+
+Store = Callable[[Tensor], Callable[[], Tensor]]
+"""Takes a tensor over and returns what gives it back."""
+
+SMALL = 8
+"""An operation's results that are so many times smaller than the largest are kept: the statistics of a norm."""
+
+
+def keep(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What happens to the items of a tape: stored in some way, or made again. An item in neither is not needed."""
+
+    tape: Tape
+    stored: Mapping[int, Store]
+    again: frozenset[int]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether autograd's own way is the plan: everything saved is kept."""
+        return all(self.stored.get(item.number) is keep for item in self.tape.items.values() if item.saved)
+
+
+def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    """Run a block forward by its plan; its backward pass follows the plan too.
+
+    Raises IntegrityError where the block does not run the operations that the plan was made for.
+    """
+    if plan.is_plain:
+        return function(*args, **kwargs)
+    held = _Held()
+
+    def contexts() -> tuple[_Following, _Following]:
+        return _Storing(plan, held), _Replaying(plan, held)
+
+    with same_casts():
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@dataclass
+class _Held:
+    results: dict[int, Any] = field(default_factory=dict)
+    """What gives back each stored item, in the form in which its operation returned it."""
+    left_out: dict[int, Any] = field(default_factory=dict)
+    """What an item that is not needed looks like: shapes without values."""
+    generators: dict[int, Tensor] = field(default_factory=dict)
+    """The state of the random numbers before each operation that draws some and will run again."""
+
+
+class _Following(TorchDispatchMode):
+    """Counts operations along a tape."""
+
+    def __init__(self, plan: BlockPlan, held: _Held):
+        super().__init__()
+        self.plan, self.held, self.number = plan, held, -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_counted(func):
+            return func(*args, **kwargs)
+        self.number += 1
+        operations = self.plan.tape.operations
+        if self.number >= len(operations) or operations[self.number] != str(func):
+            planned = operations[self.number] if self.number < len(operations) else "the end"
+            raise IntegrityError(
+                f"a block runs {func} as its operation {self.number}, where {planned} was planned",
+                fix="memory.recompute works on blocks that do something else each time",
+            )
+        return self.follow(func, args, kwargs, self.plan.tape.belongs[self.number])
+
+    def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
+        raise NotImplementedError
+
+
+class _Storing(_Following):
+    def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
+        if item in self.plan.again and _draws(func):
+            self.held.generators[self.number] = _generator_state(args, kwargs)
+        result = func(*args, **kwargs)
+        if item is None:
+            return result
+        if item == self.number and item not in self.plan.again:
+            self.held.results[item] = tree_map(_detached, result)
+        if item in self.held.results and self.number == self.plan.tape.items[item].last_write:
+            self.put_away(item)
+        return result
+
+    def put_away(self, item: int) -> None:
+        result = self.held.results.pop(item)
+        if item in self.plan.stored:
+            largest = max(tensor.nbytes for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+            store = self.plan.stored[item]
+            self.held.results[item] = tree_map(lambda value: _stored(value, store, largest / SMALL), result)
+        else:
+            self.held.left_out[item] = tree_map(_Blank.like, result)
+
+
+class _Replaying(_Following):
+    def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
+        if self.number in self.plan.tape.outside:
+            return args[0]
+        if item is None:
+            return func(*args, **kwargs)
+        if item in self.plan.again:
+            if self.number in self.held.generators:
+                _set_generator_state(self.held.generators[self.number], args, kwargs)
+            return func(*args, **kwargs)
+        if item != self.number:  # a write into what is already there, or not needed
+            return args[0]
+        return tree_map(_given, self.held.results.pop(item, None) or self.held.left_out[item])
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """A tensor's place without its values."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return cls(value.size(), value.stride(), value.dtype, value.device)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    give: Callable[[], Tensor]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _stored(value: Any, store: Store, small: float) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return _Stored((store if value.nbytes > small else keep)(value))
+
+
+def _given(value: Any) -> Any:
+    if isinstance(value, _Stored):
+        return value.give().detach()
+    if isinstance(value, _Blank):
+        return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=value.device)
+    return value
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _device(args: tuple, kwargs: dict) -> torch.device:
+    found = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return next(found, torch.device("cpu"))
+
+
+def _generator_state(args: tuple, kwargs: dict) -> Tensor:
+    device = _device(args, kwargs)
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_generator_state(state: Tensor, args: tuple, kwargs: dict) -> None:
+    device = _device(args, kwargs)
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,104 @@
+"""Where a planned block leaves what it stores: on a tier, or in codes of few bits."""
+
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thrifty.core.link import Simulated
+from thrifty.core.randomness import seed_of
+from thrifty.core.replay import Store
+from thrifty.core.tiers import Ticket, Tier, Where, tier_for
+from thrifty.kernels.group_coding import GROUP, encode, encode_mask
+
+Bits = Literal[0, 2, 4, 8]
+
+TRIED = 2**22
+"""Numbers of the tensor by which costs are measured."""
+
+
+class OnTier:
+    """One forward pass's tensors on a tier, by the block that stored them. A block's transfers may take as long as the
+    next block computes; when those of the next are asked for, they are sent for."""
+
+    def __init__(self, tier: Tier):
+        self.tier = tier
+        # tickets live as long as the graph that holds them
+        self.sent: dict[int, list[weakref.ref[Ticket]]] = defaultdict(list)
+
+    def settle(self, block: int) -> None:
+        """From here on the memory of what this block sent is free."""
+        for ticket in self.of(block):
+            ticket.settle()
+
+    def store(self, block: int) -> Store:
+        def send(tensor: Tensor) -> Callable[[], Tensor]:
+            ticket = self.tier.send(tensor)
+            self.sent[block].append(weakref.ref(ticket))
+
+            def give() -> Tensor:
+                for before in self.of(block - 1):
+                    before.prefetch()
+                return ticket.get()
+
+            return give
+
+        return send
+
+    def of(self, block: int) -> list[Ticket]:
+        return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
+
+
+def in_codes(bits: int, key: str, mask: bool) -> Store:
+    """Few bits for each number, rounded by chance as the key says; a mask of zeros and one other value exactly, with
+    one bit."""
+
+    def code(tensor: Tensor) -> Callable[[], Tensor]:
+        if mask:
+            coded = encode_mask(tensor, (0.0, _other_value(tensor)))
+        else:
+            coded = encode(tensor, bits, seed_of(key), zeros=True)
+        return (lambda: tensor) if coded is None else coded.decode
+
+    return code
+
+
+def _other_value(mask: Tensor) -> float:
+    return 1.0 if hasattr(mask, "fake_mode") else float(mask.amax())
+
+
+def stored_bits(bits: int) -> float:
+    """For each number: its code, and its share of two numbers of 16 bits for each group."""
+    return bits + 32 / GROUP
+
+
+@cache
+def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
+    """Of a tier's link, one way, measured here; of a simulated one what it says."""
+    with _disable_current_modes(), unset_fake_temporarily():
+        tensor = torch.randn(TRIED, device=device)
+        tier = tier_for(where, tensor, folder)
+        if isinstance(tier, Simulated):
+            return tier.clock.link.bandwidth
+
+        def there_and_back() -> None:
+            ticket = tier.send(tensor)
+            ticket.settle()
+            ticket.get()
+
+        return 2 * tensor.nbytes / min(_seconds(there_and_back, device) for _ in range(3))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

@@ -1,0 +1,280 @@
+"""Activation budget: keep, compress, offload or make again, decided for each saved tensor so that a step is fastest.
+
+Paper     Checkmate's program (Jain et al. 2020, arXiv 1910.02653) within blocks, with offload as in POFO (Beaumont et
+          al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697), and with compression as a further way.
+Promise   activations within the budget, at the least extra time that the costs of single operations predict.
+Cost      one forward pass to learn from and a moment to solve; each operation of a planned block passes through Python.
+Does not  change any value unless `bits` allows compression (numerics: exact); rename any parameter.
+Avoid     when the model fits: the plan is then to keep everything. Below one block's saved tensors and the inputs of
+          all others nothing is possible: `memory.optimal_recompute` goes on from there.
+Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
+          counted, so that a resumed run makes the same plan.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thrifty.core.accounting import StepTrace
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Bound
+from thrifty.core.costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
+from thrifty.core.errors import Infeasible
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.ranks import from_first_rank, ranks
+from thrifty.core.rehearsal import Rehearsal, rehearsing
+from thrifty.core.replay import BlockPlan, Store, keep, run_planned
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import find_stacks, note, wrap_forward
+from thrifty.core.tape import Cost, Item, Tape
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.tiers import tier_for
+from thrifty.kernels.activation_stores import Bits, OnTier, bytes_per_second, in_codes, stored_bits
+from thrifty.kernels.memory_plan import (
+    BlockCosts,
+    Compression,
+    Link,
+    MemoryPlan,
+    Way,
+    fastest_plan,
+    least_peak,
+    peak_when_kept,
+)
+
+OVERHEAD = 30e-6
+"""Seconds that an operation of a planned block costs in Python, both ways together."""
+COUNTED_PASSES = 4
+"""Times that either direction of coding goes over a tensor, where costs are counted."""
+COUNTED_LINK = 1e9
+"""Bytes per second of the way to a tier, where costs are counted."""
+MEASURED = MeasuredSeconds()
+"""Shared, so that what is explained is what is run."""
+
+
+class Planner:
+    """Makes a plan for each shape of batch that comes, and hands it out to the blocks in the order they are called."""
+
+    def __init__(self, settings: "ActivationBudget"):
+        self.settings = settings
+        self.plans: dict[Any, tuple[list[BlockCosts], MemoryPlan]] = {}
+        self.current: list[BlockPlan] = []
+        self.called = 0
+        self.elsewhere: OnTier | None = None
+        self.rehearsal: Rehearsal | None = None
+        self.seed, self.passes = 0, 0
+
+    def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.rehearsal is not None:
+            return self.rehearsal.run(name, block, inner, args, kwargs)
+        if self.called == len(self.current):  # nothing is trained: evaluation, sampling
+            return inner(*args, **kwargs)
+        place, self.called = self.called, self.called + 1
+        if self.elsewhere:
+            self.elsewhere.settle(place - 2)
+        return run_planned(self.current[place], inner, args, kwargs)
+
+    def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
+        key = tuple((name, tensor.shape) for name, tensor in batch.fields.items())
+        if key not in self.plans:
+            self.plans[key] = self.plan(objective, model, batch)
+        if self.settings.offload != "never":
+            self.elsewhere = OnTier(tier_for(self.settings.offload, batch.weight, self.settings.folder))
+        self.current, self.called = self.block_plans(*self.plans[key]), 0
+        try:
+            return objective.predict(model, batch)
+        finally:
+            for place in range(self.called if self.elsewhere else 0):
+                self.elsewhere.settle(place)
+            self.current, self.called, self.elsewhere = [], 0, None
+
+    def plan(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[list[BlockCosts], MemoryPlan]:
+        known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
+        with rehearsing(model, self.settings.cost) as self.rehearsal, StepTrace(*known) as live:
+            prediction = objective.predict(model, batch)
+            outside = live.peak = live.now
+            losses = objective.losses(prediction, batch)
+            rest = BlockCosts(Tape(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
+        del prediction, losses
+        learned, self.rehearsal = self.rehearsal, None
+        blocks = [_costs(tape, temporary) for tape, temporary in zip(learned.tapes, learned.temporary, strict=True)]
+        blocks.append(rest)  # comes last and has nothing to decide
+        plan = agreed(self.settings.solve(blocks, batch.weight.device), blocks)
+        for line in (summary(blocks, plan), *decisions(learned.names, blocks, plan)):
+            note(line)
+        return blocks, plan
+
+    def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
+        """What one forward pass follows."""
+        key = self._key_of_pass()
+
+        def store(place: int, item: Item, way: Way) -> Store:
+            if way is Way.OFFLOAD and self.elsewhere:
+                return self.elsewhere.store(place)
+            if way is Way.COMPRESS:
+                return in_codes(self.settings.bits, f"{key}/{place}/{item.number}", item.drawn)
+            return keep
+
+        found = []
+        for place, (block, ways) in enumerate(zip(blocks, plan.ways, strict=True)):
+            items = block.tape.items
+            stored = {n: store(place, items[n], way) for n, way in ways.items() if way is not Way.RECOMPUTE}
+            found.append(BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys())))
+        return found
+
+    def _key_of_pass(self) -> str:
+        """Another one for each forward pass, the same when the step is made again."""
+        seed = torch.initial_seed()
+        self.seed, self.passes = seed, self.passes + 1 if seed == self.seed else 0
+        return f"{seed}/{self.passes}"
+
+
+def _costs(tape: Tape, temporary: int) -> BlockCosts:
+    forward = sum(item.seconds for item in tape.items.values())
+    return BlockCosts(tape, temporary, OVERHEAD * len(tape.operations), forward, 2 * forward)
+
+
+def agreed(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
+    """The first rank's plan on all ranks: what was measured differs, and they must gather weights together."""
+    if ranks() == 1:
+        return plan
+    order = tuple(Way)
+    items = [(place, number) for place, block in enumerate(blocks) for number in block.tape.items]
+    with _disable_current_modes():  # a plan is real where tensors are fake
+        mine = [order.index(plan.ways[place][n]) if n in plan.ways[place] else -1 for place, n in items]
+        codes = from_first_rank(torch.tensor(mine)).tolist()
+    chosen: list[dict[int, Way]] = [{} for _ in blocks]
+    for (place, number), code in zip(items, codes, strict=True):
+        if code >= 0:
+            chosen[place][number] = order[code]
+    return replace(plan, ways=tuple(chosen))
+
+
+def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
+    kept = peak_when_kept(blocks)
+    counts = Counter(way.value for ways in plan.ways for way in ways.values())
+    done = ", ".join(f"{count} tensors {_DONE[way]}" for way, count in sorted(counts.items()))
+    return (
+        f"activations of {len(blocks) - 1} blocks and the loss: {plan.peak / 1e6:,.2f} MB at the peak, "
+        f"{kept / 1e6:,.2f} MB if all were kept; {done}; {plan.seconds * 1e3:,.1f} ms a step longer, of which a better "
+        f"plan could save {plan.gap:.1%}"
+    )
+
+
+_DONE = {"keep": "kept", "compress": "compressed", "offload": "offloaded", "recompute": "made again"}
+
+
+def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[str]:
+    """A line for each tensor, blocks for which the same was decided together, with what it would cost or costs."""
+    alike: dict[tuple, list[int]] = {}
+    for place, (block, ways) in enumerate(zip(blocks[: len(names)], plan.ways, strict=False)):
+        items = tuple((item.name, item.where, item.bytes, ways.get(n)) for n, item in block.tape.items.items())
+        alike.setdefault(items, []).append(place)
+    lines = []
+    for places in alike.values():
+        together = _span([names[place] for place in places])
+        items, ways = blocks[places[0]].tape.items, plan.ways[places[0]]
+        lines += [f"{together}: {_decision(items[number], way)}" for number, way in ways.items()]
+    return lines
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1].rpartition('.')[2]} ({len(names)} blocks)"
+
+
+def _decision(item: Item, way: Way) -> str:
+    what = f"{item.where} {item.name}".strip() + f", {item.bytes / 1e6:.2f} MB"
+    again = f"{item.seconds * 1e3:.2f} ms"
+    if way is Way.RECOMPUTE:
+        reason = f"costs {again}" if item.saved else f"others are made from it; costs {again}"
+    else:
+        reason = f"would cost {again} to make again" + ("" if item.saved else "; others are made from it")
+    return f"{what}: {way.value}; {reason}"
+
+
+class Planned(Around):
+    """Another objective whose model runs by its planner's plans."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        planner = getattr(model, "activation_planner", None)
+        if planner is None or not torch.is_grad_enabled():
+            return super().predict(model, batch)
+        return planner.predict(self.inner, model, batch)
+
+
+@dataclass(frozen=True)
+class ActivationBudget(Technique):
+    stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
+    claims = frozenset({"saved tensors", "recomputation"})
+    clashes: ClassVar[Mapping[str, str]] = {"compiled blocks": "it follows single operations, which a compiler fuses"}
+
+    bytes: Annotated[float, Bound(above=0)] = 0.5
+    """For all activations at the peak, in bytes; up to 1 a share of what they take when all are kept, or what they take
+    when all are made again where that is more."""
+    recompute: bool = True
+    """Whether tensors may be made again."""
+    bits: Bits = 0
+    """Whether tensors may be compressed, to 2, 4 or 8 bits a number, which makes gradients noisy; 0 is no."""
+    offload: Literal["never", "auto", "host", "disk", "simulated"] = "never"
+    """Where tensors may wait: the host's memory, a disk, or either as the device has it."""
+    folder: str = ""
+    """For files; $TMPDIR or /var/tmp by default."""
+    costs: Literal["measured", "counted"] = "measured"
+    """Of an operation: timed on this machine, or told from its shapes; counted wherever `bits` are allowed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits:
+            object.__setattr__(self, "numerics", Numerics.DIFFERENT)
+
+    @property
+    def cost(self) -> Cost:
+        return counted_seconds if self.bits or self.costs == "counted" else MEASURED
+
+    def model(self, model: nn.Module) -> nn.Module:
+        planner = Planner(self)
+        for name, blocks in find_stacks(model).items():
+            for place, block in enumerate(blocks):
+                wrap_forward(block, partial(planner.run, f"{name}.{place}"))
+            note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
+        model.activation_planner = planner  # type: ignore[assignment]
+        return model
+
+    def objective(self, objective: Objective) -> Objective:
+        return Planned(objective)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        del model.activation_planner
+        return model
+
+    def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
+        """The fastest plan for these blocks; raises Infeasible where a budget in bytes allows none."""
+        kept, least = peak_when_kept(blocks), least_peak(blocks)
+        budget = max(self.bytes * kept, least) if self.bytes <= 1 else self.bytes
+        ways = [Way.KEEP, Way.COMPRESS, Way.OFFLOAD] + [Way.RECOMPUTE] * self.recompute
+        plan = fastest_plan(blocks, budget, self._compression(device), self._link(device), ways)
+        if plan is None:
+            raise Infeasible(
+                f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything made again "
+                f"they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
+                fix=f"--set techniques.{self.name}.bytes={least * 1.02:.3g}, or memory.optimal_recompute instead",
+            )
+        return plan
+
+    def _compression(self, device: torch.device) -> Compression | None:
+        if not self.bits:
+            return None
+        counted = 2 * COUNTED_PASSES / BYTES_PER_SECOND.get(device.type, 1e12)
+        return Compression(stored_bits(self.bits), counted)
+
+    def _link(self, device: torch.device) -> Link | None:
+        if self.offload == "never":
+            return None
+        if self.cost is counted_seconds:
+            return Link(COUNTED_LINK)
+        return Link(bytes_per_second(self.offload, self.folder, device))

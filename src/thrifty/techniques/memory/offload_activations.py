@@ -1,0 +1,129 @@
+"""Offload activations: what the backward pass needs waits in the host's memory, or on a disk.
+
+Paper     Rhu et al. 2016, vDNN (arXiv 1602.08124); every saved tensor by hooks, as torch's `save_on_cpu` has it.
+Promise   of all activations only the last `keep_last` and those on their way are in the device's memory; with the
+          inputs of recomputed blocks, if `memory.recompute` is on, hardly anything.
+Cost      every byte goes over the link twice. Beside a GPU that goes on while it computes; it is for nothing where
+          computing takes longer than the link.
+Does not  change any value (numerics: exact); move parameters, or what the loss keeps.
+Avoid     when the model already fits; when the link is slower than computing again, use `memory.recompute`.
+Note      a processor has no second memory but the disk. The way over the host is written for CUDA and not yet measured
+          there.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Natural, Positive
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.saved import SMALLEST, kept_by
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import note
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.tiers import Ticket, Tier, Where, tier_for
+
+
+class Offloading:
+    """Keeps the activations of one forward pass on a tier: `kept_by(Offloading(tier))` around any forward pass.
+
+    Tensors are sent in the order in which they are saved, each once `keep_last` more have come, since those saved last
+    are needed first. At most `ahead` are on their way: before one more leaves the first of them must be gone, and when
+    one is asked for, those saved before it are sent for.
+    """
+
+    def __init__(self, tier: Tier, ahead: int = 4, keep_last: int = 0):
+        self.tier, self.ahead, self.keep_last = tier, ahead, keep_last
+        # they live as long as the graph that saved them
+        self.saved: list[weakref.ref[_Activation]] = []
+
+    def keep(self, activation: Tensor) -> Callable[[], Tensor]:
+        new = _Activation(self, len(self.saved), activation)
+        self.saved.append(weakref.ref(new))
+        if due := self.at(new.place - self.keep_last):
+            due.send()
+        if late := self.at(new.place - self.keep_last - self.ahead):
+            late.settle()
+        return new.give
+
+    def at(self, place: int) -> "_Activation | None":
+        return self.saved[place]() if place >= 0 else None
+
+    def send_for_those_before(self, place: int) -> None:
+        """Begins the way back of what will be asked for next."""
+        for each in range(place - 1, place - self.ahead - 1, -1):
+            if saved := self.at(each):
+                saved.prefetch()
+
+
+class _Activation:
+    """One saved tensor: itself until it is sent, its ticket from then on."""
+
+    def __init__(self, keeper: Offloading, place: int, tensor: Tensor):
+        self.keeper, self.place = keeper, place
+        self.tensor: Tensor | None = tensor
+        self.ticket: Ticket | None = None
+        self.given = False
+
+    def send(self) -> None:
+        assert self.tensor is not None
+        self.ticket, self.tensor = self.keeper.tier.send(self.tensor), None
+
+    def settle(self) -> None:
+        if self.ticket is not None:
+            self.ticket.settle()
+
+    def prefetch(self) -> None:
+        if self.ticket is not None and not self.given:
+            self.ticket.prefetch()
+
+    def give(self) -> Tensor:
+        self.prefetch()
+        self.given = True
+        self.keeper.send_for_those_before(self.place)
+        if self.ticket is not None:
+            return self.ticket.get()
+        assert self.tensor is not None
+        return self.tensor
+
+
+class KeptElsewhere(Around):
+    """Another objective whose predictions leave their activations on a tier."""
+
+    def __init__(self, inner: Objective, settings: "OffloadActivations"):
+        super().__init__(inner)
+        self.settings = settings
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        s = self.settings
+        keeper = Offloading(tier_for(s.to, batch.weight, s.folder), s.ahead, s.keep_last)
+        with kept_by(keeper, s.smallest):
+            return super().predict(model, batch)
+
+
+@dataclass(frozen=True)
+class OffloadActivations(Technique):
+    stage, numerics = Stage.OFFLOAD, Numerics.EXACT
+    claims = frozenset({"saved tensors"})
+
+    to: Where = "auto"
+    """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
+    ahead: Positive = 4
+    """Tensors on their way at a time, out or back."""
+    keep_last: Natural = 8
+    """Of the tensors of a forward pass, how many of the last stay."""
+    smallest: Positive = SMALLEST
+    """Tensors of fewer numbers stay."""
+    folder: str = ""
+    """For files; $TMPDIR or /var/tmp by default."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        tier = tier_for(self.to, next(model.parameters()), self.folder)
+        note(f"activations of {self.smallest} numbers and more go to the {tier}")
+        return model
+
+    def objective(self, objective: Objective) -> Objective:
+        return KeptElsewhere(objective, self)

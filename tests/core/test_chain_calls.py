@@ -1,0 +1,237 @@
+"""Calls of blocks that are made again: the same gradients whatever is kept, and nothing held that was not to be."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+
+from thrifty.core.accounting import StepTrace, uncollected
+from thrifty.core.chain_calls import Chain
+from thrifty.core.chains import Do, Operation, Schedule
+from thrifty.core.errors import IntegrityError, Refused
+
+PASS, INPUT, ALL, BACK = Do
+WIDTH, ROWS = 16, 8
+A = 4 * WIDTH * ROWS
+"""Bytes of an activation."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + self.dropout(torch.tanh(self.linear(x)))
+
+
+class Loop(nn.Module):
+    """Calls its blocks in some order; `between` may change hidden states on the way."""
+
+    def __init__(
+        self, depth: int, order: Sequence[int] | None = None, between: Callable[[Tensor], Tensor] = lambda x: x
+    ):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.order, self.between = order or range(depth), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.between(self.blocks[index](x))
+        return x
+
+
+def inputs() -> Tensor:
+    return torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
+
+
+def gradients(model: nn.Module, *times: int) -> list[Tensor]:
+    x = inputs()
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+advice = some.dictionaries(some.integers(0, 5), some.sampled_from([PASS, INPUT, ALL]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(first=advice, again=some.dictionaries(some.integers(0, 5), advice))
+def test_gradients_are_the_same_whatever_is_kept(first: dict[int, Do], again: dict[int, dict[int, Do]]) -> None:
+    wanted = gradients(Loop(6))
+    model = Loop(6)
+    Chain(list(model.blocks), Schedule(first, again))
+    assert_equal(gradients(model), wanted)
+
+
+ODD_LOOPS = {
+    "a block left out": lambda: Loop(5, [0, 1, 3, 4]),
+    "out of order": lambda: Loop(4, [2, 0, 3, 1]),
+    "one block twice in a row": lambda: Loop(3, [0, 1, 1, 2]),
+    "all blocks again": lambda: Loop(3, [0, 1, 2, 0, 1, 2]),
+    "something between blocks": lambda: Loop(4, between=lambda x: 1.1 * x),
+    "a view between blocks": lambda: Loop(4, between=lambda x: x.view(2, -1, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("name", ODD_LOOPS)
+@pytest.mark.parametrize("do", [PASS, INPUT])
+def test_a_model_may_call_its_blocks_as_it_likes(name: str, do: Do) -> None:
+    wanted = gradients(ODD_LOOPS[name]())
+    model = ODD_LOOPS[name]()
+    Chain(list(model.blocks), Schedule(dict.fromkeys(range(5), do)))
+    assert_equal(gradients(model), wanted)
+
+
+def test_one_block_in_every_place_is_a_chain_too() -> None:
+    wanted, models = [], (Loop(1, [0] * 6), Loop(1, [0] * 6))
+    for model in models:
+        if model is models[1]:
+            Chain([model.blocks[0]] * 6, Schedule({place: PASS for place in range(1, 6)} | {0: INPUT}))
+        wanted.append(gradients(model))
+    assert_equal(*wanted)
+    assert models[1].blocks[0].runs == 6 + (6 + 5 + 4 + 3 + 2 + 1)
+
+
+def test_several_forward_passes_may_wait_for_their_backward_passes() -> None:
+    found = []
+    for watched in (False, True):
+        model = Loop(4)
+        if watched:
+            Chain(list(model.blocks), Schedule(dict.fromkeys(range(4), PASS)))
+        torch.manual_seed(0)
+        first, second = model(inputs()), model(inputs() + 1)
+        (first * second).sum().backward(retain_graph=True)
+        first.sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert_equal(*found)
+
+
+def test_a_schedule_runs_what_it_says_and_keeps_no_more() -> None:
+    """Three of four blocks pass; the backward pass keeps the third's input on its way to the last."""
+    operations = [(INPUT, 0), (PASS, 1), (PASS, 2), (ALL, 3), (BACK, 3), (INPUT, 0), (PASS, 1), (ALL, 2), (BACK, 2)]
+    operations += [(ALL, 0), (ALL, 1), (BACK, 1), (BACK, 0)]
+    model = Loop(4).eval()
+    Chain(list(model.blocks), Schedule.of([Operation(*each) for each in operations]))
+    with StepTrace():
+        torch.ones(1)  # the first operation imports torch's compiler, and what that leaves behind holds local variables
+    x = inputs()
+    with uncollected(), StepTrace(x, *model.parameters()) as live:
+        out = model(x)
+        assert live.now == 3 * A  # the last block keeps its input and the result of its tanh; and the output
+        out.sum().backward()
+    assert [block.runs for block in model.blocks] == [3, 3, 2, 1]
+
+
+def test_what_is_kept_goes_with_the_graph() -> None:
+    model = Loop(4)
+    chain = Chain(list(model.blocks), Schedule(dict.fromkeys(range(4), PASS)))
+    with uncollected():
+        out = model(inputs())
+        call = chain._latest
+        assert call is not None and call() is not None
+        del out
+        assert call() is None  # freed at once, nothing waits for the cycle collector
+
+
+def test_inputs_that_are_kept_go_through_hooks_around_the_model() -> None:
+    seen: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor.numel())
+        return tensor.double()
+
+    wanted = gradients(Loop(4))
+    model = Loop(4)
+    Chain(list(model.blocks), Schedule({1: PASS, 3: PASS}))
+    x = inputs()
+    torch.manual_seed(1)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.float()):
+        out = model(x)
+    assert seen == [ROWS * WIDTH] * 2
+    out.square().sum().backward()
+    assert_equal([x.grad, *(parameter.grad for parameter in model.parameters())], wanted)
+
+
+def test_hooks_of_a_block_act_each_time() -> None:
+    found = []
+    for watched in (False, True):
+        model = Loop(3)
+        for block in model.blocks:
+            block.register_forward_hook(lambda module, args, output: 0.5 * output)
+            block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        if watched:
+            Chain(list(model.blocks), Schedule({1: PASS, 2: PASS}))
+        found.append(gradients(model))
+    assert_equal(*found)
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    model = Loop(3)
+    chain = Chain(list(model.blocks), Schedule())
+    with torch.no_grad():
+        model(inputs())
+    assert chain._latest is None
+    assert type(model.blocks[0]).__name__ == "Block" and isinstance(model.blocks[0], Block)
+    assert list(model.state_dict()) == list(Loop(3).state_dict())
+
+
+def test_autocast_is_as_it_was() -> None:
+    found = []
+    for watched in (False, True):
+        model, x = Loop(3), inputs()
+        if watched:
+            Chain(list(model.blocks), Schedule({1: PASS, 2: PASS}))
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        out.float().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert_equal(*found)
+
+
+class Wavering(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return x + torch.tanh(self.linear(x[: ROWS - self.runs])).sum()
+
+
+def test_a_block_that_does_something_else_the_second_time_is_noticed() -> None:
+    model = Loop(1)
+    model.blocks[0] = Wavering()
+    Chain(list(model.blocks), Schedule())
+    with pytest.raises(IntegrityError, match="block 0 saved"):
+        gradients(model)
+
+
+class Cache:
+    def update(self) -> None: ...
+
+
+def test_a_cache_is_refused() -> None:
+    model = Loop(1)
+    Chain(list(model.blocks), Schedule())
+    with pytest.raises(Refused, match="Block is given a Cache to write into"):
+        model.blocks[0](inputs(), Cache())
+
+
+def test_references_to_outputs_do_not_keep_them() -> None:
+    model = Loop(2)
+    chain = Chain(list(model.blocks), Schedule())
+    out = model(inputs())
+    call = chain._latest() if chain._latest else None
+    assert call is not None and isinstance(call.outputs[0], weakref.ref)
+    assert call.outputs[0]() is out

@@ -1,0 +1,107 @@
+"""Costs of blocks, counted without running them, against figures on paper and against real steps."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from recompute_work import model_of_kind
+from thrifty.core.chain_calls import Chain
+from thrifty.core.chain_costs import WORTH_OF_A_BYTE, survey
+from thrifty.core.chains import ChainCost, Schedule, StageCost
+from thrifty.core.surgery import find_stacks
+
+WIDTH, ROWS = 16, 8
+A = 4 * WIDTH * ROWS
+"""Bytes of an activation."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + mask * self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, *widths: int):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList(map(Block, widths))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = nn.functional.dropout(self.norm(x))
+        mask = torch.ones(ROWS, 1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def costs(model: nn.Module, *args: Tensor, timed: bool = False) -> ChainCost:
+    blocks = [block for stack in find_stacks(model).values() for block in stack]
+    return survey(model, Chain(blocks, Schedule()), model, args, {}, timed)
+
+
+def test_a_block_on_paper() -> None:
+    product = 2 * ROWS * WIDTH * 2 * WIDTH  # to the hidden width of twice the width, and the same back
+    cost = costs(Model(2 * WIDTH, WIDTH), torch.randn(ROWS, WIDTH))
+    assert cost.input == A + 4 * ROWS  # and the mask
+    first, second = cost.stages
+    # forward: two products, and results of 2A, 2A, A, A and A bytes
+    assert first.forward == 2 * product + WORTH_OF_A_BYTE * 7 * A
+    assert first.stopped == 2 * product + WORTH_OF_A_BYTE * 5 * A  # what is saved last is the mask
+    assert first.backward >= 4 * product
+    assert first.output == A
+    assert first.saved == 2 * A + A  # the tanh, and the output
+    # while the sum is made: the product with the mask; while the tanh is made: what goes into it
+    assert first.keeping == A and first.passing == 4 * A - A
+    assert second.saved == 2 * A
+    assert cost.kept == cost.input + 5 * A
+
+
+def test_looking_at_costs_changes_nothing() -> None:
+    model, x = Model(8, 8), torch.randn(ROWS, WIDTH)
+    model.norm.weight.grad = torch.ones(WIDTH)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator, inner = torch.get_rng_state(), dict(model.__dict__)
+    for timed in (False, True):
+        costs(model, x, timed=timed)
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert model.calls == 0 and inner.keys() == model.__dict__.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model.norm.weight.grad, torch.ones(WIDTH))
+    assert all(parameter.grad is None for parameter in model.blocks.parameters())
+
+
+def test_fake_models_cost_what_real_ones_do() -> None:
+    real = costs(Model(8, 12), torch.randn(ROWS, WIDTH))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert costs(Model(8, 12), torch.randn(ROWS, WIDTH)) == real
+
+
+def test_times_are_measured_where_asked_for_and_keep_their_parts() -> None:
+    x = torch.randn(ROWS, WIDTH)
+    counted, timed = costs(Model(8, 4096), x), costs(Model(8, 4096), x, timed=True)
+    assert [stage.saved for stage in counted.stages] == [stage.saved for stage in timed.stages]
+    small, large = timed.stages
+    assert 0 < small.forward < large.forward < 1
+    for mine, theirs in zip(timed.stages, counted.stages, strict=True):
+        assert mine.backward / mine.forward == pytest.approx(theirs.backward / theirs.forward)
+
+
+def test_both_sides_of_an_encoder_decoder_are_one_chain() -> None:
+    cost = costs(model_of_kind("our t5"), torch.ones(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long))
+    encoder, decoder = cost.stages[:3], cost.stages[3:]
+    assert len(decoder) == 2 and len(set(encoder)) == len(set(decoder)) == 1
+    assert decoder[0].saved > encoder[0].saved and decoder[0].forward > encoder[0].forward
+
+
+def test_frozen_blocks_save_less() -> None:
+    model, x = Model(8, 8), torch.randn(ROWS, WIDTH)
+    model.blocks[1].requires_grad_(False)
+    trained, frozen = costs(model, x).stages
+    assert isinstance(frozen, StageCost) and frozen.backward < trained.backward and frozen.forward == trained.forward

@@ -1,0 +1,234 @@
+"""Tensors that go to another memory come back as they were, cost what the model says, and leave nothing behind."""
+
+import math
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thrifty.core.accounting import StepTrace
+from thrifty.core.disk import Disk
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.link import Link, LinkClock, Simulated
+from thrifty.core.tickets import Ticket, Tier, is_dense
+from thrifty.core.tiers import tier_for
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+SIZES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size=1, max_size=20)
+USES = st.sampled_from(["send", "settle", "prefetch", "get", "drop"])
+
+
+@pytest.fixture(params=["disk", "simulated"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    return Disk(str(tmp_path)) if request.param == "disk" else Simulated(Link(1e9, 1e-5))
+
+
+def tensors() -> list[Tensor]:
+    x = torch.randn(48, 10)
+    transposed = torch.randn(10, 48).t() * 1.0
+    assert not transposed.is_contiguous()
+    return [x, transposed, x[:, ::3], x[5:], x.bfloat16(), x > 0, torch.arange(7), torch.tensor(3.0), torch.zeros(0, 4)]
+
+
+def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: Tier) -> None:
+    for tensor in tensors():
+        ticket = tier.send(tensor)
+        ticket.settle()
+        back = ticket.get()
+        assert torch.equal(back, tensor) and back.dtype == tensor.dtype
+        assert not is_dense(tensor) or back.stride() == tensor.stride()
+        assert not tensor.numel() or back.data_ptr() != tensor.data_ptr()
+        assert torch.equal(ticket.get(), tensor)  # and once more
+
+
+def test_what_has_not_been_settled_is_given_as_it_is(tier: Tier) -> None:
+    tensor = torch.randn(100)
+    assert tier.send(tensor).get().data_ptr() == tensor.data_ptr()
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), USES), max_size=60))
+def test_any_order_of_use_gives_values_back_and_frees_every_place(steps: list[tuple[int, str]]) -> None:
+    for tier in (Disk(), Simulated(Link())):
+        use(tier, steps)
+        assert tier.account.now == 0
+
+
+def use(tier: Tier, steps: list[tuple[int, str]]) -> None:
+    tickets: dict[int, tuple[Ticket, Tensor]] = {}
+    for number, (key, what) in enumerate(steps):
+        if what == "send":
+            tensor = torch.full((64 * (key % 2 + 1),), float(number))
+            tickets[key] = tier.send(tensor), tensor.clone()
+        elif key in tickets and what == "drop":
+            del tickets[key]
+        elif key in tickets:
+            found = getattr(tickets[key][0], what)()
+            assert found is None or torch.equal(found, tickets[key][1])
+    for ticket, expected in tickets.values():
+        ticket.settle()
+        assert torch.equal(ticket.get(), expected)
+    assert tier.account.now == sum(expected.nbytes for _, expected in tickets.values())
+
+
+def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: Tier) -> None:
+    with StepTrace() as trace:
+        tensor = torch.ones(1000) * 2
+        ticket = tier.send(tensor)
+        del tensor
+        assert trace.now == 4000
+        ticket.settle()
+        assert trace.now == 0 and tier.account.now == 4000
+        ticket.prefetch()
+        assert trace.now == 4000
+        back = ticket.get()
+        del back
+        assert trace.now == 0
+
+
+def test_fake_tensors_come_and_go_without_a_byte() -> None:
+    with FakeTensorMode(), StepTrace() as trace:
+        tensor = torch.empty(8, 1000)
+        for tier in (tier_for("disk", tensor), tier_for("simulated", tensor), tier_for("auto", tensor)):
+            ticket = tier.send(tensor * 2)
+            ticket.settle()
+            assert trace.now == tensor.nbytes
+            assert ticket.get().shape == tensor.shape and tier.account.now == 0
+            assert tier.placed([tensor])[0] is tensor
+
+
+def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(tier: Tier) -> None:
+    before = tensors()
+    placed = tier.placed(before)
+    assert all(map(torch.equal, placed, before))
+    for tensor, old in zip(placed, before, strict=True):
+        kept = old.clone()
+        tensor.zero_()
+        assert torch.equal(old, kept) and not tensor.any()
+    assert tier.account.now >= sum(tensor.nbytes for tensor in before if is_dense(tensor))
+    del placed, tensor
+    assert tier.account.now == 0
+
+
+def test_there_is_no_host_beside_a_processor() -> None:
+    with pytest.raises(Refused, match="runs on the processor") as refused:
+        tier_for("host", torch.ones(1))
+    assert 'to="disk"' in refused.value.fix
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="missing is no folder"):
+        Disk(str(tmp_path / "missing"))
+
+
+def started(program: str, *args: object) -> subprocess.Popen[str]:
+    code = f"import sys, torch\nfrom thrifty.core.disk import Disk\n{textwrap.dedent(program)}"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)], text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@LINUX
+def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    program = """
+    tier = Disk(sys.argv[1])
+    ticket = tier.send(torch.randn(300_000))
+    ticket.settle()
+    placed = tier.placed([torch.randn(500_000)])
+    print("ready", flush=True)
+    input()
+    """
+    with started(program, tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        files = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if str(tmp_path) in str(path.readlink())]
+        sizes = sorted({path.stat().st_size for path in files})
+        process.send_signal(signal.SIGKILL)
+    assert sizes[0] == 1_200_000 and sizes[1] >= 2_000_000
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("way", ["tier.send(torch.ones(2_000_000)).settle()", "tier.placed([torch.ones(2_000_000)])"])
+def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
+    program = f"""
+    import resource
+    from thrifty.core.errors import Infeasible
+    tier = Disk(sys.argv[1])
+    tier.send(torch.ones(1000)).settle()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    try:
+        {way}
+    except Infeasible as error:
+        print(error.what, "|", error.fix)
+    """
+    with started(program, tmp_path) as process:
+        out, errors = process.communicate(timeout=60)
+    assert f"{tmp_path} has no room for another 8,000,000 bytes (File too large)" in out, errors
+    assert "a larger disk" in out
+
+
+@LINUX
+def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> None:
+    program = """
+    import re
+    def own() -> int:
+        return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+    tier = Disk(sys.argv[1])
+    tier.placed([torch.zeros(10)])
+    before = own()
+    state = [tier.placed([torch.zeros(12_000_000)])[0] for _ in range(2)]
+    for tensor in state:
+        tensor.add_(1)
+    print(own() - before)
+    """
+    with started(program, tmp_path) as process:
+        out, errors = process.communicate(timeout=60)
+    assert int(out) < 10e6, errors  # of 96 MB
+
+
+def test_a_link_carries_one_tensor_after_the_other_in_each_direction() -> None:
+    clock = LinkClock(Link(bandwidth=100, latency=1))
+    assert [clock.out(200), clock.out(100)] == [3, 5]
+    clock.compute(2)
+    clock.wait(3)
+    assert (clock.now, clock.waited) == (3, 1)
+    assert clock.back(100, gone=3) == 5  # beside what is still on its way out
+    assert clock.back(100, gone=9) == 11
+    shared = LinkClock(Link(bandwidth=100, latency=1, duplex=False))
+    assert [shared.out(200), shared.back(100, gone=0), shared.out(0)] == [3, 5, 6]
+
+
+@given(SIZES, st.floats(1e3, 1e12), st.floats(1, 100), st.booleans())
+def test_a_faster_link_never_makes_anyone_wait_longer(
+    stages: list[tuple[int, float]], bandwidth: float, factor: float, duplex: bool
+) -> None:
+    slow, fast, endless = (
+        waited(stages, Link(rate, duplex=duplex)) for rate in (bandwidth, bandwidth * factor, math.inf)
+    )
+    assert fast <= slow * (1 + 1e-9) + 1e-12
+    assert endless == 0.0
+    assert slow <= waited(stages, Link(bandwidth, duplex=False)) * (1 + 1e-9) + 1e-12
+
+
+def waited(stages: list[tuple[int, float]], link: Link) -> float:
+    clock, gone = LinkClock(link), []
+    for size, seconds in stages:
+        clock.compute(seconds)
+        gone.append(clock.out(size))
+    for (size, seconds), left in zip(reversed(stages), reversed(gone), strict=True):
+        clock.wait(clock.back(size, left))
+        clock.compute(seconds)
+    return clock.waited
+
+
+@pytest.mark.parametrize("wrong", [{"bandwidth": 0.0}, {"latency": -1.0}])
+def test_a_link_without_bandwidth_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="link: "):
+        Link(**wrong)  # type: ignore[arg-type]

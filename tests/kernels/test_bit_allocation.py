@@ -1,0 +1,65 @@
+"""Bits for each tensor against all that could be chosen."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.bit_allocation import allocate_bits, disturbance
+
+CHOICES = (2, 4, 8)
+
+
+def total(sensitivities: list[float], bits: tuple[int, ...] | list[int]) -> float:
+    return sum(map(disturbance, sensitivities, bits))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    tensors=some.lists(
+        some.tuples(some.floats(1e-6, 1e6), some.integers(1, 12).map(lambda parts: 128 * parts)),
+        min_size=1, max_size=6,
+    ),
+    mean_bits=some.floats(2, 8),
+)  # fmt: skip
+def test_nothing_that_fits_disturbs_less(tensors: list[tuple[float, int]], mean_bits: float) -> None:
+    sensitivities, numbers = [each[0] for each in tensors], [each[1] for each in tensors]
+    found = allocate_bits(sensitivities, numbers, mean_bits, CHOICES)
+
+    def spent(bits: tuple[int, ...] | list[int]) -> int:
+        return sum(b * n for b, n in zip(bits, numbers, strict=True))
+
+    allowed = mean_bits * sum(numbers)
+    assert spent(found) <= allowed
+    fitting = (bits for bits in itertools.product(CHOICES, repeat=len(numbers)) if spent(bits) <= allowed)
+    assert total(sensitivities, found) <= min(total(sensitivities, bits) for bits in fitting) * (1 + 1e-9)
+
+
+def test_sizes_without_a_common_divisor_stay_within_the_total_and_near_the_best() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        numbers = [draw.randrange(10_000, 2_000_000) for _ in range(6)]
+        sensitivities = [draw.lognormvariate(0, 3) for _ in numbers]
+        found = allocate_bits(sensitivities, numbers, 4, CHOICES)
+        assert sum(b * n for b, n in zip(found, numbers, strict=True)) <= 4 * sum(numbers)
+        # what rounding up may cost: the best for a total that is smaller by a part in 4096 for each tensor
+        room = 4 * sum(numbers) * (1 - 2 * len(numbers) / 4096)
+        tight = (
+            bits for bits in itertools.product(CHOICES, repeat=6)
+            if sum(b * n for b, n in zip(bits, numbers, strict=True)) <= room
+        )  # fmt: skip
+        assert total(sensitivities, found) <= min(total(sensitivities, bits) for bits in tight) * (1 + 1e-9)
+
+
+def test_the_sensitive_get_bits_from_the_insensitive() -> None:
+    assert allocate_bits([1.0, 1000.0, 1.0], [1, 1, 1], 4, CHOICES) == [2, 8, 2]
+    assert allocate_bits([1.0] * 3, [1, 1, 1], 4, CHOICES) == [4, 4, 4]
+    assert allocate_bits([], [], 4, CHOICES) == []
+
+
+def test_fewer_bits_than_there_are_is_refused() -> None:
+    with pytest.raises(UsageError, match="fewer"):
+        allocate_bits([1.0], [8], 1.5, CHOICES)

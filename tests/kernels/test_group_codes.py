@@ -1,0 +1,262 @@
+"""Codes of 2, 4 and 8 bits: what they stand for on average, how far they stray, and that fast is plain bit for bit."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from thrifty.core.machine import can_compile
+from thrifty.kernels import group_coding
+from thrifty.kernels.group_codes import (
+    decode_lines,
+    encode_lines,
+    outward,
+    quantise,
+    seed_word,
+    words_of_places,
+)
+from thrifty.kernels.group_coding import encode, encode_mask
+from thrifty.kernels.group_ranges import Ranges, by_group, by_head
+
+CPU = torch.device("cpu")
+DRAWS = 2000
+
+
+def drawn(*shape: int, mean: float = 0.0, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
+
+
+def moments(tensor: Tensor, bits: int, zeros: bool = False, ranges: Ranges | None = None) -> tuple[Tensor, Tensor]:
+    """Mean error and mean squared error of each number over seeds, in float64."""
+    total, squares = torch.zeros(2, *tensor.shape, dtype=torch.float64)
+    for seed in range(DRAWS):
+        coded = encode(tensor, bits, seed, ranges, zeros)
+        assert coded is not None
+        error = coded.decode().double() - tensor.double()
+        total += error
+        squares += error.square()
+    return total / DRAWS, squares / DRAWS
+
+
+def steps_of(tensor: Tensor, bits: int, zeros: bool = False) -> Tensor:
+    """The step of the group that each number is in."""
+    coded = encode(tensor, bits, 0, None, zeros)
+    assert coded is not None
+    return coded.step.double().repeat_interleave(coded.ranges.width)[: tensor.numel()].view(tensor.shape)
+
+
+@pytest.mark.parametrize("mean", [0.0, 10.0])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_comes_back_has_what_went_in_as_its_expectation(bits: int, mean: float) -> None:
+    """Including least numbers and steps as they are stored: published code is off by 0.01 here."""
+    tensor = drawn(16, 256, mean=mean)
+    error, square = moments(tensor, bits)
+    within = 3 * (square / DRAWS).sqrt() + 1e-6 * (1 + mean)
+    assert (error.abs() <= within).double().mean() > 0.99  # three sigma leave out 3 in 1000
+    spread = (square.mean() / DRAWS / tensor.numel()).sqrt()
+    assert abs(error.mean()) < 4 * spread
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [2, 8])
+def test_so_it_has_in_formats_that_cannot_hold_what_codes_stand_for(bits: int, dtype: torch.dtype) -> None:
+    tensor = drawn(8, 256, mean=10.0).to(dtype)
+    error, square = moments(tensor, bits)
+    assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-5).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_variance_is_below_its_bound(bits: int, zeros: bool) -> None:
+    tensor = drawn(16, 256).relu() if zeros else drawn(16, 256)
+    _, square = moments(tensor, bits, zeros)
+    step = steps_of(tensor, bits, zeros)
+    assert (square <= step.square() / 4 * 1.02).all()  # of 2000 draws the mean square itself is 1 % uncertain
+    if not zeros:  # ranges are rounded outwards to 8 bits of mantissa
+        exact = (tensor.amax(1) - tensor.amin(1)) / (2**bits - 1)
+        assert (step[:, 0] >= exact - 1e-7).all() and (step[:, 0] <= 1.04 * exact).all()
+
+
+def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
+    tensor = drawn(64, 256).relu()
+    tensor[7] = 0.0
+    for bits in (2, 4, 8):
+        for seed in range(50):
+            coded = encode(tensor, bits, seed, zeros=True)
+            assert coded is not None and torch.equal(coded.decode() == 0, tensor == 0)
+    error, square = moments(tensor[:8], 4, zeros=True)
+    assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-6).double().mean() > 0.99
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_what_is_outside_a_range_gets_its_first_or_last_code(bits: int) -> None:
+    """A published kernel wraps around: 1.5 in a range of -1 … 1 came back as -0.5."""
+    lines = torch.linspace(-3, 3, 64)[None]
+    ends = [torch.full((1, 1), end) for end in (-1.0, 1.0)]
+    least, step = outward(*ends, bits, False)
+    words = seed_word(0, CPU), words_of_places(64, CPU), 0
+    packed = quantise(lines, least, step, *words, bits, False)
+    found = decode_lines(packed, least, step, *words, bits, False, torch.float32)
+    low, high = least.item(), (least + step * (2**bits - 1)).item()
+    assert (found[lines <= -1] == low).all() and torch.allclose(found[lines >= 1.02], torch.tensor(high))
+    assert found.min() >= low and found.max() <= high + 1e-6
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    bits=some.sampled_from([2, 4, 8]), lines=some.integers(1, 5), width=some.sampled_from([8, 24, 64, 256]),
+    seed=some.integers(0, 2**32 - 1), zeros=some.booleans(),
+)  # fmt: skip
+def test_every_code_survives_packing(bits: int, lines: int, width: int, seed: int, zeros: bool) -> None:
+    """Numbers that are codes already, in a range of step one, come back as they are."""
+    top = 2**bits - 1
+    codes = torch.randint(0, top + 1, (lines, width), generator=torch.Generator().manual_seed(seed % 2**31))
+    codes[0, : min(top + 1, width)] = torch.arange(top + 1)[:width]
+    words = seed_word(seed, CPU), words_of_places(width, CPU), 0
+    least, step = torch.full((lines, 1), float(zeros)), torch.ones(lines, 1)
+    packed = quantise(codes.float(), least, step, *words, bits, zeros)
+    assert packed.dtype == torch.uint8 and packed.shape == (lines, width * bits // 8)
+    found = decode_lines(packed, least, step, *words, bits, zeros, torch.float32)
+    assert torch.equal(found, codes.float())
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    shape=some.lists(some.integers(1, 15), min_size=1, max_size=4), bits=some.sampled_from([2, 4, 8]),
+    group=some.sampled_from([8, 64, 256]), zeros=some.booleans(), reverse=some.booleans(),
+)  # fmt: skip
+def test_any_shape_comes_back_within_a_step_of_its_group(
+    shape: list[int], bits: int, group: int, zeros: bool, reverse: bool
+) -> None:
+    tensor = drawn(*shape, seed=bits)
+    tensor = tensor.relu() if zeros else tensor
+    tensor = tensor.permute(*reversed(range(len(shape)))) if reverse else tensor
+    coded = encode(tensor, bits, 3, by_group(tensor.numel(), group), zeros)
+    assert coded is not None
+    found = coded.decode()
+    assert found.shape == tensor.shape and found.stride() == tensor.stride()
+    largest = (tensor.max() - tensor.min()).clamp(min=1e-6) / (2**bits - 1 - zeros)
+    assert (found - tensor).abs().max() <= 1.05 * largest + 0.01 * tensor.abs().max()
+
+
+def test_what_a_last_line_is_filled_up_with_does_not_widen_its_range() -> None:
+    tensor = drawn(300, mean=100.0)
+    coded = encode(tensor, 4, 0)
+    assert coded is not None
+    assert coded.step[1] < 1.1 * (tensor[256:].max() - tensor[256:].min()) / 15 + 0.5 / 15
+
+
+def test_a_constant_is_exact_where_bfloat16_has_it_and_else_right_on_average() -> None:
+    coded = encode(torch.full((512,), 2.5), 2, 0)
+    assert coded is not None and (coded.decode() == 2.5).all()
+    error, square = moments(torch.full((256,), math.pi), 4)
+    assert abs(error.mean()) < 4 * (square.mean() / DRAWS / 256).sqrt() + 1e-6
+
+
+def test_a_seed_decides_and_neighbours_do_not_share_their_luck() -> None:
+    tensor = torch.full((64, 256), 0.5)
+    tensor[:, 0], tensor[:, 1] = 0.0, 15.0
+    first, again, other = (encode(tensor, 4, seed) for seed in (1, 1, 2))
+    assert first and again and other
+    assert torch.equal(first.codes, again.codes) and not torch.equal(first.codes, other.codes)
+    up = (first.decode()[:, 2:] > 0.5).double()
+    assert abs(up.mean() - 0.5) < 0.02
+    for shifted in (up.roll(1, 1), up.roll(1, 0), up.roll(128, 1), up.roll(7, 1)):
+        assert abs(((up - 0.5) * (shifted - 0.5)).mean()) < 0.01
+
+
+def test_a_range_for_each_head_and_for_each_few_channels() -> None:
+    """One loud head, or channel, must not cost the others their precision."""
+    heads = drawn(3, 4, 16, 32)
+    heads[:, 2] *= 100
+    for layout in (heads, heads.transpose(1, 2).contiguous().transpose(1, 2)):
+        ranges = by_head(layout.shape, layout.stride(), 256)
+        assert ranges is not None and ranges.count == 4
+        coded = encode(layout, 4, 0, ranges)
+        assert coded is not None and coded.step.shape == (4,)
+        wanted = (layout.amax((0, 2, 3)) - layout.amin((0, 2, 3))) / 15
+        assert torch.allclose(coded.step.float(), wanted, rtol=0.02)
+        assert ((coded.decode() - layout).abs().amax((0, 2, 3)) <= 1.02 * wanted).all()
+    channels = heads.transpose(1, 2).flatten(2)
+    ranges = by_head(channels.shape, channels.stride(), 32)
+    assert ranges is not None and (ranges.count, ranges.inner) == (4, 32)
+    error, square = moments(channels[:, :2].contiguous(), 4, ranges=by_head((3, 2, 128), (256, 128, 1), 32))
+    assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-5).double().mean() > 0.99
+    assert by_head((5, 7), (7, 1), 256) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, torch.finfo(torch.float32).min])
+def test_what_codes_cannot_stand_for_is_refused(bad: float) -> None:
+    tensor = drawn(4, 256)
+    tensor[1, 3] = bad
+    for zeros in (False, True):
+        assert encode(tensor, 4, 0, zeros=zeros) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_two_values_take_a_bit_each_and_are_exact(dtype: torch.dtype) -> None:
+    mask = torch.rand(37, 41) < 0.7
+    low, high = (0.0, 1.0) if dtype == torch.bool else (-math.inf, 1 / 0.9)
+    values = torch.where(mask, torch.tensor(high).to(dtype), torch.tensor(low).to(dtype)).t()
+    coded = encode_mask(values, (low, values.double().max().item()))
+    assert torch.equal(coded.decode(), values) and coded.decode().stride() == values.stride()
+    assert coded.codes.numel() == -(-37 * 41 // 256) * 32
+
+
+def test_codes_take_their_bits_and_an_eighth() -> None:
+    coded = encode(drawn(128, 256), 4, 0)
+    assert coded is not None
+    held = sum(part.numel() * part.element_size() for part in (coded.codes, coded.least, coded.step))
+    assert held * 8 == (4 + 1 / 8) * 128 * 256
+
+
+@pytest.fixture
+def compiled_from_8_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not can_compile():
+        pytest.skip("no compiler")
+    monkeypatch.setattr(group_coding, "COMPILED_FROM", 8 * 256)
+    yield
+
+
+@pytest.mark.usefixtures("compiled_from_8_lines")
+@pytest.mark.parametrize(
+    ("dtype", "bits", "zeros", "heads"),
+    [(torch.float32, 4, False, False), (torch.bfloat16, 2, True, False), (torch.float32, 8, False, True)],
+)
+def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: bool, heads: bool) -> None:
+    for shape in ((30, 256), (7, 11, 128)):
+        tensor = drawn(*shape).to(dtype)
+        tensor = tensor.relu() if zeros else tensor
+        ranges = by_head(tensor.shape, tensor.stride(), 64) if heads else by_group(tensor.numel())
+        compiled = encode(tensor, bits, 9, ranges, zeros)
+        assert compiled is not None
+        with pytest.MonkeyPatch.context() as patch:
+            given = compiled.decode()
+            patch.setattr(group_coding, "COMPILED_FROM", 2**60)
+            for size in (10 * 256, 2**18):  # in pieces, and at once
+                patch.setattr(group_coding, "NUMBERS", size)
+                plain = encode(tensor, bits, 9, ranges, zeros)
+                assert plain is not None
+                for mine, theirs in zip(
+                    (plain.codes, plain.least, plain.step), (compiled.codes, compiled.least, compiled.step), strict=True
+                ):
+                    assert torch.equal(mine, theirs)
+                assert torch.equal(plain.decode(), given)
+
+
+@pytest.mark.usefixtures("compiled_from_8_lines")
+def test_a_compiled_mask_is_the_plain_one() -> None:
+    mask = torch.rand(100, 77) < 0.5
+    assert torch.equal(encode_mask(mask).decode(), mask)
+
+
+def test_lines_by_themselves_are_a_kernel_for_anybodys_loop() -> None:
+    lines = drawn(5, 64)
+    words = seed_word(1, CPU), words_of_places(64, CPU), 0
+    packed, least, step = encode_lines(lines, *words, 8, False)
+    found = decode_lines(packed, least, step, *words, 8, False, torch.float32)
+    assert ((found - lines).abs() <= step.float()).all()

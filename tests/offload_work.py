@@ -1,0 +1,41 @@
+"""What the tests of offloading let each rank do; here, so that a fresh process can import it."""
+
+from typing import Any
+
+import torch
+
+from parallel_work import digests
+from thrifty.core.compose import compose
+from thrifty.core.errors import Refused
+from tiny_runs import advance, losses, plain_run, run_through, snapshot, technique, with_optimizer
+
+STEPS = 4
+
+
+def differences(strategy: str, offload: tuple[str, dict[str, Any]], others: list[list[str]]) -> list[str]:
+    """With which other techniques a run on these ranks is not bit for bit what it is without the offload."""
+    name, settings = offload
+    found = []
+    for names in others:
+        plain = plain_run(style="gpt", dropout=0.3)
+        chosen = with_optimizer([technique(strategy), *map(technique, names)])
+        runs = []
+        for given in (chosen, [technique(name, **settings), *chosen]):
+            torch._dynamo.reset()
+            records, state = run_through(plain, given, STEPS)
+            runs.append((losses(records), digests(snapshot(state).tensors)))
+        if runs[0] != runs[1]:
+            found.append(" and ".join(names) or "alone")
+    return found
+
+
+def refusal(strategy: str, offload: tuple[str, dict[str, Any]], other: str) -> str:
+    name, settings = offload
+    run = compose(
+        plain_run(), with_optimizer([technique(strategy), technique(name, **settings), technique(other)]), STEPS
+    )
+    try:
+        advance(run, run.start())
+    except Refused as refused:
+        return refused.what
+    return ""

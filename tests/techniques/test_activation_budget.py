@@ -1,0 +1,210 @@
+"""One budget for activations: kept to, exact, explained, and no slower than any single way."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thrifty.core.accounting import StepTrace
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.errors import Infeasible
+from thrifty.core.explain import explain
+from thrifty.core.technique import Numerics
+from thrifty.data.packing import PackedTokens
+from thrifty.kernels.memory_plan import least_peak
+from thrifty.models.families import assemble
+from thrifty.models.shape import Shape
+from thrifty.models.transformer import initialize
+from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.memory.activation_budget import ActivationBudget, Planner
+from tiny_runs import (
+    advance,
+    assert_same,
+    corpus,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
+
+
+def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> Plain:
+    """Blocks large enough that everything else hardly counts."""
+
+    def build() -> nn.Module:
+        shape = Shape(style, depth, 64, 4, 4, 256, 256, 64, True)  # type: ignore[arg-type]
+        model = assemble(shape)
+        initialize(model, 0, std=0.1)
+        for block in model.blocks:
+            block.mlp.activation = nn.Sequential(block.mlp.activation, nn.Dropout(dropout))
+        return model
+
+    return Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+
+
+def run_of(plain: Plain, *names: str, **settings: Any) -> Composition:
+    budget = technique("memory.activation_budget", **settings)
+    return compose(plain, with_optimizer([budget, *map(technique, names)]), 6)
+
+
+@contextmanager
+def gradients_let_go(model: nn.Module) -> Iterator[None]:
+    """As they come, so that only activations add up."""
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def peak_of(run: Composition) -> tuple[float, Planner]:
+    """Bytes at the peak of a real step beside parameters and gradients, and what had been planned."""
+    model, batch = run.build_model(), run.source.at(0)
+    run.backward(model, run.objective, batch)  # the plan is made
+    model.zero_grad()
+    known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
+    with gradients_let_go(model), StepTrace(*known) as live:
+        run.backward(model, run.objective, batch)
+    return live.peak, model.activation_planner  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_the_measured_peak_is_the_promised_one(style: str, share: float) -> None:
+    measured, planner = peak_of(run_of(medium_run(style), bytes=share))
+    ((_, plan),) = planner.plans.values()
+    everything, _ = peak_of(run_of(medium_run(style), bytes=1.0))
+    assert plan.peak <= share * max(everything, plan.peak / share)
+    assert measured == pytest.approx(plan.peak, rel=0.05)
+    assert measured < (share + 0.05) * everything
+
+
+@pytest.mark.parametrize("settings", [{"bits": 4, "recompute": False}, {"bits": 4}, {"offload": "disk"}])
+def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[str, Any]) -> None:
+    measured, planner = peak_of(run_of(medium_run(), bytes=0.5, **settings))
+    ((_, plan),) = planner.plans.values()
+    assert measured <= plan.peak * 1.05
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"costs": "measured"}])
+@pytest.mark.parametrize("others", [(), ("large_batch.accumulate",), ("memory.none",)])
+def test_without_compression_every_step_is_bitwise_the_plain_one(
+    settings: dict[str, Any], others: tuple[str, ...]
+) -> None:
+    others = tuple(name for name in others if name != "memory.none")
+    plain = plain_run(style="gpt", dropout=0.3)
+    chosen = with_optimizer([technique(name) for name in others])
+    reference, expected = run_through(plain, chosen, 4)
+    budget = technique("memory.activation_budget", bytes=0.45, **settings)
+    records, state = run_through(plain, [*chosen, budget], 4)
+    assert losses(records) == losses(reference)
+    assert_same(snapshot(state), snapshot(expected))
+
+
+def test_under_mixed_precision_too() -> None:
+    plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique("precision.mixed")])
+    reference, expected = run_through(plain, chosen, 4)
+    records, state = run_through(plain, [*chosen, technique("memory.activation_budget", bytes=0.5)], 4)
+    assert losses(records) == losses(reference)
+    assert_same(snapshot(state), snapshot(expected))
+
+
+def test_what_is_made_again_is_of_few_bytes_a_second() -> None:
+    _, planner = peak_of(run_of(medium_run(), bytes=0.7))
+    ((blocks, plan),) = planner.plans.values()
+    kept, again = [], []
+    for block, ways in zip(blocks, plan.ways, strict=True):
+        for number, way in ways.items():
+            item = block.tape.items[number]
+            (kept if way.value == "keep" else again).append(item.seconds / item.bytes)
+    assert sum(again) / len(again) < sum(kept) / len(kept)
+
+
+def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> None:
+    plain = plain_run(style="gpt", dropout=0.3, repeated=True)
+    chosen = with_optimizer([technique("memory.activation_budget", bytes=0.4, bits=4)])
+    assert chosen[0].numerics is Numerics.DIFFERENT
+    run = compose(plain, chosen, 30)
+    state = run.start()
+    advance(run, state, 10)
+    saved = snapshot(state)
+    records = advance(run, state)
+    resumed = restored(compose(plain, chosen, 30), saved)
+    advance(compose(plain, chosen, 30), resumed)
+    assert_same(snapshot(resumed), snapshot(state))
+    reference, _ = run_through(plain, with_optimizer([]), 30)
+    assert losses(records)[-1] == pytest.approx(losses(reference)[-1], abs=0.15)
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
+    run = run_of(plain_run(), bytes=1e4)
+    with pytest.raises(Infeasible, match=r"4 blocks do not fit 0\.01 MB; .* made again they take") as refused:
+        run.backward(run.build_model(), run.objective, run.source.at(0))
+    assert "techniques.memory.activation_budget.bytes=" in refused.value.fix
+
+
+def test_a_share_that_no_plan_can_keep_to_is_the_least_there_is() -> None:
+    _, planner = peak_of(run_of(plain_run(), bytes=0.01))
+    ((blocks, plan),) = planner.plans.values()
+    assert plan.peak == least_peak(blocks)
+
+
+def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
+    plain = plain_run(style="gpt")
+    records, state = run_through(
+        plain, with_optimizer([technique("memory.activation_budget"), technique("growth.sequence_length")]), 4
+    )
+    assert state.model is not None
+    assert len(state.model.activation_planner.plans) > 1  # type: ignore[union-attr]
+    assert all(math.isfinite(loss) for loss in losses(records))
+
+
+def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
+    plain = medium_run()
+    explanation = explain(run_of(plain, bytes=0.5))
+    first, *lines = explanation.decisions
+    assert "blocks" in first and "if all were kept" in first
+    assert any("recompute; costs" in line for line in lines) and any("keep; would cost" in line for line in lines)
+    before = explain(compose(plain, with_optimizer([]), 6)).footprint.activations
+    assert explanation.footprint.activations < 0.55 * before
+
+
+def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from thrifty.core.explain import count
+
+    torch.manual_seed(0)
+    configuration = transformers.GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=256, n_positions=64)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(replace_cache(configuration))
+
+    plain = Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    run = run_of(plain, bytes=0.5)
+    _, counted = count(run, run.techniques)
+    model, batch = run.build_model(), run.source.at(0)
+    run.backward(model, run.objective, batch)
+    model.zero_grad()
+    known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
+    with StepTrace(*known) as live:
+        run.backward(model, run.objective, batch)
+    assert live.peak == pytest.approx(max(counted.activations, counted.gradients) + counted.temporary, rel=0.05)
+
+
+def replace_cache(configuration: Any) -> Any:
+    configuration.use_cache = False
+    return configuration
+
+
+def test_settings_survive_a_copy_with_others() -> None:
+    noisy = ActivationBudget(bits=8)
+    assert noisy.numerics is Numerics.DIFFERENT and replace(noisy, bits=0).numerics is Numerics.EXACT

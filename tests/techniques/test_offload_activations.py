@@ -1,0 +1,176 @@
+"""Activations on another tier: the same run bit for bit, most of its memory elsewhere, waits as a link's model says."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from offload_work import differences
+from rank_processes import on_ranks
+from thrifty.core.compose import Composition, compose
+from thrifty.core.errors import Refused
+from thrifty.core.explain import explain
+from thrifty.core.link import Link, Simulated
+from thrifty.core.saved import kept_by
+from thrifty.core.tiers import Where, tier_for
+from thrifty.techniques.memory.offload_activations import Offloading
+from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
+
+TIERS: tuple[Where, ...] = ("disk", "simulated")
+EARLY = {"ahead": 2, "keep_last": 0, "smallest": 1}
+"""Settings with which nearly everything of a tiny run goes."""
+OTHERS = [[], ["memory.recompute"], ["precision.mixed"], ["large_batch.accumulate"], ["compile"], ["attention.tiled"]]
+
+
+@pytest.mark.parametrize("to", TIERS)
+@pytest.mark.parametrize("others", OTHERS, ids=lambda others: " and ".join(others) or "alone")
+def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> None:
+    plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique(name) for name in others])
+    torch._dynamo.reset()
+    expected, state = run_through(plain, chosen, 4)
+    torch._dynamo.reset()
+    tier = tier_for(to, torch.ones(1))
+    before = tier.account.returned
+    found, offloaded = run_through(plain, [technique("memory.offload_activations", to=to, **EARLY), *chosen], 4)
+    assert losses(found) == losses(expected)
+    assert_same(snapshot(offloaded), snapshot(state))
+    assert tier.account.returned > before and tier.account.now == 0
+
+
+@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+def test_so_it_is_on_two_ranks(strategy: str) -> None:
+    offload = ("memory.offload_activations", EARLY)
+    assert on_ranks(2, differences, strategy, offload, [[], ["memory.recompute"], ["large_batch.accumulate"]]) == [
+        [],
+        [],
+    ]
+
+
+def saved_products(keeper: Offloading, weights: list[Tensor]) -> Tensor:
+    """A chain of products, each of which saves its input; the input itself is a parameter and stays."""
+    x = torch.ones(len(weights[0]), requires_grad=True)
+    with kept_by(keeper, smallest=1):
+        for weight in weights:
+            x = x * weight
+    return x.sum()
+
+
+def chain_of(length: int, size: int = 100) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(size, requires_grad=True) for _ in range(length)]
+
+
+def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
+    tier, weights = Simulated(Link()), chain_of(20)
+    loss = saved_products(Offloading(tier, ahead=2, keep_last=5), weights)
+    assert tier.account.sent == (19 - 5) * 400  # the first product saves parameters alone
+    loss.backward()
+    assert tier.account.returned == (19 - 5 - 2) * 400  # two were still on their way out
+    assert tier.account.now == 0
+
+
+def test_a_graph_may_be_gone_through_twice() -> None:
+    weights = chain_of(8)
+    loss = saved_products(Offloading(Simulated(Link()), ahead=1), weights)
+    first = torch.autograd.grad(loss, weights, retain_graph=True)
+    second = torch.autograd.grad(loss, weights)
+    plain = saved_products(Offloading(Simulated(Link()), keep_last=100), weights)
+    for mine, again, expected in zip(first, second, torch.autograd.grad(plain, weights), strict=True):
+        assert torch.equal(mine, expected) and torch.equal(again, expected)
+
+
+def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+    tier = Simulated(Link())
+    loss = saved_products(Offloading(tier, ahead=1), chain_of(8))
+    assert tier.account.now > 0
+    del loss
+    assert tier.account.now == 0
+    with torch.no_grad():
+        saved_products(Offloading(tier, ahead=1), chain_of(8))
+    assert tier.account.sent == 7 * 400
+
+
+STAGES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size=1, max_size=12)
+WINDOWS = (st.integers(1, 4), st.integers(0, 3))
+
+
+def seconds_taken(stages: list[tuple[int, float]], link: Link, ahead: int, keep_last: int) -> float:
+    """Of a forward and a backward pass, twice as long, over stages of so many bytes and seconds."""
+    tier = Simulated(link)
+    keeper = Offloading(tier, ahead, keep_last)
+    saved = []
+    for size, seconds in stages:
+        tier.clock.compute(seconds)
+        saved.append(keeper.keep(torch.empty(size, dtype=torch.uint8)))
+    for _, seconds in reversed(stages):
+        saved.pop()()
+        tier.clock.compute(2 * seconds)
+    assert tier.clock.now == pytest.approx(tier.clock.waited + 3 * sum(seconds for _, seconds in stages))
+    return tier.clock.now
+
+
+def seconds_predicted(stages: list[tuple[int, float]], link: Link, ahead: int, keep_last: int) -> float:
+    """The same on paper: when each tensor is gone, when each is back."""
+    now, line_out, line_back = 0.0, 0.0, 0.0
+    gone: list[float] = []
+    for place, (_, seconds) in enumerate(stages):
+        now += seconds
+        if place >= keep_last:
+            size = stages[place - keep_last][0]
+            line_out = max(line_out, now) + link.latency + size / link.bandwidth
+            gone.append(line_out)
+        if len(gone) > ahead:
+            now = max(now, gone[-1 - ahead])
+    left = max(len(gone) - ahead, 0)  # the others are still here
+    back = [0.0] * left
+    next_back = left - 1
+    for place in reversed(range(len(stages))):
+        while next_back >= max(place - ahead, 0):
+            line_back = max(line_back, now, gone[next_back]) + link.latency + stages[next_back][0] / link.bandwidth
+            back[next_back] = line_back
+            next_back -= 1
+        if place < left:
+            now = max(now, back[place])
+        now += 2 * stages[place][1]
+    return now
+
+
+@given(STAGES, st.floats(1e5, 1e12), st.floats(0, 1e-3), *WINDOWS)
+def test_waits_are_those_that_the_model_of_the_link_predicts(
+    stages: list[tuple[int, float]], bandwidth: float, latency: float, ahead: int, keep_last: int
+) -> None:
+    link = Link(bandwidth, latency)
+    found = seconds_taken(stages, link, ahead, keep_last)
+    assert found == pytest.approx(seconds_predicted(stages, link, ahead, keep_last))
+    sent = sum(size for size, _ in stages[: max(len(stages) - keep_last - ahead, 0)])
+    assert found >= sent / bandwidth  # bytes that left the device cannot have done so faster
+
+
+@given(STAGES, st.floats(1e-3, 1e12), *WINDOWS)
+def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endless_link(
+    stages: list[tuple[int, float]], bandwidth: float, ahead: int, keep_last: int
+) -> None:
+    keeping = 3 * sum(seconds for _, seconds in stages)
+    assert seconds_taken(stages, Link(bandwidth), ahead, keep_last) >= keeping * (1 - 1e-9)
+    assert seconds_taken(stages, Link(math.inf), ahead, keep_last) == pytest.approx(keeping)
+
+
+def test_most_activations_are_not_in_the_devices_memory() -> None:
+    plain = plain_run(batch=8, depth=12)
+    settings = {"ahead": 2, "keep_last": 4}
+    run = compose(plain, with_optimizer([technique("memory.offload_activations", **settings)]), 2)
+    explanation = explain(run)
+    kept = explanation.footprint.activations / explanation.plain.activations
+    assert kept < 0.25
+    recomputed = compose(plain, with_optimizer([technique("memory.recompute"), *run.techniques[:1]]), 2)
+    assert explain(recomputed).footprint.activations < explanation.footprint.activations
+
+
+def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
+    run = Composition(plain_run(), (technique("memory.offload_activations", to="host"),), 2)
+    with pytest.raises(Refused, match="the host's memory is where") as refused:
+        run.build_model()
+    assert 'to="disk"' in refused.value.fix

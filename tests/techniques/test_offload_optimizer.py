@@ -1,0 +1,218 @@
+"""Optimizer state on another tier: the same run bit for bit with any optimizer; a delayed update against an oracle."""
+
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offload_work import differences, refusal
+from rank_processes import on_ranks
+from thrifty import techniques
+from thrifty.core.compose import Plain, compose
+from thrifty.core.elements import ClipByGlobalNorm
+from thrifty.core.errors import Refused
+from thrifty.core.explain import explain
+from thrifty.core.link import Simulated
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.technique import Numerics
+from thrifty.core.tiers import Where, tier_for
+from thrifty.core.transforms import chain
+from thrifty.data.packing import PackedTokens
+from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.memory import offload_optimizer
+from thrifty.techniques.memory.offload_optimizer import OnCopies, offloaded, tiles
+from thrifty.techniques.optimizers.adamw import adamw
+from tiny_runs import (
+    advance,
+    assert_same,
+    corpus,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    tiny_model,
+    with_optimizer,
+)
+
+TIERS: tuple[Where, ...] = ("disk", "simulated")
+ACTING = [name for name in techniques.names() if name.startswith(("optimizers.", "sparsity.", "precision."))]
+ACTING += ["growth.stacking", "large_batch.exponential_average", "large_batch.latest_weight_average"]
+"""What moves parameters, keeps state, or changes the structure."""
+DELAYED = {"to": "simulated", "delay": True, "after": 2}
+
+
+@pytest.mark.parametrize("to", TIERS)
+@pytest.mark.parametrize("name", ACTING)
+def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload_optimizer, "TILE", 3000)
+    plain = plain_run(style="gpt", dropout=0.3)
+    others = {"optimizers.clip", "large_batch.accumulate"} - {name}
+    chosen = with_optimizer([technique(each) for each in (name, *sorted(others))])
+    expected, state = run_through(plain, chosen, 5)
+    found, offloaded = run_through(plain, [technique("memory.offload_optimizer", to=to), *chosen], 5)
+    assert losses(found) == losses(expected)
+    assert_same(snapshot(offloaded), snapshot(state))
+    assert offloaded.optimizer is not None
+    site = offloaded.optimizer.site
+    assert len(site.tiles) > 2 if isinstance(site, OnCopies) else to == "disk"
+
+
+def test_so_it_is_under_compile() -> None:
+    chosen = with_optimizer([technique("compile")])
+    runs = []
+    for more in ([], [technique("memory.offload_optimizer"), technique("memory.offload_activations")]):
+        torch._dynamo.reset()
+        runs.append(run_through(plain_run(style="gpt", dropout=0.3), [*more, *chosen], 4))
+    assert losses(runs[0][0]) == losses(runs[1][0])
+    assert_same(snapshot(runs[0][1]), snapshot(runs[1][1]))
+
+
+@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+@pytest.mark.parametrize("to", TIERS)
+def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
+    others = [["optimizers.clip", "large_batch.accumulate"], ["optimizers.lamb"]]
+    offload = ("memory.offload_optimizer", {"to": to})
+    assert on_ranks(2, differences, strategy, offload, others) == [[], []]
+
+
+def test_what_others_make_of_the_parameters_is_taken_over() -> None:
+    torch.manual_seed(0)
+    first = nn.Parameter(torch.randn(8, 8))
+    second = nn.Parameter(first.detach().clone())
+    pair = [(first, adamw(0.1)), (second, offloaded(adamw(0.1), "simulated"))]
+    made = [(parameter, TransformOptimizer([("w", parameter)], transform)) for parameter, transform in pair]
+    for step in range(6):
+        for parameter, optimizer in made:
+            if step == 3:
+                with torch.no_grad():
+                    parameter.mul_(0.5)
+            parameter.grad = parameter.detach() + step
+            optimizer.step()
+    assert torch.equal(first, second)
+
+
+def test_nothing_of_the_state_is_counted_as_the_devices_and_all_of_it_is_in_the_checkpoint() -> None:
+    chosen = with_optimizer([technique("memory.offload_optimizer")])
+    run = compose(plain_run(), chosen, 2)
+    explanation = explain(run)
+    assert explanation.footprint.optimizer == 0
+    state = run.start()
+    slots = [tensor for name, tensor in state.tensors().items() if name.startswith("optimizer/")]
+    assert sum(tensor.nbytes for tensor in slots) == 2 * explanation.footprint.parameters
+
+
+def test_tiles_are_neighbours_of_a_certain_size_and_leave_nothing_out() -> None:
+    assert tiles([5, 5, 5, 20, 1], numbers=10) == [[0, 1], [2, 3], [4]]
+    assert tiles([5, 5], numbers=10) == [[0, 1]]
+    assert tiles([7], numbers=100) == [[0]]
+
+
+def test_gradients_and_values_cross_the_link_once_each_way() -> None:
+    weight = nn.Parameter(torch.randn(100, 10))
+    tier = tier_for("simulated", weight)
+    assert isinstance(tier, Simulated)
+    optimizer = TransformOptimizer([("w", weight)], offloaded(chain(ClipByGlobalNorm(1.0), adamw(0.1)), "simulated"))
+    assert isinstance(optimizer.site, OnCopies) and not optimizer.site.head_remembers
+    for _ in range(3):
+        sent, returned, waited = tier.account.sent, tier.account.returned, tier.clock.waited
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert (tier.account.sent - sent, tier.account.returned - returned) == (weight.nbytes, weight.nbytes)
+        assert tier.clock.waited > waited
+
+
+def delayed_adam(start: Tensor, gradient: Callable[[Tensor], Tensor], rate: float, after: int, steps: int) -> Tensor:
+    """By torch's Adam: from step `after` on each gradient is used a step after it was found."""
+    parameter = nn.Parameter(start.clone())
+    adam = torch.optim.Adam([parameter], lr=rate, betas=(0.9, 0.999))
+    pending = None
+    for step in range(steps):
+        found = gradient(parameter.detach())
+        parameter.grad = found if step < after else pending
+        if parameter.grad is not None:
+            adam.step()
+        pending = found if step >= after else None
+    return parameter.detach()
+
+
+@pytest.mark.parametrize(("after", "rate"), [(40, 0.03), (40, 0.1), (0, 0.03), (1000, 0.03)])
+def test_a_delayed_update_is_adam_with_gradients_of_the_step_before(after: int, rate: float) -> None:
+    torch.manual_seed(0)
+    start, curvature = torch.randn(20), torch.logspace(0, -1, 20)
+    weight = nn.Parameter(start.clone())
+    transform = offloaded(adamw(rate, (0.9, 0.999), weight_decay=0.0), "simulated", delayed_after=after)
+    optimizer = TransformOptimizer([("w", weight)], transform)
+    for _ in range(200):
+        weight.grad = curvature * weight.detach()
+        optimizer.step()
+    expected = delayed_adam(start, lambda w: curvature * w, rate, after, 200)
+    assert torch.allclose(weight, expected, rtol=1e-3, atol=1e-6)
+    if rate == 0.03:  # larger rates swing: the oracle's do too
+        assert float((curvature * weight.detach() ** 2).sum()) < 1e-4 * float((curvature * start**2).sum())
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+@pytest.mark.parametrize("other", ["optimizers.clip", "growth.stacking", "sparsity.rigl", "optimizers.schedule_free"])
+def test_a_delayed_run_resumes_exactly_with_what_was_made_ahead(other: str, saved: int) -> None:
+    chosen = with_optimizer([technique("memory.offload_optimizer", **DELAYED), technique(other)])
+    run = compose(plain_run(), chosen, 6)
+    state = run.start()
+    advance(run, state, saved)
+    kept = snapshot(state)
+    assert any(name.startswith("optimizer/next/") for name in kept.tensors)
+    advance(run, state)
+    again = compose(plain_run(), chosen, 6)
+    resumed = restored(again, kept)
+    advance(again, resumed)
+    assert_same(snapshot(resumed), snapshot(state))
+
+
+def test_the_first_delayed_update_reaches_the_weights_a_step_later() -> None:
+    chosen = with_optimizer([technique("memory.offload_optimizer", **DELAYED)])
+    weights = []
+    run = compose(plain_run(), chosen, 5)
+    state = run.start()
+    for step in range(5):
+        advance(run, state, step + 1)
+        weights.append(snapshot(state).tensors["parameters/blocks.0.mlp.down.weight"])
+    moved = [not torch.equal(old, new) for old, new in pairwise(weights)]
+    assert moved == [True, False, True, True]
+
+
+def test_only_a_delay_is_another_algorithm() -> None:
+    assert technique("memory.offload_optimizer").numerics is Numerics.EXACT
+    assert technique("memory.offload_optimizer", **DELAYED).numerics is Numerics.DIFFERENT
+
+
+def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
+    ends = []
+    for delay in (False, True):
+        plain = Plain(tiny_model, PackedTokens(corpus(), 16, 16, seed=0), NextToken())
+        offload = technique("memory.offload_optimizer", to="simulated", delay=delay, after=40)
+        records, _ = run_through(plain, [offload, technique("optimizers.adamw", lr=1e-3)], 150)
+        ends.append(statistics.mean(losses(records)[-20:]))
+    assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] < 4.0
+
+
+def test_there_is_nothing_to_delay_for_on_a_disk() -> None:
+    chosen = with_optimizer([technique("memory.offload_optimizer", to="disk", delay=True)])
+    with pytest.raises(Refused, match="nothing to delay it for") as refused:
+        compose(plain_run(), chosen, 2).start()
+    assert "delay=false" in refused.value.fix
+
+
+def test_a_delayed_update_that_talks_to_other_ranks_is_refused() -> None:
+    offload = ("memory.offload_optimizer", DELAYED)
+    found = on_ranks(2, refusal, "parallelism.shard", offload, "optimizers.lamb")
+    assert all("cannot talk to other ranks" in what for what in found)
+
+
+def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
+    with pytest.raises(Refused, match="runs on the processor") as refused:
+        compose(plain_run(), with_optimizer([technique("memory.offload_optimizer", to="host")]), 2).start()
+    assert 'to="disk"' in refused.value.fix

@@ -1,0 +1,97 @@
+"""Recomputation that is not optimal: every schedule gives the plain run to the last bit, and saves what it says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rank_processes import on_ranks
+from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
+from stacked_models import KINDS
+from thrifty.core.chain_calls import Chain
+from thrifty.core.chains import Schedule
+from thrifty.core.compose import compose
+from thrifty.core.errors import UsageError
+from thrifty.core.explain import explain
+from thrifty.core.footprint import Footprint
+from thrifty.kernels.chain_schedule import periodic_schedule
+from thrifty.techniques.memory.recompute import Recompute
+from tiny_runs import plain_run, technique, with_optimizer
+
+SETTINGS: list[dict[str, Any]] = [
+    {"every": 1}, {"every": 2}, {"schedule": "sqrt"}, {"schedule": "selective"}, {"schedule": "selective", "every": 2},
+]  # fmt: skip
+BESIDE = {
+    "accumulate": {"large_batch.accumulate": {"parts": 2}},
+    "mixed precision": {"precision.mixed": {}},
+    "aot_eager": {"compile": {"backend": "aot_eager"}},
+    "inductor": {"compile": {"backend": "inductor"}},
+}
+
+
+@pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
+def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
+    others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
+    plain = trained(*others)
+    for given in SETTINGS:
+        assert same_run(trained(*others, Recompute(**given)), plain), given
+
+
+@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
+    settings = [("memory.recompute", given) for given in SETTINGS]
+    assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
+
+
+@pytest.mark.parametrize("schedule", ["sqrt", "selective"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_architecture_keeps_its_gradients(kind: str, schedule: Any) -> None:
+    assert equal(gradients(Recompute(schedule=schedule).model(model_of_kind(kind)), kind),
+                 gradients(model_of_kind(kind), kind))  # fmt: skip
+
+
+class Deep(nn.Module):
+    """Sixteen blocks of a linear layer, a GELU and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1)) for _ in range(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(("segments", "megabytes"), [(1, 25.2), (2, 13.1), (4, 7.9), (8, 6.8), (16, 9.4)])
+def test_segments_keep_an_input_each_and_the_last_one_everything(segments: int, megabytes: float) -> None:
+    """512 rows: a block keeps 3 activations of half a megabyte; the figures are those of checkpoint_sequential."""
+    model = Deep()
+    Chain(list(model.blocks), Schedule.of(periodic_schedule(16, 16 // segments)))
+    activation = 512 * 256 * 4
+    after_forward, peak = live_bytes(model, torch.randn(512, 256))
+    assert (activation + after_forward) / 1e6 == pytest.approx(megabytes, abs=0.05)  # the input is kept as well
+    assert peak <= (segments + 3 * 16 // segments + 4) * activation
+
+
+def test_the_square_root_is_taken_of_all_blocks() -> None:
+    model = Recompute(schedule="sqrt").model(Deep())
+    after_forward, _ = live_bytes(model, torch.randn(512, 256))
+    assert after_forward / 1e6 == pytest.approx(7.9 - 0.5, abs=0.1)  # four segments of four, their first input apart
+
+
+def test_what_is_kept_and_computed_again_shows_in_the_footprint() -> None:
+    def footprint(**given: Any) -> Footprint:
+        chosen = with_optimizer([Recompute(**given)] if given else [])
+        return explain(compose(plain_run(batch=16, depth=9, style="gpt"), chosen, 2)).footprint
+
+    plain, sqrt, selective, every = (footprint(), *(footprint(**SETTINGS[index]) for index in (2, 3, 0)))
+    assert selective.flops == plain.flops and selective.activations < 0.8 * plain.activations
+    assert every.activations < sqrt.activations < 0.5 * plain.activations
+    assert plain.flops < sqrt.flops < every.flops < 4 / 3 * plain.flops  # each block is its forward pass in three
+
+
+def test_a_period_and_the_square_root_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match="every is 2, and the sqrt schedule"):
+        Recompute(every=2, schedule="sqrt")
