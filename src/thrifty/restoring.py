@@ -1,6 +1,8 @@
 """The trained model of a run folder, as the plain architecture."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,13 +23,17 @@ RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {S
 """How a run is computed is of no matter to the model that comes out of it."""
 
 
+Adapters = Literal["merged", "kept", "left out"]
+
+
 def restore(
-    folder: Path, step: int | None = None, trained: bool = False, plain: bool = True
+    folder: Path, step: int | None = None, trained: bool = False, plain: bool = True, adapters: Adapters = "merged"
 ) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder, and the recipe.
 
     What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
-    used as it is and not as its plain architecture; Refused says so.
+    used as it is and not as its plain architecture; Refused says so. Adapters become part of the weights, or stay on,
+    or are left out, which gives the base that they were trained on.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the vocabulary is the tokenizer's.
@@ -58,7 +64,19 @@ def restore(
     values = None if trained else optimizer.judged()
     for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
         fill_tensor(parameter, value)
+    if adapters != "merged":
+        run = replace(run, techniques=tuple(t for t in run.techniques if t.stage is not Stage.ADAPTERS), notes={})
+    if adapters == "left out":
+        model = _with_values(run.build_model(state.log), model)
     if plain:
         for technique in reversed(run.techniques):
             model = technique.finish(model)
     return model.eval(), recipe
+
+
+def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:
+    """A model with the values of another that has more on it: surgery adds names, and changes none."""
+    values = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        fill_tensor(parameter, values[name].detach())
+    return model

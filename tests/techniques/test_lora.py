@@ -1,116 +1,434 @@
 """LoRA against its paper and against peft."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import nn
+import transformers
+from tiny_models import FAMILIES, TWO_SIDED, random_model
+from torch import Tensor, nn
 
+from thrifty.core.accounting import StepTrace, uncollected
 from thrifty.core.compose import compose
-from thrifty.core.errors import Refused
-from thrifty.techniques.adapters.lora import Lora, add_lora, low_rank_addition, merge, unmerge
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.surgery import noting
+from thrifty.kernels.low_rank_adapters import (
+    activate,
+    activated,
+    adapted,
+    adapters,
+    factor_names,
+    merge,
+    remove,
+    unmerge,
+)
+from thrifty.kernels.low_rank_layers import Factors, add_factors, factors_of
+from thrifty.techniques.adapters.lora import Lora
 from tiny_runs import advance, plain_run, technique, tiny_model
 
 TOKENS = torch.arange(16)[None]
+CONFIGS = FAMILIES | TWO_SIDED
+FIRST = {"gpt2": "c_attn", "llama": "q_proj", "bert": "query"}
 
 
-def adapted(**settings: object) -> nn.Module:
-    return Lora(rank=4, **settings).model(tiny_model(depth=2))  # type: ignore[arg-type]
+def frozen(family: str = "") -> Any:
+    """A base: one of transformers', or our own."""
+    model = random_model(CONFIGS[family]()) if family else tiny_model(depth=2)
+    return model.requires_grad_(False)
 
 
-def randomized(model: nn.Module) -> nn.Module:
+def adapted_model(family: str = "", **settings: Any) -> Any:
+    return Lora(**{"rank": 4, **settings}).attach(frozen(family))
+
+
+def randomized(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_b"):
-            nn.init.normal_(parameter, generator=generator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in factor_names(model):
+                parameter.normal_(std=0.3, generator=generator)
     return model
 
 
-def test_the_addition_is_scale_times_b_a_x() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 6), (2, 6), (5, 2)))
-    torch.testing.assert_close(low_rank_addition(x, a, b, 0.5), 0.5 * x @ (b @ a).T)
+def output(model: Any) -> Tensor:
+    config = getattr(model, "config", None)
+    if config is None:
+        return model(TOKENS)
+    return model(input_ids=TOKENS, **({"decoder_input_ids": TOKENS} if config.is_encoder_decoder else {})).logits
 
 
-def test_at_the_start_the_function_is_the_frozen_one_bit_for_bit() -> None:
-    model = adapted()
-    assert torch.equal(model.eval()(TOKENS), tiny_model(depth=2).eval()(TOKENS))
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_a"):
-            bound = 1 / math.sqrt(parameter.shape[1])  # Kaiming-uniform with a = sqrt(5)
-            assert parameter.abs().max() <= bound and parameter.std() > 0.4 * bound
-        if name.endswith("lora_b"):
-            assert not parameter.any()
+@pytest.mark.parametrize("family", ["", *CONFIGS])
+def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(family: str) -> None:
+    base, model = frozen(family), adapted_model(family, where="", rank=2)
+    assert torch.equal(output(model), output(base))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output(model), output(base))
+    assert not torch.allclose(output(randomized(model)), output(base), atol=1e-2)
 
 
-def test_the_first_gradient_of_a_is_zero_and_that_of_b_is_not() -> None:
-    model = adapted()
-    model(TOKENS).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        if name.endswith("lora_a"):
-            assert not parameter.grad.any()
-        elif name.endswith("lora_b"):
-            assert parameter.grad.any()
+def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero_and_normal() -> None:
+    model = adapted_model("gpt2-untied", where="")
+    tables = 0
+    for layer in adapted(model).values():
+        a, b = layer.lora_a, layer.lora_b
+        if isinstance(layer, nn.Embedding):
+            tables += 1
+            assert not a.any() and 0.7 < b.std() < 1.3
         else:
-            assert parameter.grad is None and not parameter.requires_grad
+            bound = 1 / math.sqrt(a.shape[1])  # Kaiming-uniform with a = sqrt(5)
+            assert a.abs().max() <= bound and a.std() > 0.4 * bound and not b.any()
+    assert tables == 2
 
 
-def test_merging_keeps_the_function_and_unmerging_the_bits() -> None:
-    model = randomized(adapted()).eval()
+@pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
+def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has_none(family: str) -> None:
+    model = adapted_model(family, where="")
+    output(model).square().sum().backward()
+    factors = factor_names(model)
+    for layer in adapted(model).values():
+        started, zero = (
+            (layer.lora_b, layer.lora_a) if isinstance(layer, nn.Embedding) else (layer.lora_a, layer.lora_b)
+        )
+        assert not started.grad.any() and zero.grad.any()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (name in factors)
+        assert name in factors or parameter.grad is None
+
+
+def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            table = bool(layer.lora_embedding_A)
+            pair = (layer.lora_embedding_A, layer.lora_embedding_B) if table else (layer.lora_A, layer.lora_B)
+            yield name, *(each["default"] if table else each["default"].weight for each in pair)
+
+
+@pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
+def test_outputs_and_gradients_are_pefts(family: str, stabilised: bool) -> None:
+    ours = randomized(adapted_model(family, alpha=6.0, stabilised=stabilised, where="", slices="", rank=2).double())
+    layers = adapted(ours)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=stabilised)
+    theirs = peft.get_peft_model(frozen(family).double(), config)
+    pairs = {name: (a, b) for name, a, b in with_pefts_names(theirs.base_model.model)}
+    assert pairs.keys() == layers.keys()
+    with torch.no_grad():
+        for name, layer in layers.items():
+            for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
+                yours.data = mine.detach().clone()  # peft's own are float32 until now
+    found, wanted = output(ours), output(theirs)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for result in (found, wanted):
+        result.square().mean().backward()
+    for name, layer in layers.items():
+        for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
+            torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_dropout_falls_on_what_a_is_given_and_on_nothing_else() -> None:
+    linear, x = nn.Linear(6, 5), torch.randn(50, 6)
+    theirs = peft.tuners.lora.Linear(
+        nn.Linear(6, 5), "default", peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.5), r=2, lora_alpha=4
+    )
+    theirs.base_layer.load_state_dict(linear.state_dict())
+    add_factors(linear, Factors(2, 4.0, dropout=0.5))
+    nn.init.normal_(linear.lora_b)
+    with torch.no_grad():
+        theirs.lora_A["default"].weight.copy_(linear.lora_a)
+        theirs.lora_B["default"].weight.copy_(linear.lora_b)
+    outputs = []
+    for layer in (linear, theirs):
+        torch.manual_seed(3)
+        outputs.append(layer.train()(x))
+    torch.testing.assert_close(*outputs)
+    assert not torch.equal(linear(x), linear.eval()(x))
+
+
+@pytest.mark.parametrize("slices", ["qkv", "qv", "k"])
+def test_slices_of_a_fused_layer_are_adapted_as_layers_of_their_own_would_be(slices: str) -> None:
+    """Our Llama fuses what that of transformers keeps apart."""
+    model = randomized(adapted_model(where="qkv", slices=slices, rank=2))
+    for path, layer in adapted(model).items():
+        x = torch.randn(3, layer.in_features)
+        a, b, scale = factors_of(layer)
+        assert layer.lora_a.shape == (2 * len(slices), layer.in_features) and scale == 8.0
+        addition, start, seen = layer(x) - nn.functional.linear(x, layer.weight), 0, 0
+        for letter, width in zip("qkv", layer.parts.values(), strict=True):
+            part = addition[:, start : start + width]
+            if letter in slices:
+                rows = slice(2 * seen, 2 * seen + 2)
+                wanted = scale * x @ (b[start : start + width, rows] @ a[rows]).T
+                torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-4)
+                seen += 1
+            else:
+                assert part.abs().max() < 1e-5
+            start += width
+        assert seen == len(slices), path
+
+
+def test_slices_choose_among_layers_that_are_apart_as_well() -> None:
+    names = {name.rpartition(".")[2] for name in adapted(adapted_model("llama", where="attn", slices="qv"))}
+    assert names == {"q_proj", "v_proj", "o_proj"}
+    with noting() as notes:
+        adapted_model("llama", where="attn", slices="qv")
+    assert "model.layers.0.self_attn.k_proj: slices=qv leaves it out" in notes[0]
+    gates = adapted(adapted_model(where="up", slices="q"))  # gate and value are no part of attention: each its own A
+    assert {layer.lora_a.shape[0] for layer in gates.values()} == {8}
+
+
+def test_heads_that_take_turns_are_adapted_as_a_whole_or_not_at_all() -> None:
+    config = transformers.GPTNeoXConfig(
+        num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=32, vocab_size=32
+    )
+    model = random_model(config)
+    whole = Lora(rank=2, where="query_key_value").attach(model)
+    assert whole.gpt_neox.layers[0].attention.query_key_value.lora_a.shape == (2, 16)
+    with pytest.raises(Refused, match=r"which part of .*query_key_value makes queries"):
+        Lora(rank=2, slices="qv").attach(random_model(config))
+    with pytest.raises(UsageError, match="slices is 'qx'"):
+        Lora(slices="qx")
+
+
+def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated() -> None:
+    def encoder() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2).double().requires_grad_(False)
+
+    x, names = torch.randn(2, 5, 16, dtype=torch.float64), list(dict(encoder().named_parameters()))
+    model = randomized(Lora(rank=2, where="").attach(encoder()))
+    assert len(adapted(model)) == 8
+    dense = encoder()
+    for path, layer in adapted(model).items():
+        a, b, scale = factors_of(layer)
+        name = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
+        dense.get_submodule(path).get_parameter(name).add_(scale * b.detach() @ a.detach()).requires_grad_()
+    torch.testing.assert_close(model(x), dense(x))
+    with torch.no_grad():  # torch's encoder would read the weights itself here
+        torch.testing.assert_close(model.eval()(x), dense(x))
+    for each in (model, dense):
+        each.train()(x).square().sum().backward()
+    attention, full = (each.layers[0].self_attn for each in (model, dense))
+    a, b, scale = factors_of(attention)
+    wanted = torch.autograd.grad((scale * b @ a * full.in_proj_weight.grad).sum(), attention.lora_a)[0]
+    torch.testing.assert_close(attention.lora_a.grad, wanted)
+    assert model.layers[0].self_attn.in_proj_weight.grad is None
+    plain = [name for name, _ in model.named_parameters() if name not in factor_names(model)]
+    assert plain == names
+    with noting() as notes:
+        Lora(rank=2, where="", dropout=0.1).attach(encoder())
+    assert "layers.0.self_attn: dropout cannot come before A" in notes[0]
+
+
+@pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_merging_keeps_the_function_and_unmerging_the_bits(family: str, dtype: torch.dtype) -> None:
+    model = randomized(adapted_model(family, where="").eval().to(dtype))
+    with torch.no_grad():
+        for name in factor_names(model):
+            model.get_parameter(name).mul_(0.3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    separate = model(TOKENS)
+    apart = output(model)
     merge(model)
     merge(model)  # twice is once
-    assert (model(TOKENS) - separate).abs().max() < 1e-4
+    near = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float64: 1e-10}[dtype]
+    assert (output(model) - apart).abs().max() < near * apart.abs().max()
     assert any(not torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+    for refused in (activate, remove, lambda model: Lora(rank=2).attach(model, "other")):
+        with pytest.raises(UsageError, match=r"call unmerge first|no adapter"):
+            refused(model)
     unmerge(model)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
-    assert torch.equal(model(TOKENS), separate)
+    assert torch.equal(output(model), apart)
 
 
-def test_unmerging_is_exact_in_bfloat16_too() -> None:
-    linear = nn.Linear(8, 8, bias=False, dtype=torch.bfloat16)
-    add_lora(linear, 2, 1.0, 0.0)
-    nn.init.normal_(linear.lora_b)
-    before = linear.weight.clone()
-    merge(linear)
-    assert not torch.equal(linear.weight, before)
-    unmerge(linear)
-    assert torch.equal(linear.weight, before)
+def test_a_merged_weight_is_rounded_once_and_subtracting_would_not_undo_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = nn.Linear(256, 256, bias=False, dtype=dtype)
+        nn.init.normal_(linear.weight, std=0.02, generator=generator)
+        add_factors(linear, Factors(8, 8.0))
+        nn.init.normal_(linear.lora_b, std=4e-4 / math.sqrt(8 / 3 / 256), generator=generator)
+        base = linear.weight.detach().clone()
+        product = (linear.lora_b.double() @ linear.lora_a.double()).detach()
+        assert 0.005 < product.std() / base.double().std() < 0.05
+        merge(linear)
+        torch.testing.assert_close(
+            linear.weight.double(), base.double() + product, rtol=torch.finfo(dtype).eps, atol=1e-9
+        )
+        errors[dtype] = float((linear.weight.double() - base.double() - product).norm() / product.norm())
+        naive = linear.weight - product.to(dtype)
+        assert not torch.equal(naive, base)
+        unmerge(linear)
+        assert torch.equal(linear.weight, base)
+    assert errors[torch.float32] < 1e-5 < 0.01 < errors[torch.bfloat16]
 
 
-@pytest.mark.parametrize("stabilised", [False, True])
-def test_its_outputs_and_gradients_are_pefts(stabilised: bool) -> None:
-    ours = randomized(adapted(alpha=6.0, stabilised=stabilised))
-    names = {name.removesuffix(".lora_a") for name, _ in ours.named_parameters() if name.endswith("lora_a")}
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=list(names), use_rslora=stabilised)
-    theirs = peft.get_peft_model(tiny_model(depth=2), config)
-    here = dict(ours.named_modules())
-    with torch.no_grad():
-        for name, module in theirs.base_model.model.named_modules():
-            if name in names:
-                module.lora_A["default"].weight.copy_(here[name].lora_a)
-                module.lora_B["default"].weight.copy_(here[name].lora_b)
-    found, wanted = ours(TOKENS), theirs.base_model.model(TOKENS)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    for output in (found, wanted):
-        output.square().sum().backward()
-    for name, module in theirs.base_model.model.named_modules():
-        if name in names:
-            torch.testing.assert_close(
-                here[name].lora_b.grad, module.lora_B["default"].weight.grad, rtol=1e-4, atol=1e-4
-            )
-
-
-def test_a_tied_head_is_passed_over_and_an_oversized_rank_refused() -> None:
-    model = Lora(rank=4, where="head|up").model(tiny_model(depth=2))
+def test_a_tied_weight_is_passed_over_and_never_merged() -> None:
+    model = adapted_model(where="head|up")
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         f"blocks.{i}.mlp.up.lora_{x}" for i in (0, 1) for x in "ab"
     ]
+    with pytest.raises(Refused, match="its weight is tied"):
+        adapted_model(where="head")
+    model = frozen()
+    add_factors(model.embedding.token, Factors(2, 2.0))
+    weight = model.embedding.token.weight.clone()
+    with pytest.raises(Refused, match="shared with another layer"):
+        merge(model)
+    assert torch.equal(model.embedding.token.weight, weight) and "blocks.0.mlp.up" not in adapted(model)
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_several_adapters_share_the_tensors_of_one_base() -> None:
+    model = frozen("llama")
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    base, alone = output(model), bytes_of(model)
+    outputs = {}
+    for seed, name in enumerate(("default", "french", "verse")):
+        Lora(rank=2 + seed, where="attn" if seed else "mlp", seed=seed).attach(model, name)
+        randomized(model)
+        outputs[name] = output(model)  # the newest is the active one
+    for seed, (name, expected) in enumerate(outputs.items()):  # values were drawn again with each that came
+        activate(model, name)
+        outputs[name] = output(model)
+        assert seed == 2 or not torch.equal(outputs[name], base), expected
+    factors = sum(model.get_parameter(name).numel() for name in factor_names(model))
+    assert {name: model.get_parameter(name).data_ptr() for name in places} == places
+    assert bytes_of(model) == alone + 4 * factors
+    assert adapters(model) == ["default", "french", "verse"]
+    assert "model.layers.0.self_attn.q_proj.lora_a_french" in factor_names(model)
+    with activated(model):
+        assert torch.equal(output(model), base)
+        with activated(model, "french"):
+            assert torch.equal(output(model), outputs["french"])
+        assert torch.equal(output(model), base)
+    assert torch.equal(output(model), outputs["verse"])
+
+    activate(model, "french", "verse")
+    together = output(model)
+    merge(model)
+    torch.testing.assert_close(output(model), together, rtol=1e-4, atol=1e-4)
+    unmerge(model)
+    merge(model, {"french": 0.5, "default": -2.0})
+    layer = model.model.layers[0].self_attn.q_proj
+    a, b, scale = factors_of(layer, "french")
+    torch.testing.assert_close(layer.weight, layer.lora_adapters.kept + 0.5 * scale * b @ a)
+    unmerge(model)
+    for name in ("french", "default", "verse"):
+        remove(model, name)
+    plain = frozen("llama")
+    assert torch.equal(output(model), base) and not adapted(model)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert not any("forward" in vars(module) or "lora_adapters" in vars(module) for module in model.modules())
+
+
+def test_names_of_adapters_are_checked() -> None:
+    model = adapted_model()
+    for wrong in ("a.b", "", "two words"):
+        with pytest.raises(UsageError, match="cannot name an adapter"):
+            Lora(rank=2).attach(model, wrong)
+    with pytest.raises(UsageError, match="has an adapter 'default' already"):
+        Lora(rank=2).attach(model)
+    with pytest.raises(UsageError, match="no adapter 'defualt'") as error:
+        activate(model, "defualt")
+    assert "did you mean 'default'" in error.value.fix
+
+
+def test_what_was_wrapped_before_is_wrapped_again_when_the_adapter_is_gone() -> None:
+    linear = nn.Linear(4, 4)
+    linear.forward = lambda x: x * 2
+    add_factors(linear, Factors(2, 2.0))
+    nn.init.normal_(linear.lora_b)
+    x = torch.randn(3, 4)
+    assert not torch.equal(linear(x), x * 2)
+    remove(linear)
+    assert torch.equal(linear(x), x * 2)
+
+
+def test_also_names_parameters_that_are_trained_as_they_are() -> None:
+    run = compose(plain_run(), [technique("adapters.lora", also="norm"), technique("optimizers.adamw")], 5)
+    state = run.start()
+    advance(run, state)
+    plain = dict(plain_run().build().named_parameters())
+    assert state.model is not None and state.optimizer is not None
+    trained = dict(state.model.named_parameters())
+    for name, value in plain.items():
+        assert torch.equal(trained[name], value) == ("norm" not in name), name
+    assert any(name == "norm.weight" for name in state.optimizer.names)
+    run.verify(state)
+    trained["blocks.0.mlp.up.weight"].requires_grad_(True)
+    with pytest.raises(IntegrityError, match=r"blocks\.0\.mlp\.up\.weight"):
+        run.verify(state)
+    with pytest.raises(Refused, match="no parameter matches also='nrom'"):
+        adapted_model(also="nrom")
+
+
+def test_merging_in_the_middle_of_training_is_noticed() -> None:
+    run = compose(plain_run(), [technique("adapters.lora"), technique("optimizers.adamw")], 5)
+    state = run.start()
+    assert state.model is not None
+    merge(state.model)
+    with pytest.raises(IntegrityError, match="merged into the weights while"):
+        run.verify(state)
+
+
+def test_an_oversized_rank_is_refused_and_what_cannot_be_adapted_is_named() -> None:
     with pytest.raises(Refused, match="rank 33 is larger than a weight of shape") as refused:
-        Lora(rank=33).model(tiny_model(depth=2))
+        adapted_model(rank=33, where="out")
     assert "at most 32" in refused.value.fix
+    with noting() as notes:
+        adapted_model("t5-1.1", where="SelfAttention")
+    assert "relative_attention_bias: it holds scores" in notes[0]
+    with noting() as notes:
+        adapted_model("marian", where="embed_positions|fc1")
+    assert "what a MarianSinusoidalPositionalEmbedding computes is not known" in notes[0]
+
+
+def test_a_table_that_multiplies_what_it_gives_multiplies_the_addition_too() -> None:
+    config = transformers.Gemma3TextConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = random_model(config)
+    randomized(Lora(rank=2, where="embed_tokens").attach(model))
+    apart = output(model)
+    merge(model)
+    torch.testing.assert_close(output(model), apart, rtol=1e-4, atol=1e-4)
+
+
+def test_a_training_step_holds_no_more_than_pefts() -> None:
+    def peak(model: Any) -> tuple[int, int]:
+        parameters = list(model.parameters())
+        with uncollected(), StepTrace(*parameters, TOKENS) as trace:
+            result = output(model)
+            kept = trace.now
+            result.square().mean().backward()
+        return kept, trace.peak
+
+    for family, first in FIRST.items():
+        ours = adapted_model(family, where=first, slices="", rank=4).train()
+        config = peft.LoraConfig(r=4, target_modules=[first])
+        theirs = peft.get_peft_model(frozen(family), config).train()
+        (kept, most), (their_kept, their_most) = peak(ours), peak(theirs)
+        assert kept <= their_kept and most <= their_most, family
+
+
+def test_the_frozen_weights_cost_no_product_in_the_backward_pass() -> None:
+    def flops(model: Any) -> int:
+        with StepTrace(*model.parameters(), TOKENS) as trace:
+            output(model).square().mean().backward()
+        return trace.flops
+
+    full, adapters_only = flops(frozen("llama").requires_grad_(True)), flops(adapted_model("llama", rank=1))
+    assert adapters_only < 0.75 * full  # two products instead of three, the first layer's input needs none
 
 
 def test_training_leaves_the_frozen_weights_untouched() -> None:
@@ -132,3 +450,28 @@ def test_the_factors_do_not_depend_on_what_was_drawn_before_and_draw_nothing_fro
         Lora(rank=4).model(model)
         assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+
+
+def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -> None:
+    """The cliff at the true rank: the teacher is the base plus a product of rank 4."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 32, generator=generator)
+    base = torch.randn(24, 32, generator=generator) / 32**0.5
+    change = torch.randn(24, 4, generator=generator) @ torch.randn(4, 32, generator=generator) / 32**0.5 / 2
+    target, losses = x @ (base + change).T, {}
+    for rank in (1, 2, 3, 4, 8):
+        linear = nn.Linear(32, 24, bias=False)
+        with torch.no_grad():
+            linear.weight.copy_(base)
+        add_factors(linear, Factors(rank, float(rank)), generator=torch.Generator().manual_seed(rank))
+        optimizer = torch.optim.Adam([linear.lora_a, linear.lora_b], lr=0.02)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
+        for _ in range(800):
+            optimizer.zero_grad()
+            loss = (linear(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        losses[rank] = loss.item()
+    assert losses[1] > losses[2] > losses[3] > 1e-2
+    assert losses[4] < 1e-5 and losses[8] < 1e-5

@@ -1,0 +1,110 @@
+"""The Walsh–Hadamard transform, and Fastfood: a random matrix that is only ever applied.
+
+Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3; its use for a random subspace is Li et al.
+2018 (arXiv 1804.08838), section S7.
+
+A Hadamard matrix of size a · b is the Kronecker product of those of sizes a and b, so the transform of a row seen as
+(a, b) is two products with small matrices: faster on processors and accelerators than log2 passes of sums and
+differences, which are the reference here.
+
+Shapes: r rows, n a power of two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 18
+"""Numbers that one pass works on: little enough for a cache, enough for a full product."""
+_LARGEST = 64
+
+
+def hadamard_reference(x: Tensor) -> Tensor:
+    """x H along the last dim, H the Hadamard matrix of ±1 in Sylvester's order, by sums and differences."""
+    n, half = x.shape[-1], 1
+    while half < n:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack((a + b, a - b), -2).flatten(-3)
+        half *= 2
+    return x
+
+
+def hadamard_matrix(n: int, like: Tensor) -> Tensor:
+    """(n, n) of ±1."""
+    matrix = like.new_ones(1, 1)
+    step = like.new_tensor([[1.0, 1.0], [1.0, -1.0]])
+    while len(matrix) < n:
+        matrix = torch.kron(step, matrix)
+    return matrix
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """As the reference, for x (r, n), by products with matrices of at most 64 by 64."""
+    rest, n = x.shape[-1], x.shape[-1]
+    stride = 1
+    while rest > 1:
+        size = min(rest, _LARGEST)
+        matrix = hadamard_matrix(size, x)
+        x = (x.view(-1, size) @ matrix) if stride == 1 else torch.matmul(matrix, x.view(-1, size, stride))
+        rest, stride = rest // size, stride * size
+    return x.reshape(-1, n)
+
+
+@dataclass(frozen=True)
+class Fastfood:
+    """P of shape (total, dimension), whose row i is that of a stack of blocks s H G Π H B: signs B and normal factors G
+    of their own for each block, one permutation Π for all. (P z)_i varies as the mean square of z."""
+
+    dimension: int
+    total: int
+    signs: Tensor
+    """±1 in int8, (r, n) for n the next power of two."""
+    normals: Tensor
+    """float32, (r, n)."""
+    permutation: Tensor
+    """(n,)"""
+
+    @property
+    def width(self) -> int:
+        return self.signs.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return (self.width * self.dimension) ** -0.5
+
+    def _chunks(self) -> Iterator[slice]:
+        rows = max(CHUNK // self.width, 1)
+        for start in range(0, len(self.signs), rows):
+            yield slice(start, start + rows)
+
+    def apply(self, z: Tensor) -> Tensor:
+        """P z, (total,) in float32."""
+        padded = torch.nn.functional.pad(z.float(), (0, self.width - self.dimension))
+        out = torch.empty(self.signs.shape, dtype=torch.float32, device=z.device)
+        for rows in self._chunks():
+            mixed = hadamard(padded * self.signs[rows]).index_select(1, self.permutation)
+            out[rows] = hadamard(mixed.mul_(self.normals[rows])).mul_(self.scale)
+        return out.flatten()[: self.total]
+
+    def apply_transposed(self, values: Tensor) -> Tensor:
+        """Pᵀ x for x (total,), (dimension,) in float32."""
+        padded = torch.nn.functional.pad(values.float(), (0, self.signs.numel() - self.total)).view(self.signs.shape)
+        total = torch.zeros(self.width, dtype=torch.float32, device=values.device)
+        back = self.permutation.argsort()
+        for rows in self._chunks():
+            mixed = hadamard(padded[rows]).mul_(self.normals[rows]).index_select(1, back)
+            total += hadamard(mixed).mul_(self.signs[rows]).sum(0)
+        return total[: self.dimension] * self.scale
+
+
+def draw_fastfood(dimension: int, total: int, generator: torch.Generator, device: torch.device) -> Fastfood:
+    """A projection from `dimension` to `total` numbers, drawn on the generator's device and then moved."""
+    width = 1 << (dimension - 1).bit_length()
+    rows = -(-total // width)
+    at = generator.device
+    signs = torch.randint(0, 2, (rows, width), generator=generator, dtype=torch.int8, device=at).mul_(2).sub_(1)
+    normals = torch.randn(rows, width, generator=generator, device=at)
+    permutation = torch.randperm(width, generator=generator, device=at)
+    return Fastfood(dimension, total, signs.to(device), normals.to(device), permutation.to(device))

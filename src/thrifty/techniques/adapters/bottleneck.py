@@ -1,0 +1,94 @@
+"""Bottleneck adapters: a small network behind each branch of every frozen block.
+
+Paper     Houlsby et al. 2019, Parameter-Efficient Transfer Learning for NLP (arXiv 1902.00751), section 2; one adapter
+          a block, behind the feed-forward network, is Pfeiffer et al. 2021 (arXiv 2005.00247).
+Promise   x + W2 gelu(W1 x + b1) + b2 behind the projection that ends a branch, before it is added to the stream and
+          normed. The function is nearly unchanged at step 0: weights are drawn with a standard deviation of 1e-3.
+Cost      2 · width · d + width + d parameters each, and their arithmetic for good: it cannot be folded away.
+Does not  rename any parameter, on our models or those of transformers: branches are found by structure.
+Avoid     where the adapter must disappear into the weights: LoRA does.
+Note      The paper trains the norms, and a fresh classifier's head, too: here norms by default, the head when asked,
+          since the head of a language model is large. Its rate is 3e-4. Dropout inside a branch comes after the
+          adapter, in the published code before it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.adapters import Adapter, head_names, names_ending, norm_names, train_only
+from thrifty.core.bounds import Positive, Rate
+from thrifty.core.branches import find_branches, out_width
+from thrifty.core.errors import Refused
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.surgery import note
+
+PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
+
+
+def through_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    """x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d), W2 (d, width)."""
+    return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def draw_cut_normal(values: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+    """Fill a tensor from a normal that is cut off at two standard deviations, by the inverse of its distribution."""
+    largest = math.erf(math.sqrt(2))
+    values.uniform_(-largest, largest, generator=generator).erfinv_().mul_(std * math.sqrt(2))
+
+
+@torch.no_grad()
+def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator: torch.Generator | None = None) -> None:
+    """Let what a module gives (the first of it where it gives several) pass a bottleneck, whose parameters become the
+    module's. Biases start at zero."""
+    device = next(writer.parameters()).device
+    for name, shape in zip(PARTS, ((width, d), (width,), (d, width), (d,)), strict=True):
+        values = torch.zeros(shape, device=device)
+        if len(shape) == 2:
+            draw_cut_normal(values, std, generator)
+        setattr(writer, name, nn.Parameter(values))
+    writer.register_forward_hook(_pass_bottleneck)
+
+
+def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
+    x, *rest = output if isinstance(output, tuple) else (output,)
+    x = through_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS))
+    return (x, *rest) if isinstance(output, tuple) else x
+
+
+@dataclass(frozen=True)
+class Bottleneck(Adapter):
+    width: Positive = 64
+    placement: Literal["both", "feed_forward"] = "both"
+    """Behind attention and feed-forward networks, or behind the latter alone."""
+    norms: bool = True
+    """Train the norms too."""
+    head: bool = False
+    """Train the head too, where it is not also the embedding."""
+    std: Rate = 1e-3
+    """Of the first values of both matrices."""
+    where: str = ""
+    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    seed: int = 0
+    """Of the first values, together with each layer's name."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        found = (branch for blocks in find_branches(model, self.where).values() for block in blocks for branch in block)
+        chosen = [branch for branch in found if self.placement == "both" or branch.kind == "mlp"]
+        if not chosen:
+            raise Refused("no feed-forward branch was found", fix="set placement = both")
+        for branch in chosen:
+            generator = keyed_generator(f"{self.seed}/{branch.name}", next(branch.writer.parameters()))
+            add_bottleneck(branch.writer, out_width(branch.last), self.width, self.std, generator)
+        note(f"{len(chosen)} adapters of width {self.width}")
+        trained = names_ending(model, *PARTS)
+        trained |= norm_names(model) if self.norms else set()
+        train_only(model, trained | (head_names(model) if self.head else set()))
+        return model
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        raise self.refuse_plain("networks behind the branches")

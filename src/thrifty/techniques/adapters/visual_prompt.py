@@ -1,0 +1,131 @@
+"""Visual prompts: trained vectors between the class token and the patches of a frozen Transformer.
+
+Paper     Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
+Promise   k · d trained numbers in front of the first block (shallow), or as many in every block, each block's taking
+          the place of those that come out of the one before (deep, the paper's better variant).
+Cost      k more tokens in every block; the gradient passes through the frozen blocks.
+Does not  change the length of what the model gives: behind the last block the prompts are cut out again. Works on any
+          one stack of blocks that maps (b, t, d) to (b, t, d), a ViT of transformers among them.
+Avoid     on text, where adapters.prompt also moves positions and masks.
+Note      first values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p by p. The paper keeps the backbone in
+          evaluation mode and trains the head: the head is trained here too, dropout stays as the model has it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.adapters import Adapter, head_names, names_ending, train_only
+from thrifty.core.bounds import Natural, Positive
+from thrifty.core.branches import find_branches, in_width
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.surgery import find_stacks, note, wrap_forward
+
+NAME = "visual_prompt"
+
+
+def first_bound(patch: int, width: int) -> float:
+    """Bound of the uniform first values: Xavier's for a layer from a patch's colours to the width."""
+    return math.sqrt(6 / (3 * patch * patch + width))
+
+
+def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
+    """x (b, t, d) with a prompt (k, d) behind its first `after` tokens: (b, t + k, d)."""
+    rows = prompt.to(x.dtype).expand(len(x), -1, -1)
+    return torch.cat((x[:, :after], rows, x[:, after:]), 1)
+
+
+def cut_out(x: Tensor, count: int, after: int) -> Tensor:
+    """x (b, t + k, d) without the k tokens behind its first `after`."""
+    return torch.cat((x[:, :after], x[:, after + count :]), 1)
+
+
+def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -> None:
+    """Give some blocks of a stack, the first among them, a prompt of their own (k, d) as the parameter
+    `visual_prompt`."""
+    count, last = len(prompts[0]), len(blocks) - 1
+    for index, block in enumerate(blocks):
+        if index in prompts:
+            block.visual_prompt = nn.Parameter(prompts[index])
+        if index in prompts or index == last:
+            wrap_forward(block, partial(_with_prompt, (count, after), index == 0, index == last))
+
+
+def _with_prompt(
+    place: tuple[int, int],
+    is_first: bool,
+    is_last: bool,
+    block: nn.Module,
+    inner: Any,
+    x: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What a block gives behind its prompt; `place` is how long that is and behind how many tokens."""
+    if any(_is_of_tokens(each, x) for each in (*args, *kwargs.values())):
+        raise UsageError(
+            f"{type(block).__name__} is given a mask or positions beside its tokens, which have no room for prompts",
+            fix="use adapters.prompt for text, or images without padding",
+        )
+    if hasattr(block, NAME):
+        x = insert(x if is_first else cut_out(x, *place), block.visual_prompt, place[1])
+    output = inner(x, *args, **kwargs)
+    if not is_last:
+        return output
+    if isinstance(output, tuple):
+        return cut_out(output[0], *place), *output[1:]
+    return cut_out(output, *place)
+
+
+def _is_of_tokens(value: Any, x: Tensor) -> bool:
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return any(isinstance(part, Tensor) and x.shape[1] in part.shape[1:] for part in parts)
+
+
+def patch_size(model: nn.Module) -> int:
+    """The side of the patches that the model's first convolution cuts an image into."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
+            return module.kernel_size[0]
+    raise Refused("no convolution that cuts an image into patches was found", fix="say how large they are: patch = 16")
+
+
+@dataclass(frozen=True)
+class VisualPrompt(Adapter):
+    tokens: Positive = 10
+    """Prompts, k, in each block that has some."""
+    deep: bool = True
+    """New prompts in every block, not in front of the first alone."""
+    after: Natural = 1
+    """Tokens that stay in front of the prompts: the class token, and a distilled model's second one."""
+    patch: Natural = 0
+    """Side of a patch in pixels, for the first values; 0 takes it from the model."""
+    head: bool = True
+    """Train the head too, where it is not also an embedding."""
+    seed: int = 0
+    """Of the first values, together with each block's name."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        stacks = find_stacks(model)
+        if len(stacks) > 1:
+            raise Refused(f"{type(model).__name__} has {len(stacks)} stacks of blocks", fix="give a model that has one")
+        ((name, blocks),) = stacks.items()
+        first = next(iter(find_branches(model)[name][0][0].inner.values()))
+        bound = first_bound(self.patch or patch_size(model), in_width(first))
+        prompts: dict[int, Tensor] = {}
+        for index in range(len(blocks) if self.deep else 1):
+            values = torch.empty(self.tokens, in_width(first), device=next(blocks.parameters()).device)
+            generator = keyed_generator(f"{self.seed}/{name}.{index}.{NAME}", values)
+            prompts[index] = values.uniform_(-bound, bound, generator=generator)
+        add_prompts(blocks, prompts, self.after)
+        note(f"{self.tokens} prompts in {len(prompts)} of {len(blocks)} blocks")
+        train_only(model, names_ending(model, NAME) | (head_names(model) if self.head else set()))
+        return model
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        raise self.refuse_plain("prompts among the patches")

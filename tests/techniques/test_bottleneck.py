@@ -1,0 +1,114 @@
+"""Bottleneck adapters: the formula, where they stand, and what is trained."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adapter_models import TOKENS, theirs
+from stacked_models import KINDS
+from thrifty.core.branches import find_branches
+from thrifty.core.compose import compose
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.techniques.adapters.bottleneck import PARTS, Bottleneck, through_bottleneck
+from tiny_runs import advance, plain_run, technique, tiny_model
+
+
+def trained(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_the_formula_is_the_papers_with_a_residual_of_its_own() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w1, b1, w2, b2 = (torch.randn(s, generator=generator) for s in ((2, 3, 8), (4, 8), (4,), (8, 4), (8,)))
+    torch.testing.assert_close(through_bottleneck(x, w1, b1, w2, b2), x + F.gelu(x @ w1.T + b1) @ w2.T + b2)
+
+
+def test_first_values_are_small_and_cut_off_and_biases_zero() -> None:
+    model = Bottleneck(width=64).model(tiny_model())
+    for name, parameter in model.named_parameters():
+        if name.endswith(("adapter_down", "adapter_up")):
+            assert parameter.abs().max() <= 2e-3 and 0.7e-3 < parameter.std() < 1e-3  # 0.88 of 1e-3 once cut at two
+        elif name.endswith("_bias"):
+            assert not parameter.any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_function_is_nearly_the_frozen_one_at_first_and_not_when_trained(kind: str) -> None:
+    plain = KINDS[kind].loss(KINDS[kind].model())
+    model = Bottleneck(width=8).model(KINDS[kind].model())
+    loss = KINDS[kind].loss(model)
+    assert abs(loss - plain) < 1e-3 * plain
+    loss.backward()
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+    for _ in range(10):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = KINDS[kind].loss(model)
+        loss.backward()
+    assert loss < plain - 0.01
+    assert all(p.grad is not None for name, p in model.named_parameters() if name.endswith(PARTS))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("placement", "count"), [("both", 4), ("feed_forward", 2)])
+def test_they_stand_behind_the_last_layer_of_each_branch(kind: str, placement: str, count: int) -> None:
+    model = theirs(kind)
+    seen: list[str] = []
+    Bottleneck(width=8, placement=placement).model(model)  # type: ignore[arg-type]
+    owners = [name.rpartition(".")[0] for name in trained(model) if name.endswith("adapter_up")]
+    assert len(owners) == count
+    ends = {"gpt2": ("attn.c_proj", "mlp.c_proj"), "llama": ("self_attn.o_proj", "mlp.down_proj")}[kind]
+    assert all(name.endswith(ends if placement == "both" else ends[1:]) for name in owners)
+    before = model(TOKENS).logits
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("adapter_up_bias"):
+                parameter.add_(torch.linspace(-1, 1, 32))
+                seen.append(name)
+    assert len(seen) == count and (model(TOKENS).logits - before).abs().max() > 1e-2
+
+
+def test_the_adapter_acts_before_the_sum_and_the_norm_of_a_post_norm_block() -> None:
+    model = assemble(Shape("bert", 1, 32, 4, 4, 64, 300, 32, True))
+    initialize(model, 0)
+    Bottleneck(width=8).model(model)
+    with torch.no_grad():  # a constant added before a norm of the sum is taken out again by it
+        model.blocks[0].mlp.down.adapter_up_bias.fill_(3.0)
+    changed = model(TOKENS)
+    with torch.no_grad():
+        model.blocks[0].mlp.down.adapter_up_bias.zero_()
+    torch.testing.assert_close(model(TOKENS), changed, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        ({}, lambda name: "norm" in name),
+        ({"norms": False}, lambda name: False),
+        ({"head": True}, lambda name: "norm" in name or name == "head.weight"),
+    ],
+)
+def test_adapters_norms_and_head_are_trained_as_asked(settings: dict, others: Callable[[str], bool]) -> None:
+    model = Bottleneck(width=8, **settings).model(tiny_model(tied=False, style="gpt"))
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (name.endswith(PARTS) or others(name)), name
+
+
+def test_a_tied_head_stays_with_the_frozen_embedding() -> None:
+    model = Bottleneck(width=8, head=True).model(tiny_model())
+    assert "embedding.token.weight" not in trained(model)
+
+
+def test_weights_that_are_not_its_own_stay_as_they_were() -> None:
+    run = compose(plain_run(), [technique("adapters.bottleneck"), technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state)
+    assert state.model is not None
+    now = dict(state.model.named_parameters())
+    for name, value in plain_run().build().named_parameters():
+        assert torch.equal(now[name], value) != ("norm" in name)
+    assert len(find_branches(state.model)["blocks"]) == 4  # its parameters are in nobody's way

@@ -1,0 +1,219 @@
+"""Prefix tuning against its paper and against peft."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
+from thrifty.core.compose import compose
+from thrifty.core.errors import Refused, UsageError
+from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention import full_attention
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.techniques.adapters.prefix import Prefix, attend_with_prefix, body_of, collapse, keys_and_values, prefix_of
+from thrifty.techniques.adapters.prompt import Prompt
+from thrifty.techniques.memory.recompute import Recompute
+from tiny_runs import advance, plain_run, run_through, technique, tiny_model
+
+COUNT, HIDDEN = 5, 16
+
+
+def pefts(model: Any, hidden: int) -> Any:
+    network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT, **network)
+    return peft.get_peft_model(model, config).eval()
+
+
+@torch.no_grad()
+def take_theirs(model: nn.Module, encoder: Any) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Give our model the values of peft's encoder; for each of its parameters, ours that make it up."""
+    pairs: dict[str, list[torch.Tensor]] = {}
+    named = dict(model.named_parameters())
+    last_words = {
+        "embedding.weight": ("prefix", "prefix_table"),
+        "transform.0.weight": ("prefix_in",),
+        "transform.0.bias": ("prefix_in_bias",),
+        "transform.2.weight": ("prefix_out",),
+        "transform.2.bias": ("prefix_out_bias",),
+    }
+    for name, parameter in encoder.named_parameters():
+        dim = 1 if name == "embedding.weight" else 0
+        pairs[name] = [own for path, own in named.items() if path.rpartition(".")[2] in last_words[name]]
+        for own, value in zip(pairs[name], parameter.chunk(len(pairs[name]), dim), strict=True):
+            own.copy_(value)
+    return {name: tuple(own) for name, own in pairs.items()}
+
+
+@pytest.mark.parametrize("hidden", [0, HIDDEN])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_its_outputs_and_gradients_are_pefts(kind: str, hidden: int, tmp_path: Path) -> None:
+    wanted_model = pefts(theirs(kind), hidden)
+    encoder = wanted_model.prompt_encoder["default"]
+    wanted = wanted_model(input_ids=TOKENS).logits
+    next_token_loss(wanted, TOKENS).backward()
+    for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
+        model = Prefix(tokens=COUNT, hidden=hidden).model(model).eval()
+        pairs = take_theirs(model, encoder)
+        found = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+        next_token_loss(found, TOKENS).backward()
+        for name, parameter in encoder.named_parameters():
+            gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
+    keep = torch.ones_like(TOKENS)
+    keep[0, :4] = 0
+    labels = TOKENS.masked_fill(keep == 0, -100)
+    wanted_model = pefts(theirs(kind), 0)
+    model = Prefix(tokens=COUNT, hidden=0).model(theirs(kind))
+    take_theirs(model, wanted_model.prompt_encoder["default"])
+    wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
+    positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
+    for more in ({}, {"position_ids": positions}):
+        found = model(input_ids=TOKENS, attention_mask=keep, labels=labels, **more).loss
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])
+def test_a_causal_core_sees_the_prefix_and_the_past(core: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    prefix = torch.randn(3, 2 * 2 * 8, generator=generator)
+    keys, values = (x.expand(2, -1, -1, -1) for x in keys_and_values(prefix, 2))
+    mask = torch.ones(6, 9, dtype=torch.bool).tril(3)
+    wanted = full_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2), mask)
+    torch.testing.assert_close(attend_with_prefix(core, prefix, q, k, v), wanted)
+
+
+def test_a_mask_leaves_the_prefix_in_sight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 8, generator=generator) for _ in range(3))
+    prefix = torch.randn(3, 2 * 4 * 8, generator=generator)
+    keep = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    keep[0, ..., 4:] = False
+    found = attend_with_prefix(full_attention, prefix, q, k, v, keep)
+    wanted = attend_with_prefix(full_attention, prefix, q[:1], k[:1, :, :4], v[:1, :, :4])
+    torch.testing.assert_close(found[:1], wanted)
+    scores = torch.zeros(1, 4, 6, 6).masked_fill(~keep[:1], -torch.inf)
+    torch.testing.assert_close(attend_with_prefix(full_attention, prefix, q[:1], k[:1], v[:1], scores), wanted)
+
+
+@pytest.mark.parametrize("style", ["bert", "t5", "marian"])
+def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str) -> None:
+    model = assemble(Shape(style, 2, 32, 4, 4, 64, 300, 32, True))  # type: ignore[arg-type]
+    initialize(model, 0)
+    inputs = (TOKENS,) if style == "bert" else (TOKENS, TOKENS[:, :5])
+    before = model.eval().logits(*inputs)
+    model = Prefix(tokens=3, hidden=0).model(model)
+    assert len([n for n, p in model.named_parameters() if p.requires_grad]) == (2 if style == "bert" else 6)
+    found = model.logits(*inputs)
+    assert found.shape == before.shape and (found - before).abs().max() > 1e-3
+    found.square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
+    model = Prefix(tokens=4, hidden=8).model(tiny_model(depth=2)).eval()
+    before = model(TOKENS % 256)
+    made = [prefix_of(block.attention, body_of(model)) for block in model.blocks]
+    collapse(model)
+    torch.testing.assert_close(model(TOKENS % 256), before, rtol=0, atol=0)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names == [f"blocks.{index}.attention.prefix" for index in (0, 1)]
+    assert all(torch.equal(block.attention.prefix, value) for block, value in zip(model.blocks, made, strict=True))
+
+
+@pytest.mark.parametrize("build", [lambda: tiny_model(depth=2), lambda: HuggingFaceCausalLM(theirs("gpt2"))])
+def test_its_gradient_is_the_same_through_recomputed_blocks(build: Any) -> None:
+    gradients = []
+    for again in (False, True):
+        model = Prefix(tokens=4, hidden=8).model(build())
+        model = Recompute().model(model) if again else model
+        next_token_loss(model.logits(TOKENS % 256), TOKENS % 256).backward()
+        gradients.append(body_of(model).prefix_in.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_only_the_prefix_is_trained(style: str) -> None:
+    run = compose(plain_run(style=style), [technique("adapters.prefix"), technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state)
+    assert state.model is not None and state.optimizer is not None
+    assert all("prefix" in name for name in state.optimizer.names)
+    trained = dict(state.model.named_parameters())
+    assert all(torch.equal(trained[name], value) for name, value in plain_run(style=style).build().named_parameters())
+
+
+def test_what_it_cannot_work_with_is_refused() -> None:
+    with pytest.raises(Refused, match="neither attention with a replaceable core nor a cache"):
+        Prefix().model(transformers.BertForMaskedLM(transformers.BertConfig(hidden_size=32, num_attention_heads=4)))
+    model = Prefix(tokens=2).model(theirs("gpt2"))
+    with pytest.raises(UsageError, match="64 positions, 2 of them virtual tokens', and was given 63"):
+        model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
+    with pytest.raises(UsageError, match="cannot go on from a cache"):
+        model(input_ids=TOKENS, past_key_values=cache)
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, torch.Tensor]:
+    """The weights of a tiny model that has learned some of the standard library's text."""
+    _, state = run_through(plain_run(batch=8), [technique("optimizers.adamw")], 200)
+    assert state.model is not None
+    return state.model.state_dict()
+
+
+def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -> float:
+    """Of the same 8 letters behind whatever 6 bytes of text, after the trained parameters have learned them."""
+    letters = torch.randint(97, 123, (8,), generator=torch.Generator().manual_seed(seed))
+    source = plain_run(batch=8).source
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
+
+    def loss(step: int) -> torch.Tensor:
+        tokens = torch.cat((source.at(step)["tokens"][:, :6], letters.expand(8, -1)), 1)
+        return F.cross_entropy(model.logits(tokens[:, :-1])[:, 5:].flatten(0, 1), tokens[:, 6:].flatten())
+
+    for step in range(steps):
+        loss(1000 + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return sum(float(loss(5000 + step)) for step in range(5)) / 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not(
+    reader: dict[str, torch.Tensor], seed: int
+) -> None:
+    found = {}
+    choices = {
+        "prefix": Prefix(4, hidden=0, seed=seed),
+        "network": Prefix(4, seed=seed),
+        "prompt": Prompt(4, seed=seed),
+    }
+    rates = {"prefix": 0.1, "network": 1e-3, "prompt": 0.1}  # near the best of each
+    for name, adapter in choices.items():
+        model = tiny_model()
+        model.load_state_dict(reader)
+        found[name] = loss_of_continuation(adapter.model(model), seed, rates[name], 60)
+    assert found["prefix"] < found["prompt"] - 1 and found["network"] < found["prompt"] - 1
+
+
+def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
+    model = technique("adapters.prefix").model(tiny_model(style="gpt"))
+    with pytest.raises(UsageError, match="several texts share one") as refused:
+        model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
+    assert refused.value.fix == "--set objective.packed=false"
