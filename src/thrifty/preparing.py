@@ -20,11 +20,14 @@ from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
+from thrifty.data.catalogue import entry_of_model
 from thrifty.data.corpus import TextData, open_data, say_on_stderr
+from thrifty.data.instructions import Learning, open_instructions
 from thrifty.data.pairs import holds_pairs
 from thrifty.data.tokenizing import read_tokenizer
 from thrifty.models import build_model
 from thrifty.objectives import chosen_objective
+from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training.agreement import Alone, Together
 
@@ -97,6 +100,8 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
 def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, TextData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
     objective, settings = chosen_objective(recipe.objective), recipe.data
+    if isinstance(objective, Answer):
+        return _open_conversations(recipe, objective, say)
     if isinstance(objective, SequenceToSequence) and holds_pairs(settings.source):
         if set_in_vain := [name for name in ("rate", "mean_span") if getattr(recipe.objective, name) is not None]:
             raise UsageError(
@@ -111,6 +116,23 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) ->
     data = open_data(settings, recipe.seed, say, objective.special_tokens(length))
     objective = objective.knowing(data.tokenizer, length)
     return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
+
+
+def _open_conversations(recipe: Recipe, objective: Answer, say: Callable[[str], None]) -> tuple[Objective, TextData]:
+    settings, model = recipe.data, recipe.model
+    if model.folder and not settings.tokenizer:
+        folder = Path(model.folder)
+        named = entry_of_model(folder)
+        if named is not None and not (folder / "config.json").is_file():
+            raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
+        settings = replace(settings, tokenizer=str(folder / "tokenizer.json"))
+    learning = Learning(
+        everything=objective.trained_on == "everything",
+        by_tokens=objective.weigh_by == "tokens",
+        together=objective.packed,
+        template=objective.template,
+    )
+    return objective, open_instructions(settings, recipe.seed, learning, say)
 
 
 def _unsaid(text: str) -> None:

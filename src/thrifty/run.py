@@ -231,5 +231,6 @@ def _peak(recipe: Recipe, device: torch.device) -> float:
 
 def _matrix_type(recipe: Recipe) -> torch.dtype:
     """The number format of the run's matrix products, whose measured rate a share of peak refers to."""
-    mixed = any("precision" in technique.claims for technique in recipe.techniques)
-    return torch.bfloat16 if mixed else torch.float32
+    deciding = [technique for technique in recipe.techniques if "precision" in technique.claims]
+    formats = [getattr(technique, "format", "bfloat16") for technique in deciding]
+    return torch.float16 if "float16" in formats else torch.bfloat16 if deciding else torch.float32

@@ -27,7 +27,7 @@ def test_fetching_never_runs_code_of_a_package(name):
 
 
 def test_only_the_python_sources_are_there_from_the_start():
-    assert [name for name, item in entries().items() if item.present] == ["python-stdlib"]
+    assert [name for name, item in entries().items() if item.present] == ["python-stdlib", "python-functions"]
 
 
 def test_an_unknown_name_gets_a_suggestion():

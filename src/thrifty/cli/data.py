@@ -1,7 +1,8 @@
-"""`thrifty data`: the text sets and pretrained models there are, fetching them, and looking into a source."""
+"""`thrifty data`: the data sets and pretrained models there are, fetching them, and looking into a source."""
 
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +12,7 @@ from thrifty.cli.telling import print_json
 if TYPE_CHECKING:
     from thrifty.data.catalogue import Entry
     from thrifty.data.look import Look
+    from thrifty.data.preview import Preview, Shown
 
 BAR = 40
 """Characters of the longest bar of the histogram."""
@@ -18,7 +20,7 @@ BAR = 40
 
 @click.group(name="data")
 def command() -> None:
-    """List, fetch and look into text sets and pretrained models."""
+    """List, fetch and look into data sets and pretrained models."""
 
 
 @command.command(name="list")
@@ -49,6 +51,7 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
     chosen = [entry(name) for name in names]
     for each in chosen:
         fetch(each, say=_on_stderr)
+        _convert(each)
     if as_json:
         print_json([_described(each) for each in chosen])
 
@@ -75,7 +78,58 @@ def look(source: str, examples: int, as_json: bool, **changes: Any) -> None:
     if as_json:
         print_json(asdict(seen))
     else:
-        click.echo("\n".join([*_counts(seen), "", *_bars(seen), *_examples(seen)]))
+        click.echo("\n".join([*_counts(seen), "", *_bars(seen), *_titled(seen.examples)]))
+
+
+@command.command()
+@click.argument("source")
+@click.option("--model", default="", help="The model folder, or named model, whose tokenizer and template are used.")
+@click.option("--tokenizer", default=None, help="A tokenizer.json; without it and a model, one is trained.")
+@click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the tokenizer's own.")
+@click.option("--everything", is_flag=True, help="Learn questions too, not only answers.")
+@click.option("--length", type=int, default=512, show_default=True, help="Tokens a conversation may have.")
+@click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="How many to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def preview(
+    source: str,
+    model: str,
+    tokenizer: str | None,
+    template: str,
+    everything: bool,
+    length: int,
+    examples: int,
+    as_json: bool,
+) -> None:
+    """Show which tokens are learned of the conversations in SOURCE: a .jsonl or .json file, or a known set of them.
+
+    On a terminal what is learned is green, elsewhere it stands between ⟦ and ⟧.
+    """
+    from thrifty.core.recipe import DataSettings
+    from thrifty.data.catalogue import entries
+    from thrifty.data.instructions import Learning
+    from thrifty.data.preview import preview as look_into
+
+    if model and tokenizer is None:
+        folder = entries()[model].model_folder if model in entries() else Path(model)
+        tokenizer = str(folder / "tokenizer.json")
+    settings = DataSettings(source=source, tokenizer=tokenizer or "", length=length)
+    seen = look_into(settings, Learning(everything=everything, template=template), examples, say=_on_stderr)
+    if as_json:
+        print_json(asdict(seen))
+    else:
+        click.echo("\n".join(_learned(seen)))
+
+
+def _convert(entry: "Entry") -> None:
+    """Make a folder to train from of a model that was fetched as GGUF."""
+    if entry.model_folder == entry.folder or (entry.model_folder / "config.json").is_file():
+        return
+    from thrifty.models.gguf import convert_gguf
+
+    _on_stderr(f"{entry.name}: unpacking its weights")
+    (file,) = entry.folder.glob("*.gguf")
+    convert_gguf(file, entry.model_folder)
+    _on_stderr(f"{entry.name}: a model folder for --model is {entry.model_folder}")
 
 
 def _described(entry: "Entry") -> dict:
@@ -88,7 +142,7 @@ def _described(entry: "Entry") -> dict:
         "licence": entry.licence,
         "origin": entry.origin,
         "present": entry.present,
-        "folder": str(entry.folder) if entry.packages else None,
+        "folder": str(entry.model_folder if entry.kind == "model" else entry.folder) if entry.packages else None,
     }
 
 
@@ -126,8 +180,25 @@ def _bars(seen: "Look") -> list[str]:
     return rows
 
 
-def _examples(seen: "Look") -> list[str]:
+def _learned(seen: "Preview") -> list[str]:
+    from thrifty.report.units import percent, whole
+
+    counts = f"{whole(seen.conversations)} conversations, {whole(seen.tokens)} tokens"
+    rows = [f"{seen.source}   {counts}; learned: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"]
+    if seen.cut:
+        rows.append(f"{percent(seen.cut)} of the conversations are cut")
+    texts = ["".join(_marked(run) for run in example) for example in seen.examples]
+    return [*rows, *_titled(texts)]
+
+
+def _marked(run: "Shown") -> str:
+    if sys.stdout.isatty():
+        return click.style(run.text, fg="green", bold=True) if run.learned else run.text
+    return f"⟦{run.text}⟧" if run.learned else run.text
+
+
+def _titled(texts: list[str]) -> list[str]:
     rows = []
-    for number, text in enumerate(seen.examples, start=1):
+    for number, text in enumerate(texts, start=1):
         rows += ["", f"── example {number} " + "─" * 60, text]
     return rows

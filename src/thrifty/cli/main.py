@@ -27,6 +27,7 @@ ABOUT = {
     "report": "A run folder as one offline HTML page.",
     "export": "A trained model as a Hugging Face folder.",
     "sample": "Text from a trained model.",
+    "chat": "Talk to a trained model.",
     "data": "Known data sets: list, get, look.",
     "doctor": "What this machine can do, and what is missing.",
 }

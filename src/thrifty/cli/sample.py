@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 )
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
 @click.option("--seed", default=0, show_default=True, help="The same seed gives the same text.")
+@click.option("--chat", is_flag=True, help="Put the prompt as a question, by the chat template; print the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    path: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int, as_json: bool
+    path: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int, chat: bool, as_json: bool
 ) -> None:
     """Continue a prompt with the model of a run (its folder, or its name under runs/) or of a Hugging Face folder."""
     import time
@@ -34,7 +35,7 @@ def command(
     from thrifty.models.sampling import generate
 
     model, tokenizer_json, context = load_for_sampling(path)
-    tokenizer, start, end = read_tokenizer(tokenizer_json, prompt)
+    tokenizer, start, end = (read_question if chat else read_tokenizer)(tokenizer_json, prompt)
     device = next(model.parameters()).device
     began = time.perf_counter()
     ids = generate(
@@ -49,7 +50,7 @@ def command(
         stop=end,
     )[0].tolist()
     seconds = time.perf_counter() - began
-    text = tokenizer.decode(ids)
+    text = tokenizer.decode(ids[len(start) :] if chat else ids)
     if not as_json:
         click.echo(text)
         return
@@ -86,10 +87,14 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 
 
 def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
+    from thrifty.data.tokenizing import read_tokenizer
+    from thrifty.models import model_shape
     from thrifty.restoring import restore
 
     model, recipe = restore(run, plain=False)
-    return model, run / "tokenizer.json", recipe.data.length
+    tokenizer_json, length = run / "tokenizer.json", recipe.data.length
+    shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)
+    return model, tokenizer_json, length if shape is None else shape.length
 
 
 def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[int], int | None]":
@@ -107,3 +112,14 @@ def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[
     if not start:
         raise UsageError("the tokenizer has no token to begin a document with", fix="give a --prompt")
     return tokenizer, start, end
+
+
+def read_question(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[int], int]":
+    """The same for a prompt that is put as a question: the tokens up to its answer, and the one that ends answers."""
+    from thrifty.core.errors import UsageError
+    from thrifty.data.chat_tokenizer import read_chat_tokenizer
+
+    if not prompt:
+        raise UsageError("there is no question", fix="give a --prompt")
+    chat = read_chat_tokenizer(tokenizer_json)
+    return chat.inner, chat.prompt([{"role": "user", "content": prompt}]), chat.end_of_turn

@@ -39,6 +39,8 @@ def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
         size = summary["bytes_per_token"]
         bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""
         click.echo(f"held-out loss {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
+        if summary.get("held_out_loss_at_start") is not None:
+            click.echo(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
     if advice := _batch_advice(Path(summary["folder"])):
         click.echo(advice)
     click.echo(f"run folder {summary['folder']}")

@@ -14,6 +14,8 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.cache import cache_folder
 
 PYTHON_STDLIB = "python-stdlib"
+PYTHON_FUNCTIONS = "python-functions"
+ALWAYS_HERE = (PYTHON_STDLIB, PYTHON_FUNCTIONS)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Entry:
-    """A text set, or a pretrained model kept as its raw files. The fields are explained in `catalogue.toml`."""
+    """A text set, a set of conversations, or a pretrained model. The fields are explained in `catalogue.toml`."""
 
     name: str
     about: str
@@ -58,10 +60,15 @@ class Entry:
     packages: tuple[Package, ...] = ()
     members: Mapping[str, str] = field(default_factory=dict)
     documents: str = ""
+    conversations: str = ""
+    together: bool = False
     instead: str = ""
 
     @property
     def kind(self) -> str:
+        """ "text", "chats" or "model"."""
+        if self.conversations or self.name == PYTHON_FUNCTIONS:
+            return "chats"
         return "model" if self.packages and not self.documents else "text"
 
     @property
@@ -70,8 +77,13 @@ class Entry:
         return cache_folder() / ("models" if self.kind == "model" else "sets") / self.name
 
     @property
+    def model_folder(self) -> Path:
+        """Where a model's config.json is, or would be: where it was fetched as GGUF, in a folder made from that."""
+        return self.folder / "huggingface" if any(name.endswith(".gguf") for name in self.members) else self.folder
+
+    @property
     def present(self) -> bool:
-        return self.name == PYTHON_STDLIB or (self.folder / "ORIGIN.json").is_file()
+        return self.name in ALWAYS_HERE or (self.folder / "ORIGIN.json").is_file()
 
 
 @cache
@@ -86,6 +98,12 @@ def entry(name: str) -> Entry:
     if name not in entries():
         raise UsageError(f"there is no set or model named {name!r}", fix=did_you_mean(name, entries()))
     return entries()[name]
+
+
+def entry_of_model(folder: Path) -> Entry | None:
+    """The named model that belongs into this folder, fetched or not."""
+    models = (entry for entry in entries().values() if entry.kind == "model")
+    return next((entry for entry in models if entry.model_folder == folder), None)
 
 
 def _entry(name: str, table: dict) -> Entry:

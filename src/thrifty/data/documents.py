@@ -131,10 +131,10 @@ class HubSource:
 def _named(entry: Entry) -> Source:
     if entry.name == PYTHON_STDLIB:
         return FileSource(python_files(), folder=True)
-    if entry.kind == "model":
-        raise UsageError(
-            f"{entry.name} is a pretrained model, not text", fix="name a text set: see `thrifty data list`"
-        )
+    if entry.kind != "text":
+        what = "a pretrained model" if entry.kind == "model" else "a set of conversations"
+        fix = "set objective.name = answer" if entry.kind == "chats" else "name a text set: see `thrifty data list`"
+        raise UsageError(f"{entry.name} is {what}, not text", fix=fix)
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
     return FetchedSet(entry)

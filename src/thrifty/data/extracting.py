@@ -1,7 +1,7 @@
 """From the members of a package to documents: one small function per named set.
 
-Each takes the members' contents by name, in sorted order, and gives the documents. Nothing of a package is ever run:
-Python is parsed for its literals, archives are read as streams.
+Each takes the members' contents by name, in sorted order, and gives the documents, or the rows of conversations.
+Nothing of a package is ever run: Python is parsed for its literals, archives are read as streams.
 """
 
 import ast
@@ -20,20 +20,41 @@ Members = Mapping[str, bytes]
 
 
 def chapters(members: Members) -> Iterator[str]:
-    """A pythonbible module: one document per chapter, without the brackets around words the translators supplied.
+    """A pythonbible module: one document per chapter, without the brackets around words the translators supplied."""
+    (source,) = members.values()
+    text, starts, ends = _bible(source)
+    for _, verses in groupby(sorted(starts), key=lambda verse: verse // 1000):
+        chapter = list(verses)
+        yield re.sub(r"[\[\]]", "", text[starts[chapter[0]] : ends[chapter[-1]]]).strip()
+
+
+def modern_verses(members: Members) -> Iterator[dict[str, str]]:
+    """Two pythonbible modules, an old translation and then a modern one: a row for each verse that both have."""
+    old, modern = (_verses(source) for source in members.values())
+    for verse in sorted(old.keys() & modern.keys()):
+        if old[verse] and modern[verse]:
+            yield {"prompt": f"Rewrite in modern English: {old[verse]}", "completion": modern[verse]}
+
+
+def _verses(source: bytes) -> dict[int, str]:
+    """Each verse on one line, without brackets and with plain apostrophes."""
+    text, starts, ends = _bible(source)
+    plain = str.maketrans({"[": None, "]": None, "`": "'"})
+    return {verse: " ".join(text[starts[verse] : ends[verse]].translate(plain).split()) for verse in starts}
+
+
+def _bible(source: bytes) -> tuple[str, dict[int, int], dict[int, int]]:
+    """The text of a pythonbible module, and where each verse starts and ends in it.
 
     It calls Bible(version, text, starts, ends, ...) with offsets keyed by verse: book * 1e6 + chapter * 1e3 + verse.
     """
-    (source,) = members.values()
     call = next(
         node
         for node in ast.walk(ast.parse(source.decode()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Bible"
     )
     text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
-    for _, verses in groupby(sorted(starts), key=lambda verse: verse // 1000):
-        chapter = list(verses)
-        yield re.sub(r"[\[\]]", "", text[starts[chapter[0]] : ends[chapter[-1]]]).strip()
+    return text, starts, ends
 
 
 def whole_files(members: Members) -> Iterator[str]:

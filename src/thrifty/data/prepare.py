@@ -55,22 +55,29 @@ def prepare(
     A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs.
     `length` and `batch` play no part. Raises UsageError at a setting or an input that is not what it must be.
     """
-    _check(settings, special)
+    check_settings(settings, special)
     path = Path(settings.source).expanduser()
     source = PairFile(path) if pairs else open_source(settings.source, settings.column)
-    folder = cache_folder() / "prepared" / _key(settings, source, special)
+    key = _key(settings, source, special)
+    return prepared_once(key, settings.source, lambda folder: _build(settings, source, special, folder), say)
+
+
+def prepared_once(key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Prepared:
+    """Open the prepared folder of this key, building it first where it is missing or damaged."""
+    folder = cache_folder() / "prepared" / key
     if not _damage(folder):
         return _open(folder)
     with locked(folder):
         found = _damage(folder)  # again: another process may have built it in the meantime
         if found:
             again = f" again, since {found}" if folder.exists() else ", once"
-            say(f"preparing the tokens of {settings.source}{again}: {folder}")
-            _build(settings, source, special, folder)
+            say(f"preparing the tokens of {source}{again}: {folder}")
+            build(folder)
     return _open(folder)
 
 
-def _check(settings: DataSettings, special: Sequence[str]) -> None:
+def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
+    """Raises UsageError for a setting that is not what it must be."""
     if not 0 < settings.held_out < 1:
         raise UsageError(f"data.held_out is {settings.held_out}", fix="give a fraction between 0 and 1, such as 0.05")
     for name in ("length", "batch"):
@@ -126,11 +133,14 @@ def _build(settings: DataSettings, source: Source, special: Sequence[str], folde
     with building(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
-        manifest = _manifest(settings, split, tokenizer, streams)
-        manifest["files"] = {
-            path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(aside.iterdir())
-        }
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        write_manifest(aside, _manifest(settings, split, tokenizer, streams))
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """The manifest of a prepared folder, completed by the size and the sha256 of every file that is in it."""
+    files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
+    text = json.dumps({**manifest, "files": files}, indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
 
 
 def _whole(text: str) -> list[str]:

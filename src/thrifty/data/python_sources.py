@@ -1,13 +1,21 @@
-"""The text set that every machine has: the Python sources of the running standard library and of torch."""
+"""What every machine has: the Python sources of the running standard library and of torch, as they are, and as
+functions with what their docstrings ask for."""
 
+import ast
 import hashlib
 import importlib.util
 import os
 import sysconfig
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 SIZE = 40_000_000
 """Bytes of source text taken at most."""
+SAYS_ENOUGH = 40
+"""Characters of a docstring from which on it asks for a function."""
+LONGEST_FUNCTION = 60
+"""Lines."""
 PASSED_OVER = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -25,6 +33,27 @@ def python_files(size: int = SIZE) -> tuple[Path, ...]:
             break
         chosen.append(path)
     return tuple(sorted(chosen))
+
+
+def described_functions(path: Path) -> Iterator[tuple[str, str]]:
+    """The functions of a file that are short and say in a docstring what they do: what asks for each, and its source
+    without the docstring. A file that this Python cannot parse has none."""
+    source = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    lines = source.splitlines()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef) or len(node.body) < 2 or node.end_lineno is None:
+            continue
+        said = ast.get_docstring(node)
+        if said is None or len(said) < SAYS_ENOUGH or node.end_lineno - node.lineno >= LONGEST_FUNCTION:
+            continue
+        described = node.body[0]
+        head = lines[node.lineno - 1 : described.lineno - 1]
+        body = lines[described.end_lineno : node.end_lineno]
+        yield f"Write the Python function `{node.name}`. {said}", textwrap.dedent("\n".join(head + body)).strip("\n")
 
 
 def _torch_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,10 +21,12 @@ _SEES = {
     "masked_token": "a token can see later ones",
     "sequence_to_sequence": "it reads a source and writes a target",
 }
+_KIND_FOR = {"answer": "next_token"}
+"""Objectives that need the same kind of model as another one."""
 
 
 def build_model(
-    settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task = "next_token"
+    settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task | Literal["answer"] = "next_token"
 ) -> nn.Module:
     """The plain model of a run with its first values, the same at every call.
 
@@ -31,6 +34,7 @@ def build_model(
     model of `transformers` that learns `task`. Raises UsageError for a model of another kind than the task needs, and
     where the data's vocabulary or length does not fit weights that exist.
     """
+    task = _KIND_FOR.get(task, task)
     shape = model_shape(settings, vocabulary, length)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)

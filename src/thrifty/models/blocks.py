@@ -59,7 +59,8 @@ class Sinusoids(nn.Module):
 
 class Embedding(nn.Module):
     """Token embedding, times `scale`, plus positions where the model has no other notion of order: `position` maps
-    numbers (t,) to (t, d) for up to its `num_embeddings` tokens."""
+    numbers (t,) or (b, t) to vectors for up to its `num_embeddings` tokens. Positions (b, t) can be given; otherwise
+    they count from `start`."""
 
     start = 0
     """Position of the first token given; above 0 only while text is generated token by token."""
@@ -70,7 +71,7 @@ class Embedding(nn.Module):
         self.position = position
         self.scale = scale
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         x = self.token(tokens)
         if self.scale != 1.0:
             x = x * self.scale
@@ -78,7 +79,9 @@ class Embedding(nn.Module):
             return x
         stop = self.start + tokens.shape[1]
         refuse_longer(stop, self.position.num_embeddings)
-        return x + self.position(torch.arange(self.start, stop, device=tokens.device))
+        if positions is None:
+            positions = torch.arange(self.start, stop, device=tokens.device)
+        return x + self.position(positions).to(x.dtype)  # a fixed table keeps float32
 
 
 class NormedEmbedding(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+CHAT_TEMPLATE = "chat_template.jinja"
 _SPELLED = {
     "bos_token": (END_OF_TEXT,),
     "eos_token": (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>"),
@@ -28,7 +29,7 @@ _SPELLED = {
 """What transformers calls the parts of special tokens, and how tokenizers spell them, the surest first."""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -46,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json", fix="give the folder that holds config.json")
-    return _read_json(folder / "config.json")
+    return read_json(folder / "config.json")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -66,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _shards(index: Path) -> list[Path]:
-    names = _read_json(index).get("weight_map")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise IntegrityError(f"{index} has no weight_map", fix="fetch the model folder again")
     paths = [index.parent / name for name in sorted(set(names.values()))]
@@ -148,9 +149,18 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
-    """The special tokens of a tokenizer that are known, by the part they play: how each is spelled, and its number."""
-    added = {token["content"]: token["id"] for token in _read_json(tokenizer_json).get("added_tokens", [])}
-    found = {part: next((word for word in words if word in added), None) for part, words in _SPELLED.items()}
+    """The special tokens of a tokenizer that are known, by the part they play: how each is spelled, and its number.
+
+    A tokenizer_config.json beside it has the first word: of a chat model the end of a text is the end of a turn.
+    """
+    added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
+    beside = tokenizer_json.with_name("tokenizer_config.json")
+    said = read_json(beside) if beside.is_file() else {}
+    found = {}
+    for part, words in _SPELLED.items():
+        own = said.get(part)
+        spelled = (own["content"] if isinstance(own, dict) else own, *words)
+        found[part] = next((word for word in spelled if word in added), None)
     return {part: (word, added[word]) for part, word in found.items() if word is not None}
 
 
@@ -172,8 +182,12 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
 
 
 def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
-    """tokenizer.json and the tokenizer_config.json by which `AutoTokenizer` finds its class and special tokens."""
+    """tokenizer.json, the tokenizer_config.json by which `AutoTokenizer` finds its class and special tokens, and the
+    chat template where one lies beside the tokenizer."""
     shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
+    template = tokenizer_json.with_name(CHAT_TEMPLATE)
+    if template.is_file():
+        shutil.copyfile(template, folder / CHAT_TEMPLATE)
     special = {part: word for part, (word, _) in special_tokens(tokenizer_json).items()}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
     write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})

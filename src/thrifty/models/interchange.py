@@ -30,7 +30,7 @@ _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 """How BERT's first files call the parameters of a norm."""
 
 
-def _table(shape: Shape) -> list[Packing]:
+def packing_table(shape: Shape) -> list[Packing]:
     family = FAMILIES[shape.style]
     head = [] if shape.tied else [Packing("head.weight", (family.head,))]
     return [*family.table(shape), *head]
@@ -73,7 +73,7 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
 
 
 def _read_values(stored: StoredTensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
-    family, table = FAMILIES[shape.style], _table(shape)
+    family, table = FAMILIES[shape.style], packing_table(shape)
     wanted = {name for packing in table for name in packing.theirs}
     names = {_today(name): name for name in stored.names if not re.search(family.left_out, name)}
     if not any(name.startswith(family.body) for name in names):  # as first published, without the prefix
@@ -122,7 +122,7 @@ def export_folder(
 
     Raises Refused when the model holds parameters the format has no place for, UsageError when the folder exists.
     """
-    table = _table(shape)
+    table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
     task = FAMILIES[shape.style].task

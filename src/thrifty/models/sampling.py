@@ -32,12 +32,14 @@ def generate(
     greedy: bool = False,
     context: int | None = None,
     stop: int | None = None,
+    seen: Callable[[Tensor], None] = lambda chosen: None,
 ) -> Tensor:
     """`tokens` (b, t) followed by up to `count` more, (b, t + count).
 
     top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` takes the most likely
     one. `context` bounds how many tokens the model looks back on, besides its own limit. A row that has produced
-    `stop` repeats it, and generation ends when all have. The model is in eval mode meanwhile.
+    `stop` repeats it, and generation ends when all have. `seen` is given each new token (b,) at once. The model is in
+    eval mode meanwhile.
     """
     _check(model, tokens, temperature, top_k, top_p)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
@@ -51,6 +53,7 @@ def generate(
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop
             tokens = torch.cat((tokens, chosen[:, None]), dim=1)
+            seen(chosen)
             if ended.all():
                 break
     return tokens

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.randomness import keyed_generator
+from thrifty.kernels.attention import segment_mask
 from thrifty.models.attention import RelativePositions, padding_mask
 from thrifty.models.first_values import Law, gpt2_normal, normal, xavier_uniform
 
@@ -24,7 +25,11 @@ Task = Literal["next_token", "masked_token", "sequence_to_sequence"]
 
 class Transformer(nn.Module):
     """A decoder: tokens (b, t) to final hidden states (b, t, d); `head` maps those to logits (b, t, v), or `logits`
-    does both."""
+    does both.
+
+    Where several texts share a row, `segments` (b, t) has the number of each token's text: every text is read as if it
+    stood alone. Learned positions start again with each; rotary ones count on, since only distances matter to them.
+    """
 
     task: Task = "next_token"
 
@@ -40,14 +45,25 @@ class Transformer(nn.Module):
         self.embedding, self.blocks, self.norm, self.head = embedding, nn.ModuleList(blocks), norm, head
         self.law = law or partial(gpt2_normal, blocks=len(blocks))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+    def forward(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        if segments is None:
+            x, context = self.embedding(tokens), ()
+        else:
+            x, context = self.embedding(tokens, segment_positions(segments)), (segment_mask(segments),)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, *context)
         return self.norm(x)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.head(self(tokens))
+    def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        return self.head(self(tokens, segments))
+
+
+def segment_positions(segments: Tensor) -> Tensor:
+    """The position (b, t) of each token in its text, from the number of its text (b, t)."""
+    place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return place - torch.where(begins, place, 0).cummax(1).values
 
 
 class Encoder(nn.Module):

@@ -6,6 +6,7 @@ the model gives logits (b, t, v)**; a chunked loss is then not possible. Which o
 model is wrapped, and so is what its tokens can see.
 """
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
 from thrifty.models.sampling import evaluating
-from thrifty.models.transformer import Task
+from thrifty.models.transformer import Task, segment_positions
 
 
 class HuggingFaceModel(nn.Module):
@@ -103,15 +104,41 @@ class HuggingFaceModel(nn.Module):
 
 
 class HuggingFaceCausalLM(HuggingFaceModel):
-    """`model(tokens)`. Raises Refused for a model in which a token can see later ones: it would learn to copy what it
-    should predict."""
+    """`model(tokens)`, or `model(tokens, segments)` for texts that share a row, see `Transformer`. Raises Refused for a
+    model in which a token can see later ones: it would learn to copy what it should predict; and for segments given to
+    one that does not tell texts apart by positions that start again."""
 
     task, auto, words = "next_token", "AutoModelForCausalLM", "causal language model"
 
-    def inputs(self, tokens: Tensor) -> dict[str, Any]:
-        return {"input_ids": tokens, "use_cache": False}
+    def inputs(self, tokens: Tensor, segments: Tensor | None = None) -> dict[str, Any]:
+        inputs = {"input_ids": tokens, "use_cache": False}
+        if segments is None:
+            return inputs
+        if not self.keeps_apart:
+            raise Refused(
+                f"{type(self.lm).__name__} does not tell apart texts that share a row",
+                fix="--set objective.packed=false",
+            )
+        return inputs | {"position_ids": segment_positions(segments)}
+
+    @cached_property
+    def keeps_apart(self) -> bool:
+        """Whether a text says nothing to another one behind it in its row."""
+        tokens = self._tokens()
+        changed = tokens.clone()
+        changed[0, 0] = tokens[0, -1]
+        positions = torch.arange(8, device=tokens.device)[None] % 4
+        try:
+            with evaluating(self.lm), torch.no_grad():
+                before, after = (
+                    self.lm(ids, position_ids=positions, use_cache=False).logits for ids in (tokens, changed)
+                )
+        except TypeError:  # an architecture that takes no positions
+            return False
+        return torch.equal(before[0, 4:], after[0, 4:])
 
     def check_sight(self) -> None:
+        _ = self.keeps_apart  # found out now, with real values
         if self.sees_later():
             raise Refused(
                 f"{type(self.lm).__name__} lets a token see later ones: it is not a causal language model",

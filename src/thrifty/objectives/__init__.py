@@ -5,6 +5,7 @@ from dataclasses import asdict, fields
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import ObjectiveSettings
+from thrifty.objectives.answer import Answer
 from thrifty.objectives.classify import Classify
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
@@ -14,11 +15,12 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": NextToken,
     "masked_token": MaskedToken,
     "sequence_to_sequence": SequenceToSequence,
+    "answer": Answer,
     "classify": Classify,
 }
 
 
-def find_objective(name: str, **settings: float) -> Objective:
+def find_objective(name: str, **settings: float | str) -> Objective:
     """The objective of this name with these of its settings; the others have their defaults.
 
     Raises UsageError for a name or a setting that is not there, and for a value out of bounds.

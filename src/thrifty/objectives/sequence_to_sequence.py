@@ -60,8 +60,9 @@ class SequenceToSequence(TokenCrossEntropy):
     def targets(self, batch: Batch) -> Tensor:
         return batch["tokens"][:, 1:]
 
-    def counted(self, batch: Batch) -> Tensor | None:
-        return batch.fields.get("counted")
+    def shares(self, batch: Batch) -> Tensor | None:
+        counted = batch.fields.get("counted")
+        return None if counted is None else counted / counted.sum(1, keepdim=True).clamp(min=1)
 
     def tokens(self, batch: Batch) -> int:
         """Those of the source."""

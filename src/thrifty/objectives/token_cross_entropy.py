@@ -46,20 +46,21 @@ class TokenCrossEntropy(Objective):
         """The right tokens, int64 (b, k)."""
         raise NotImplementedError
 
-    def counted(self, batch: Batch) -> Tensor | None:
-        """Which predictions count, bool (b, k); None where all do."""
+    def shares(self, batch: Batch) -> Tensor | None:
+        """How much each prediction counts for its example (b, k), with a sum of 1 over k; 0 where it is not to be made.
+        None where all count alike."""
         return None
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        targets, counts = self._counted_targets(batch)
+        targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):
-            share = batch.weight / (targets.shape[1] if counts is None else counts)
-            expected = share.repeat_interleave(targets.shape[1])
+            weight = batch.weight[:, None]
+            expected = (weight / targets.shape[1]).expand_as(targets) if shares is None else weight * shares
             losses, normalizers = linear_cross_entropy(
                 prediction.hidden.flatten(0, 1),
                 prediction.head.weight,
                 targets.flatten(),
-                expected,
+                expected.flatten(),
                 bias=prediction.head.bias,
                 step=self.step,
             )
@@ -69,7 +70,7 @@ class TokenCrossEntropy(Objective):
             normalizers = torch.where(targets.flatten() != IGNORED, logits.logsumexp(-1), 0.0)
         prediction.normalizers = normalizers.view_as(targets)
         losses = losses.view_as(targets)
-        return losses.mean(1) if counts is None else losses.sum(1) / counts
+        return losses.mean(1) if shares is None else (losses * shares).sum(1)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         """(b, k), 0 where a prediction does not count."""
@@ -82,7 +83,7 @@ class TokenCrossEntropy(Objective):
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
         """Where all examples have as many predictions, of the sum of their losses instead of the mean: a factor that
         all have in common."""
-        targets, counts = self._counted_targets(batch)
+        targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):
             head = prediction.head
             squared = gradient_norm_scores(
@@ -92,15 +93,13 @@ class TokenCrossEntropy(Objective):
             share = prediction.logits.float().flatten(0, 1).softmax(-1)
             wanted = F.one_hot(targets.flatten().clamp(min=0), share.shape[-1])
             squared = torch.where(targets.flatten() != IGNORED, (share - wanted).square().sum(-1), 0.0)
-        norms = squared.view_as(targets).sum(1).sqrt()
-        return norms if counts is None else norms / counts
+        squared = squared.view_as(targets)
+        return (squared if shares is None else squared * shares.square()).sum(1).sqrt()
 
     def _counted_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The targets with those that do not count ignored, and how many count in each example (b,), if not all."""
-        targets, counted = self.targets(batch), self.counted(batch)
-        if counted is None:
-            return targets, None
-        return targets.masked_fill(~counted, IGNORED), counted.sum(1).clamp(min=1)
+        """The targets with those that do not count ignored, and how much each counts, if not all alike."""
+        targets, shares = self.targets(batch), self.shares(batch)
+        return (targets, None) if shares is None else (targets.masked_fill(shares == 0, IGNORED), shares)
 
     def compiled(self, compile: Callable[[Callable], Callable]) -> Self:
         return replace(self, step=compile(self.step))

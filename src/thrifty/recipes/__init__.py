@@ -9,12 +9,15 @@ from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
-from thrifty.recipes import studies, text
+from thrifty.recipes import instruct, studies, text
 from thrifty.recipes.toml import read_tables, recipe_to_data
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (text.text, text.masked, text.spans, text.kjv, text.stdlib)
-}
+    recipe.__name__.replace("_", "-"): recipe
+    for recipe in (
+        text.text, text.masked, text.spans, text.kjv, text.stdlib, instruct.instruct, instruct.instruct_kjv,
+    )
+}  # fmt: skip
 
 
 def load_tables(name_or_path: str) -> dict[str, Any]:

@@ -74,6 +74,9 @@ class _Observer:
         self.rate = 0.0
 
     def follow(self, stop: StopRequest) -> str:
+        if self.recipe.evaluation.at_start and self.state.step == 0:
+            self.evaluate()
+            self.state.counters["held_out_loss_at_start"] = self.held_out
         for record in train(self.session.run, self.state, self.recipe.seed):
             self.last = record
             self.record(record)
@@ -198,6 +201,7 @@ class _Observer:
             "seconds": counters.get("seconds", 0.0),
             "loss": _finite(self.last.loss) if self.last else None,
             "held_out_loss": _finite(self.held_out),
+            "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
             "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
             "peak_memory": self.meter.peak(),
             "skipped_steps": int(counters.get("skipped", 0)),

@@ -1,0 +1,140 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as trying
+from hypothesis import strategies as st
+
+from thrifty.core.batches import Share
+from thrifty.data.epochs import Epochs
+from thrifty.data.packs import ANSWER, BEGINS, Conversations, HeldOutConversations, Rows, Weighed, arranged, packed
+
+SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=60)
+
+
+def stream(sizes, seed=0):
+    """Conversations of these sizes; the tokens of each say which it is, about half of them are answers."""
+    rng = np.random.default_rng(seed)
+    words = []
+    for number, size in enumerate(sizes):
+        answers = rng.random(size) < 0.5
+        answers[-1] = True
+        own = np.full(size, number, np.uint32) | np.where(answers, np.uint32(ANSWER), np.uint32(0))
+        own[0] |= np.uint32(BEGINS)
+        words.append(own)
+    return np.concatenate(words)
+
+
+def rows_of(sizes, length, together=True, everything=False, by_tokens=True):
+    found = Conversations(stream(sizes), length, everything)
+    return Rows(found, arranged(found.sizes - 1, length, 0, together), length, 999, by_tokens)
+
+
+@trying(deadline=None)
+@given(sizes=SIZES, length=st.integers(20, 50), seed=st.integers(0, 99))
+def test_every_conversation_is_in_one_row_that_is_not_too_long(sizes, length, seed):
+    rows = packed(np.array(sizes), length, seed)
+    assert sorted(np.concatenate(rows)) == list(range(len(sizes)))
+    assert all(np.array(sizes)[row].sum() <= length for row in rows)
+    filled = sorted(np.array(sizes)[row].sum() for row in rows)
+    assert len(rows) == 1 or filled[0] + filled[1] > length  # no two rows would have gone into one
+
+
+def test_rows_are_nearly_full():
+    sizes = np.random.default_rng(0).integers(10, 200, 5000)
+    assert sizes.sum() / (len(packed(sizes, 512, 0)) * 512) > 0.99
+
+
+@trying(deadline=None)
+@given(sizes=st.lists(st.integers(2, 30), min_size=1, max_size=40), together=st.booleans(), everything=st.booleans())
+def test_a_row_holds_whole_conversations_in_segments(sizes, together, everything):
+    rows = rows_of(sizes, 24, together, everything)
+    batch = rows.fields(np.arange(len(rows)))
+    seen = []
+    for tokens, targets, segments, share in zip(
+        *(batch[name].numpy() for name in ("tokens", "targets", "segments", "share")), strict=True
+    ):
+        assert share.sum() == pytest.approx(1, abs=1e-5)
+        assert (tokens[segments == 0] == 999).all() and (share[segments == 0] == 0).all()
+        for segment in range(1, segments.max() + 1):
+            here = segments == segment
+            number = tokens[here][0]
+            assert (tokens[here] == number).all() and (targets[here] == number).all()
+            assert here.sum() == min(sizes[number], 25) - 1
+            seen.append(number)
+            wanted = Conversations(stream(sizes), 24, everything).at(
+                list(rows.conversations.begins).index(sum(sizes[:number]))
+            )[1]
+            assert ((share[here] > 0) == wanted).all()
+    assert sorted(seen) == sorted(np.flatnonzero(np.isin(starts(sizes), rows.conversations.begins)))
+    if not together:
+        assert len(rows) == len(rows.conversations)
+
+
+def starts(sizes):
+    return np.concatenate(([0], np.cumsum(sizes)))[:-1]
+
+
+def test_what_a_cut_leaves_without_an_answer_is_left_out():
+    asked_only = np.array([0 | BEGINS, 0, 0, 0, ANSWER], np.uint32)
+    answered = np.array([1 | BEGINS, 1, 1 | ANSWER, 1 | ANSWER, 1], np.uint32)
+    words = np.concatenate((asked_only, answered))
+    assert len(Conversations(words, 8, False)) == 2
+    short = Conversations(words, 3, False)
+    assert len(short) == 1 and short.cut == 1.0 and short.learned.tolist() == [2]
+    assert len(Conversations(words, 3, True)) == 2
+
+
+@trying(deadline=None, max_examples=40)
+@given(step=st.integers(0, 1000), start=st.integers(0, 3), by_tokens=st.booleans(), seed=st.integers(0, 9))
+def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start, by_tokens, seed):
+    rows = rows_of(np.random.default_rng(3).integers(2, 20, 80), 32, by_tokens=by_tokens)
+    source = Weighed(Epochs(rows, 4, seed))
+    whole, part = source.at(step), source.rows(step, start, 4)
+    assert whole.weight.sum().item() == pytest.approx(1, abs=1e-6)
+    assert all(torch.equal(part[name], whole[name][start:]) for name in whole.fields)
+    assert torch.equal(part.weight, whole.weight[start:])
+    shares = [Share(source, rank, 2).at(step).weight for rank in range(2)]
+    assert torch.equal(torch.cat(shares), whole.weight)
+    each = whole.weight[:, None] * whole["share"]
+    counted = each[each > 0]
+    if by_tokens:
+        torch.testing.assert_close(counted, torch.full_like(counted, 1 / len(counted)))
+    else:
+        per_conversation = [
+            each[row][whole["segments"][row] == segment].sum()
+            for row in range(4)
+            for segment in range(1, int(whole["segments"][row].max()) + 1)
+        ]
+        found = torch.stack(per_conversation)
+        torch.testing.assert_close(found, torch.full_like(found, 1 / len(found)))
+
+
+def test_batches_of_other_sizes_weigh_as_they_should():
+    source = Weighed(Epochs(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
+    resized = source.resized([2, 3, 5])
+    firsts = [0, 2, 5, 10]
+    plain = torch.cat([source.at(step)["tokens"] for step in range(4)])
+    for step in range(4):
+        batch = resized.at(step)
+        assert batch.weight.sum().item() == pytest.approx(1, abs=1e-6)
+        torch.testing.assert_close(batch.weight, batch["amount"] / batch["amount"].sum())
+        assert torch.equal(batch["tokens"], plain[firsts[step] : firsts[step] + len(batch)])
+
+
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_which_conversations_are_held_out_does_not_depend_on_how_they_share_rows(by_tokens):
+    sizes = np.random.default_rng(1).integers(2, 20, 60)
+    seen = []
+    for together in (True, False):
+        held_out = HeldOutConversations(rows_of(sizes, 32, together, by_tokens=by_tokens), together)
+        batches = list(held_out.batches(12, 4))
+        assert sum(float(batch.weight.sum()) for batch in batches) == pytest.approx(1, abs=1e-6)
+        counts: dict[int, float] = {}
+        for batch in batches:
+            each = batch.weight[:, None] * batch["share"]
+            for number in batch["tokens"].unique().tolist():
+                if number != 999:
+                    counts[number] = counts.get(number, 0) + float(each[batch["tokens"] == number].sum())
+        seen.append(counts)
+    assert len(seen[0]) == 12 and seen[0] == pytest.approx(seen[1], abs=1e-6)

@@ -1,0 +1,128 @@
+"""From a file of conversations to a model that answers: trained, resumed, talked to, exported, tuned further."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from chatting import sums, write_rows
+from end_to_end.command_line import PLAIN, CommandLine, assert_equal, write_corpus
+from thrifty.data.catalogue import entry
+
+CHAT = {"objective__name": "answer", "data__length": 48, "evaluation__at_start": True, "data__held_out": 0.2}
+
+
+@pytest.fixture(scope="module")
+def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    folder = tmp_path_factory.mktemp("conversations")
+    write_corpus(folder / "corpus")
+    write_rows(folder / "sums.jsonl", sums(200))
+    return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
+
+
+@pytest.fixture(scope="module")
+def learned(thrifty: CommandLine) -> str:
+    """A run that learned answers from the first token."""
+    changed = {**CHAT, "checkpoints__every": 3, "evaluation__every": 3, "evaluation__examples": 20}
+    summary = thrifty.train("learned", "--data", str(thrifty.folder / "sums.jsonl"), steps=6, **changed)
+    assert summary["held_out_loss"] < summary["held_out_loss_at_start"]
+    assert thrifty.records("learned", "evaluation")[0]["step"] == 0
+    return "learned"
+
+
+@pytest.fixture(scope="module")
+def exported(thrifty: CommandLine, learned: str) -> Path:
+    thrifty("export", learned, thrifty.folder / "exported")
+    return thrifty.folder / "exported"
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, learned: str) -> None:
+    expected, evaluated = thrifty.tensors(learned), thrifty.records(learned, "evaluation")
+    before = json.loads((thrifty.run(learned) / "summary.json").read_text())
+    shutil.rmtree(thrifty.run(learned) / "checkpoints" / "step-00000006")
+    thrifty("resume", learned)
+    assert_equal(thrifty.tensors(learned), expected)
+    assert thrifty.records(learned, "evaluation")[-1] == evaluated[-1]
+    after = json.loads((thrifty.run(learned) / "summary.json").read_text())
+    assert after["held_out_loss_at_start"] == before["held_out_loss_at_start"]
+
+
+def test_two_ranks_follow_the_single_process(thrifty: CommandLine, learned: str) -> None:
+    words = ("--data", str(thrifty.folder / "sums.jsonl"), "--with", "parallelism.replicate")
+    changed = {**CHAT, "checkpoints__every": 3, "evaluation__every": 3, "evaluation__examples": 20}
+    thrifty(*thrifty.recipe("double", *words, steps=6, **changed), ranks=2)
+    for kind in ("step", "evaluation"):
+        one, other = (
+            {record["step"]: record["loss"] for record in thrifty.records(run, kind)} for run in (learned, "double")
+        )
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_plain_transformers_gives_the_answers_of_the_run(thrifty: CommandLine, learned: str, exported: Path) -> None:
+    question = "What is 5 and 3?"
+    options = ("--prompt", question, "--temperature", 0, "--tokens", 20, "--json")
+    said = json.loads(thrifty("chat", learned, *options).stdout)["messages"]
+    assert said == json.loads(thrifty("chat", exported, *options).stdout)["messages"]
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    found = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert tokenizer.decode(found, skip_special_tokens=True) == said[1]["content"]
+    assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    sampled = thrifty.json("sample", learned, "--chat", "--prompt", question, "--temperature", 0, "--tokens", 20)
+    assert sampled["text"].removesuffix("<|im_end|>") == said[1]["content"]
+
+
+def test_a_conversation_goes_on_line_by_line(thrifty: CommandLine, exported: Path) -> None:
+    with (thrifty.folder / "lines.txt").open("w+") as lines:
+        lines.write("What is 1 and 1?\nAnd 2 and 2?\n\nnot asked\n")
+        lines.seek(0)
+        talked = thrifty.json("chat", exported, "--tokens", 5, "--system", "Be brief.", stdin=lines)["messages"]
+    assert [message["role"] for message in talked] == ["system", *("user", "assistant") * 2]
+    assert [message["content"] for message in talked[:4:2]] == ["Be brief.", talked[2]["content"]]
+    with (thrifty.folder / "lines.txt").open() as lines:
+        shown = thrifty("chat", exported, "--tokens", 5, "--system", "Be brief.", stdin=lines).stdout
+    assert shown == "".join(f"{talked[at]['content']}\n" for at in (2, 4))
+
+
+def test_a_trained_model_is_tuned_with_lora_and_answers_when_exported(thrifty: CommandLine, exported: Path) -> None:
+    words = ("--model", str(exported), "--data", str(thrifty.folder / "sums.jsonl"), "--budget", "4steps")
+    small = ("--set", "data.length=48", "--set", "data.batch=4", "--set", "data.held_out=0.2", "--set", "seed=1")
+    summary = thrifty.json("train", "instruct", "--name", "tuned", *words, *small, *PLAIN)
+    assert summary["held_out_loss"] < summary["held_out_loss_at_start"]
+    thrifty("export", "tuned", thrifty.folder / "merged")
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (exported, thrifty.folder / "merged"))
+    changed = {name for name, value in after.named_parameters() if not torch.equal(value, before.get_parameter(name))}
+    assert changed == {f"model.layers.{block}.self_attn.{part}_proj.weight" for block in range(2) for part in "qv"}
+    assert AutoTokenizer.from_pretrained(thrifty.folder / "merged").chat_template
+
+
+def test_padding_in_place_of_packing_learns_the_same_held_out_answers(thrifty: CommandLine, learned: str) -> None:
+    changed = {**CHAT, "objective__packed": False, "evaluation__examples": 20}
+    summary = thrifty.train("padded", "--data", str(thrifty.folder / "sums.jsonl"), steps=1, **changed)
+    packed = json.loads((thrifty.run(learned) / "summary.json").read_text())
+    assert summary["held_out_loss_at_start"] == pytest.approx(packed["held_out_loss_at_start"], rel=1e-5)
+
+
+def test_what_is_learned_can_be_seen_beforehand(thrifty: CommandLine, exported: Path) -> None:
+    words = ("data", "preview", thrifty.folder / "sums.jsonl", "--model", exported, "--examples", "2")
+    shown = thrifty(*words).stdout
+    assert shown.count("⟦It is ") == 2 and shown.count("<|im_end|>⟧") == 2 and "\x1b" not in shown
+    seen = thrifty.json(*words)
+    learned = [run for example in seen["examples"] for run in example if run["learned"]]
+    assert all(run["text"].startswith("It is ") and run["text"].endswith("<|im_end|>") for run in learned)
+    assert 0 < seen["learned"] < seen["tokens"] and seen["conversations"] > 100
+    everything = thrifty.json(*words, "--everything")
+    assert everything["learned"] == everything["tokens"] - everything["conversations"]
+
+
+def test_a_model_that_is_not_here_yet_is_named(thrifty: CommandLine) -> None:
+    refused = thrifty("train", "instruct-kjv", exit_code=2).stderr
+    assert "the model smollm2-135m is not on this machine yet" in refused
+    assert "thrifty data get smollm2-135m" in refused
+    assert entry("smollm2-135m").model_folder.name == "huggingface"
