@@ -16,7 +16,8 @@ from thrifty.core.link import Simulated
 from thrifty.core.randomness import seed_of
 from thrifty.core.replay import Store
 from thrifty.core.tiers import Ticket, Tier, Where, tier_for
-from thrifty.kernels.group_coding import GROUP, encode, encode_mask
+from thrifty.kernels.group_coding import encode, encode_mask
+from thrifty.kernels.group_ranges import GROUP
 
 Bits = Literal[0, 2, 4, 8]
 
