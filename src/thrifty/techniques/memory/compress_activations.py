@@ -13,8 +13,8 @@ Does not  change the forward pass: the first loss is bitwise the plain one. Para
 Note      every tensor that comes back has the saved one as its expectation, ranges rounded to bfloat16 included. So
           gradients of matrices are unbiased; behind what is not linear in what it saves (GELU, softmax, norms) they
           are so to first order. Exact zeros stay zeros and nothing else becomes one, which ReLU's gradient asks for.
-          Bits that adapt gain where tensors differ much; on a small language model one allocation lowered the variance by
-          8 % and another raised it by 5 %.
+          Bits that adapt gain where tensors differ much; on a small language model one allocation lowered the variance
+          by 8 % and another raised it by 5 %.
 """
 
 import math
