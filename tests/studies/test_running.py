@@ -29,10 +29,10 @@ def cells(folder: Path) -> list[dict]:
     return json.loads((folder / "study.json").read_text())["cells"]
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
-    """Another process that measures twelve cells, two at a time, each in a third of a second."""
+def start(folder: Path, seconds: float = 0.3) -> subprocess.Popen[str]:
+    """Another process that measures twelve cells, two at a time, each in so many seconds."""
     return subprocess.Popen(
-        [sys.executable, "-c", "from studies.tiny_studies import main; main()", folder, "4", "0.3"],
+        [sys.executable, "-c", "from studies.tiny_studies import main; main()", folder, "4", str(seconds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         text=True,
         stdout=subprocess.PIPE,
@@ -153,7 +153,7 @@ def test_what_a_measure_prints_is_no_answer_and_a_number_without_a_name_is_refus
 
 def test_an_interrupt_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -> None:
     folder = tmp_path / "levels"
-    process = start(folder)
+    process = start(folder, seconds=2.0)
     wait_until(lambda: (folder / "study.json").is_file() and cells(folder), process)
     workers, began = family(process)[1:], time.monotonic()
     for member in family(process):  # as a terminal does it

@@ -1,6 +1,8 @@
 """Activations on another tier: the same run bit for bit, most of its memory elsewhere, waits as a link's model says."""
 
+import gc
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,11 +35,12 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
     expected, state = run_through(plain, chosen, 4)
     torch._dynamo.reset()
     tier = tier_for(to, torch.ones(1))
-    before = tier.account.returned
+    gc.collect()
+    before = replace(tier.account)
     found, offloaded = run_through(plain, [technique("memory.offload_activations", to=to, **EARLY), *chosen], 4)
     assert losses(found) == losses(expected)
     assert_same(snapshot(offloaded), snapshot(state))
-    assert tier.account.returned > before and tier.account.now == 0
+    assert tier.account.returned > before.returned and tier.account.now <= before.now
 
 
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])

@@ -20,7 +20,12 @@ from thrifty.core.machine import cpp_compiler, has_python_headers
 from thrifty.planning.cgroups import cgroup_limits
 from thrifty.planning.rates import Rate, disk_rate, matmul_rate, memory_rate
 
-EXTRAS = {"parquet": ("pyarrow",), "hub": ("datasets", "huggingface_hub"), "huggingface": ("transformers",)}
+EXTRAS = {
+    "parquet": ("pyarrow",),
+    "hub": ("datasets", "huggingface_hub"),
+    "huggingface": ("transformers",),
+    "gguf": ("gguf",),
+}
 """Optional parts of Thrifty and the modules each one needs."""
 
 INSTRUCTIONS = {
