@@ -182,3 +182,14 @@ def test_a_block_that_does_something_else_is_an_error_in_words() -> None:
     stack.blocks[0].dropout.p = 0.0
     with pytest.raises(IntegrityError, match=r"as its operation \d+, where .* was planned"):
         step(stack, False)
+
+
+def test_a_second_backward_pass_through_a_plan_is_an_error_in_words() -> None:
+    stack = Stack(1)
+    (tape,) = tapes_of(stack, False)
+    projection = next(item.number for item in tape.items.values() if item.where == "qkv" and item.saved)
+    follow(stack, [plan_of(tape, {projection})])
+    loss = stack(torch.randn(2, 8, WIDTH)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(IntegrityError, match="a second time"):
+        loss.backward()

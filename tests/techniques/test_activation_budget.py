@@ -151,6 +151,13 @@ def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     assert "techniques.memory.activation_budget.bytes=" in refused.value.fix
 
 
+def test_without_anything_made_again_a_budget_that_is_too_small_says_so() -> None:
+    run = run_of(plain_run(), bytes=0.1, bits=8, recompute=False)
+    with pytest.raises(Infeasible) as refused:
+        run.backward(run.build_model(), run.objective, run.source.at(0))
+    assert "recompute=true" in refused.value.fix
+
+
 def test_a_share_that_no_plan_can_keep_to_is_the_least_there_is() -> None:
     _, planner = peak_of(run_of(plain_run(), bytes=0.01))
     ((blocks, plan),) = planner.plans.values()

@@ -6,7 +6,7 @@ these only the ones that are needed: what is stored is put in its place, and wha
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -117,6 +117,14 @@ class _Storing(_Following):
 
 
 class _Replaying(_Following):
+    def __enter__(self) -> Self:
+        if self.number >= 0:
+            raise IntegrityError(
+                "the backward pass of a planned block is gone through a second time, and what it stored is given up",
+                fix="memory.recompute works with graphs that are kept",
+            )
+        return super().__enter__()
+
     def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
         if self.number in self.plan.tape.outside:
             return args[0]

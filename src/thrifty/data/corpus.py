@@ -57,11 +57,16 @@ def open_data(
     """
     prepared = prepare(settings, say, special, pairs)
     train, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
+    return text_data(prepared, train, held_out, prepared.tokenizer)
+
+
+def text_data(prepared: Prepared, train: BatchSource, held_out: HeldOutExamples, tokenizer: TextTokenizer) -> TextData:
+    """Prepared text with what was made of it, and what its manifest says."""
     manifest = prepared.manifest
     return TextData(
         train=train,
         held_out=held_out,
-        tokenizer=prepared.tokenizer,
+        tokenizer=tokenizer,
         vocabulary=manifest["vocabulary"],
         unigram_entropy=manifest["unigram_entropy"],
         bytes_per_token=manifest["bytes_per_token"],

@@ -26,7 +26,7 @@ from thrifty.data.chat_tokenizer import (
     with_template,
 )
 from thrifty.data.conversations import ConversationSource, conversations, open_conversations
-from thrifty.data.corpus import TextData, say_on_stderr
+from thrifty.data.corpus import TextData, say_on_stderr, text_data
 from thrifty.data.epochs import Epochs
 from thrifty.data.packs import ANSWER, BEGINS, Conversations, HeldOutConversations, Rows, Weighed, arranged
 from thrifty.data.prepare import TOKENIZER, TRAINING_TEXT, Prepared, check_settings, prepared_once, write_manifest
@@ -77,19 +77,8 @@ def open_instructions(
         )
     if train.conversations.cut:
         say(f"{train.conversations.cut:.1%} of the conversations are longer than data.length and are cut")
-    manifest = prepared.manifest
-    return TextData(
-        train=Weighed(Epochs(train, settings.batch, seed)),
-        held_out=HeldOutConversations(rows[Part.HELD_OUT], learning.together),
-        tokenizer=tokenizer,
-        vocabulary=manifest["vocabulary"],
-        unigram_entropy=manifest["unigram_entropy"],
-        bytes_per_token=manifest["bytes_per_token"],
-        train_tokens=manifest["tokens"][Part.TRAIN],
-        held_out_tokens=manifest["tokens"][Part.HELD_OUT],
-        identity={name: file["sha256"] for name, file in manifest["files"].items()},
-        folder=prepared.folder,
-    )
+    held_out = HeldOutConversations(rows[Part.HELD_OUT], learning.together)
+    return text_data(prepared, Weighed(Epochs(train, settings.batch, seed)), held_out, tokenizer)
 
 
 def _rows(

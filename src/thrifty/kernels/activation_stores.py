@@ -22,7 +22,7 @@ from thrifty.kernels.group_ranges import GROUP
 Bits = Literal[0, 2, 4, 8]
 
 TRIED = 2**22
-"""Numbers of the tensor by which costs are measured."""
+"""Numbers of the tensor by which a link is measured."""
 
 
 class OnTier:
@@ -57,16 +57,16 @@ class OnTier:
         return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
 
 
-def in_codes(bits: int, key: str, mask: bool) -> Store:
+def coded(bits: int, key: str, mask: bool) -> Store:
     """Few bits for each number, rounded by chance as the key says; a mask of zeros and one other value exactly, with
     one bit."""
 
     def code(tensor: Tensor) -> Callable[[], Tensor]:
         if mask:
-            coded = encode_mask(tensor, (0.0, _other_value(tensor)))
+            codes = encode_mask(tensor, (0.0, _other_value(tensor)))
         else:
-            coded = encode(tensor, bits, seed_of(key), zeros=True)
-        return (lambda: tensor) if coded is None else coded.decode
+            codes = encode(tensor, bits, seed_of(key), zeros=True)
+        return (lambda: tensor) if codes is None else codes.decode
 
     return code
 

@@ -11,7 +11,6 @@ Note      costs are measured on this machine, operation by operation, or counted
           counted, so that a resumed run makes the same plan.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,7 @@ from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.tape import Cost, Item, Tape
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tiers import tier_for
-from thrifty.kernels.activation_stores import Bits, OnTier, bytes_per_second, in_codes, stored_bits
+from thrifty.kernels.activation_stores import Bits, OnTier, bytes_per_second, coded, stored_bits
 from thrifty.kernels.memory_plan import (
     BlockCosts,
     Compression,
@@ -46,6 +45,7 @@ from thrifty.kernels.memory_plan import (
     least_peak,
     peak_when_kept,
 )
+from thrifty.kernels.plan_in_words import decisions, summary
 
 OVERHEAD = 30e-6
 """Seconds that an operation of a planned block costs in Python, both ways together."""
@@ -94,20 +94,27 @@ class Planner:
             self.current, self.called, self.elsewhere = [], 0, None
 
     def plan(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[list[BlockCosts], MemoryPlan]:
-        known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-        with rehearsing(model, self.settings.cost) as self.rehearsal, StepTrace(*known) as live:
-            prediction = objective.predict(model, batch)
-            outside = live.peak = live.now
-            losses = objective.losses(prediction, batch)
-            rest = BlockCosts(Tape(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
-        del prediction, losses
-        learned, self.rehearsal = self.rehearsal, None
+        learned, rest = self.rehearse(objective, model, batch)
         blocks = [_costs(tape, temporary) for tape, temporary in zip(learned.tapes, learned.temporary, strict=True)]
         blocks.append(rest)  # comes last and has nothing to decide
         plan = agreed(self.settings.solve(blocks, batch.weight.device), blocks)
         for line in (summary(blocks, plan), *decisions(learned.names, blocks, plan)):
             note(line)
         return blocks, plan
+
+    def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[Rehearsal, BlockCosts]:
+        """What the blocks do, and what everything else holds: what is saved outside of them, and the loss."""
+        known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
+        try:
+            with rehearsing(model, self.settings.cost) as self.rehearsal, StepTrace(*known) as live:
+                prediction = objective.predict(model, batch)
+                outside = live.peak = live.now
+                objective.losses(prediction, batch)
+                rest = BlockCosts(Tape(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
+                del prediction
+            return self.rehearsal, rest
+        finally:
+            self.rehearsal = None
 
     def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
         """What one forward pass follows."""
@@ -117,11 +124,11 @@ class Planner:
             if way is Way.OFFLOAD and self.elsewhere:
                 return self.elsewhere.store(place)
             if way is Way.COMPRESS:
-                return in_codes(self.settings.bits, f"{key}/{place}/{item.number}", item.drawn)
+                return coded(self.settings.bits, f"{key}/{place}/{item.number}", item.drawn)
             return keep
 
         found = []
-        for place, (block, ways) in enumerate(zip(blocks, plan.ways, strict=True)):
+        for place, (block, ways) in enumerate(zip(blocks[:-1], plan.ways, strict=False)):
             items = block.tape.items
             stored = {n: store(place, items[n], way) for n, way in ways.items() if way is not Way.RECOMPUTE}
             found.append(BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys())))
@@ -155,48 +162,6 @@ def agreed(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
     return replace(plan, ways=tuple(chosen))
 
 
-def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
-    kept = peak_when_kept(blocks)
-    counts = Counter(way.value for ways in plan.ways for way in ways.values())
-    done = ", ".join(f"{count} tensors {_DONE[way]}" for way, count in sorted(counts.items()))
-    return (
-        f"activations of {len(blocks) - 1} blocks and the loss: {plan.peak / 1e6:,.2f} MB at the peak, "
-        f"{kept / 1e6:,.2f} MB if all were kept; {done}; {plan.seconds * 1e3:,.1f} ms a step longer, of which a better "
-        f"plan could save {plan.gap:.1%}"
-    )
-
-
-_DONE = {"keep": "kept", "compress": "compressed", "offload": "offloaded", "recompute": "made again"}
-
-
-def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[str]:
-    """A line for each tensor, blocks for which the same was decided together, with what it would cost or costs."""
-    alike: dict[tuple, list[int]] = {}
-    for place, (block, ways) in enumerate(zip(blocks[: len(names)], plan.ways, strict=False)):
-        items = tuple((item.name, item.where, item.bytes, ways.get(n)) for n, item in block.tape.items.items())
-        alike.setdefault(items, []).append(place)
-    lines = []
-    for places in alike.values():
-        together = _span([names[place] for place in places])
-        items, ways = blocks[places[0]].tape.items, plan.ways[places[0]]
-        lines += [f"{together}: {_decision(items[number], way)}" for number, way in ways.items()]
-    return lines
-
-
-def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1].rpartition('.')[2]} ({len(names)} blocks)"
-
-
-def _decision(item: Item, way: Way) -> str:
-    what = f"{item.where} {item.name}".strip() + f", {item.bytes / 1e6:.2f} MB"
-    again = f"{item.seconds * 1e3:.2f} ms"
-    if way is Way.RECOMPUTE:
-        reason = f"costs {again}" if item.saved else f"others are made from it; costs {again}"
-    else:
-        reason = f"would cost {again} to make again" + ("" if item.saved else "; others are made from it")
-    return f"{what}: {way.value}; {reason}"
-
-
 class Planned(Around):
     """Another objective whose model runs by its planner's plans."""
 
@@ -215,7 +180,7 @@ class ActivationBudget(Technique):
 
     bytes: Annotated[float, Bound(above=0)] = 0.5
     """For all activations at the peak, in bytes; up to 1 a share of what they take when all are kept, or what they take
-    when all are made again where that is more."""
+    when all may be made again and that is more."""
     recompute: bool = True
     """Whether tensors may be made again."""
     bits: Bits = 0
@@ -255,14 +220,17 @@ class ActivationBudget(Technique):
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
         """The fastest plan for these blocks; raises Infeasible where a budget in bytes allows none."""
         kept, least = peak_when_kept(blocks), least_peak(blocks)
-        budget = max(self.bytes * kept, least) if self.bytes <= 1 else self.bytes
+        budget = self.bytes * kept if self.bytes <= 1 else self.bytes
+        if self.bytes <= 1 and self.recompute:
+            budget = max(budget, least)
         ways = [Way.KEEP, Way.COMPRESS, Way.OFFLOAD] + [Way.RECOMPUTE] * self.recompute
         plan = fastest_plan(blocks, budget, self._compression(device), self._link(device), ways)
         if plan is None:
+            more = f"--set techniques.{self.name}.bytes={least * 1.02:.3g}, or memory.optimal_recompute instead"
             raise Infeasible(
                 f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything made again "
                 f"they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
-                fix=f"--set techniques.{self.name}.bytes={least * 1.02:.3g}, or memory.optimal_recompute instead",
+                fix=more if self.recompute else f"--set techniques.{self.name}.recompute=true, or more bytes",
             )
         return plan
 
