@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thrifty.core import mesh
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Infeasible, UsageError
 from thrifty.core.objective import Objective
@@ -56,6 +57,7 @@ def ranked() -> Iterator[None]:
     try:
         yield
     finally:
+        mesh.lift()
         dist.destroy_process_group()
         # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
         time.sleep(0.1)
@@ -82,8 +84,9 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
     `model` builds the plain model in place of the recipe's. `steps` is known when a run is resumed; otherwise the
     recipe's budget decides, a budget of seconds by timing some real steps.
     """
-    _refuse_idle_ranks(recipe)
     device = choose_device(recipe.device)
+    if ranks() > 1:
+        mesh.lay(_sizes(recipe), device.type)
     together().first(lambda: open_examples(recipe, _unsaid if quiet else say_on_stderr) and None)
     objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
 
@@ -139,12 +142,18 @@ def _unsaid(text: str) -> None:
     pass
 
 
-def _refuse_idle_ranks(recipe: Recipe) -> None:
-    if ranks() > 1 and not any("distribution of data" in technique.claims for technique in recipe.techniques):
-        raise UsageError(
-            f"there are {ranks()} ranks, and no technique of the recipe divides the work among them",
-            fix="--with parallelism.replicate or --with parallelism.shard, or start one process",
-        )
+def _sizes(recipe: Recipe) -> dict[str, int]:
+    """The ranks along each axis of the recipe's mesh; raises UsageError where no technique would use an axis."""
+    claims = {claim for technique in recipe.techniques for claim in technique.claims}
+    sizes = recipe.mesh.sizes(ranks(), sharded="parameters in pieces" in claims)
+    for axis, (claim, technique) in mesh.USED_BY.items():
+        if sizes[axis] > 1 and claim not in claims:
+            raise UsageError(
+                f"there are {ranks()} ranks, and no technique of the recipe divides the work among the {sizes[axis]} "
+                f"along the {axis} axis",
+                fix=f"--with {technique}, or start fewer processes",
+            )
+    return sizes
 
 
 def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:

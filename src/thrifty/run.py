@@ -13,12 +13,13 @@ import torch
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.explain import explain
+from thrifty.core.mesh import USED_BY
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
 from thrifty.planning.probe import peak_flops
 from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together
-from thrifty.recipes.toml import read_recipe, recipe_to_data, write_recipe
+from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.recipes.values import differences
 from thrifty.training import checkpoint, shelf
 from thrifty.training.environment import environment
@@ -26,7 +27,7 @@ from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.session import Session
 
-FREE_TO_CHANGE = ("name", "about", "evaluation", "checkpoints")
+FREE_TO_CHANGE = ("name", "about", "evaluation", "checkpoints", "mesh")
 """Sections of a recipe that do not touch what is computed, so that a resumed run may have others."""
 
 MACHINE = ("cpu", "cores", "device", "ranks", "torch", "thrifty")
@@ -86,9 +87,8 @@ def _resume(
     folder: RunFolder, recipe: Recipe, model: BuildModel | None, origins: Mapping[str, str], quiet: bool
 ) -> dict[str, Any]:
     found = _newest(folder)
-    started = found.scalars["recipe"] if found else recipe_to_data(read_recipe(folder.recipe))
-    changes = differences(started, recipe_to_data(recipe))
-    if refused := [line for line in changes if line.split(".")[0].split(":")[0] not in FREE_TO_CHANGE]:
+    started = recipe_from_data(found.scalars["recipe"]) if found else read_recipe(folder.recipe)
+    if refused := differences(_binding(started), _binding(recipe)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change, or go on as a new run: thrifty resume {folder.path} --fork NAME",
@@ -111,6 +111,15 @@ def _resume(
             fix="bring the old data back, or start a new run on the new",
         )
     return _run(prepared, folder, quiet, origins, read_log(found.scalars), fill)
+
+
+def _binding(recipe: Recipe) -> dict[str, Any]:
+    """What a run is tied to: all of its recipe but the sections that are free to change, and over what ranks its work
+    is divided."""
+    dividing = {claim for claim, _ in USED_BY.values()}
+    kept = tuple(technique for technique in recipe.techniques if not technique.claims & dividing)
+    data = recipe_to_data(replace(recipe, techniques=kept))
+    return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
 
 def _newest(folder: RunFolder) -> checkpoint.Found | None:

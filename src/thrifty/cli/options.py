@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
+MESH = click.option(
+    "--mesh",
+    metavar="AXIS=SIZE,…",
+    help="Ranks along pipeline, replicate, shard and tensor, with the techniques that use them.",
+)
+
+
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """RECIPE and everything that changes it; the decorated function receives them by name (see `put_together`)."""
     for option in reversed(
@@ -23,6 +30,7 @@ def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
             click.option("--name", help="Name of the run and its folder under runs/."),
             click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
             click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
+            MESH,
             click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
         ]
     ):
@@ -40,6 +48,7 @@ def put_together(
     additions: tuple[str, ...] = (),
     removals: tuple[str, ...] = (),
     assignments: tuple[str, ...] = (),
+    mesh: str | None = None,
 ) -> "Layers":
     """The layers of a recipe as the command line describes it."""
     from pathlib import Path
@@ -59,7 +68,8 @@ def put_together(
     for option, value in (("seed", seed), ("name", name)):
         if value is not None:
             layers.lay(f"--{option}", {option: value})
-    return layers.change(removals, additions, assignments)
+    layers.change(removals, additions, assignments)
+    return layers if mesh is None else layers.arrange(mesh)
 
 
 def _whole_path(name: str) -> str:

@@ -6,11 +6,14 @@ from typing import Any
 
 import click
 
+from thrifty.cli.options import MESH
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change a value; most need --fork.")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
+@MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
 @click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -20,6 +23,7 @@ def command(
     assignments: tuple[str, ...],
     additions: tuple[str, ...],
     removals: tuple[str, ...],
+    mesh: str | None,
     fork: str | None,
     quiet: bool,
     as_json: bool,
@@ -33,6 +37,8 @@ def command(
     path = run_path(run)
     layers = Layers().lay(f"run {path.name}", read_tables(path / "recipe.toml"))
     layers.change(removals, additions, assignments)
+    if mesh is not None:
+        layers.arrange(mesh)
     origins = {where: origin for where, origin in layers.changed().items() if origin.startswith("--")}
     summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
     tell_summary(summary, as_json, quiet)

@@ -4,12 +4,16 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import reduce
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from thrifty.core.mesh import axis
 from thrifty.core.parameters import Slices, fused_slices, is_matrix
+from thrifty.core.pieces import local
 from thrifty.core.transforms import Numbers, Reach, Rule, Slots, Transform
 
 
@@ -210,7 +214,7 @@ class ClipByGlobalNorm(Transform):
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
         factor = (self.largest / (global_norm(updates) + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(updates, factor)
+        torch._foreach_mul_(local(updates), factor)
         return updates
 
 
@@ -223,11 +227,22 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where they are sharded."""
-    if not tensors:
-        return torch.zeros(())
+    """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where ranks hold parts."""
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
-    return whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(tensors), 2, dtype))))
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        is_parted = isinstance(tensor, DTensor)
+        alike.setdefault((tensor.device_mesh, tensor.placements) if is_parted else None, []).append(tensor)
+    norms = [
+        whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, dtype)))) for group in alike.values()
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
+    stages = axis("pipeline")
+    if stages.size > 1:
+        square = norm.square()
+        dist.all_reduce(square, group=stages.group)
+        norm = square.sqrt()
+    return norm
 
 
 def layer_norms(tensors: Sequence[Tensor], cuts: Sequence[Slices | None]) -> list[Tensor]:

@@ -4,6 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thrifty.core.batches import BatchSource, Share
+from thrifty.core.mesh import axis
 
 
 def rank() -> int:
@@ -15,8 +16,17 @@ def ranks() -> int:
 
 
 def own_share(source: BatchSource) -> BatchSource:
-    """This rank's equal part of each effective batch. Raises Refused when a batch cannot be shared equally."""
-    return source if ranks() == 1 else Share(source, rank(), ranks())
+    """The equal part of each effective batch that is this rank's, and that of the ranks it computes together with.
+    Raises Refused when a batch cannot be shared equally."""
+    data = axis("data")
+    return source if data.size == 1 else Share(source, data.place, data.size)
+
+
+def own_draws() -> int:
+    """A number that ranks have in common if they must draw the same random values: those that compute the same blocks
+    for the same examples."""
+    data, pipeline = axis("data"), axis("pipeline")
+    return pipeline.place * data.size + data.place
 
 
 def from_first_rank(value: Tensor) -> Tensor:

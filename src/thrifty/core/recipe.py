@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from thrifty.core.bounds import Positive, check_bounds
 from thrifty.core.errors import UsageError
+from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
 
 
@@ -129,6 +130,7 @@ class Recipe:
     budget: Budget = field(default_factory=lambda: Budget(steps=500))
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    mesh: Mesh = field(default_factory=Mesh)
     techniques: tuple[Technique, ...] = ()
     """In order of stage, whatever the order given."""
 

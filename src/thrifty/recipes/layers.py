@@ -11,6 +11,7 @@ from typing import Any
 
 from thrifty import techniques
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.mesh import USED_BY
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.toml import recipe_from_data, recipe_to_data, technique_tables
 
@@ -70,6 +71,17 @@ class Layers:
             self.add_technique(words)
         for assignment in assignments:
             self.set(assignment)
+        return self
+
+    def arrange(self, axes: str) -> "Layers":
+        """`tensor=2,pipeline=2`: the sizes of the mesh, and the techniques that its axes need and that are missing."""
+        sizes = toml_table(axes, f"--mesh {axes}")
+        self.replace("--mesh", "mesh", sizes)
+        for axis, size in sizes.items():
+            claim, name = USED_BY.get(axis, ("", ""))
+            present = [techniques.find(other) for other, _ in technique_tables(self.data.get("techniques", {}))]
+            if name and size != 1 and not any(claim in technique.claims for technique in present):
+                self.lay("--mesh", {"techniques": _nested(name, {})})
         return self
 
     def changed(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ run's `checkpoints` folder, on a disk that all ranks see; one process, or one gr
 import errno
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,14 @@ def find(folder: Path, step: int | None = None, *, files: Durable | None = None,
 def fill(found: Found, into: Tensors, *, ranks: Alone | None = None) -> None:
     """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
 
-    Each rank reads only what its shards need. Raises `UsageError` before anything is changed if names, shapes or dtypes
-    are not exactly those of the checkpoint.
+    Each rank reads only what its shards need. Raises `UsageError` before anything is changed if the names of all ranks
+    together, shapes or dtypes are not exactly those of the checkpoint.
     """
-    (ranks or Alone()).all(lambda: _fill(found.path, into))
+    ranks = ranks or Alone()
+    stored = Stored(tensor_files(found.path))
+    wanted = set().union(*ranks.all(lambda: list(into)))
+    ranks.all(lambda: _refuse_other(found.path, stored, into, wanted))
+    ranks.all(lambda: _fill(stored, into))
 
 
 def _share(tensors: Tensors, ranks: Alone) -> dict[str, Box]:
@@ -189,14 +194,18 @@ def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) 
     return IntegrityError(f"there is no {wanted} in {folder}", fix)
 
 
-def _fill(checkpoint: Path, into: Tensors) -> None:
-    stored, boxes = Stored(tensor_files(checkpoint)), local_boxes(into)
-    for name in sorted(stored.pieces.keys() | into.keys()):
+def _refuse_other(checkpoint: Path, stored: Stored, into: Tensors, wanted: Collection[str]) -> None:
+    """`wanted` are the names of all ranks' tensors."""
+    for name in sorted(into.keys() | stored.pieces.keys() - wanted):
         there = stored.describe(name) if name in stored.pieces else "absent"
         here = f"{into[name].dtype} {tuple(into[name].shape)}" if name in into else "absent"
         if there != here:
             what = f"{checkpoint} does not fit this run: {name!r} is {there} in the checkpoint and {here} here"
             raise UsageError(what, "resume with the recipe that the checkpoint was written with")
+
+
+def _fill(stored: Stored, into: Tensors) -> None:
+    boxes = local_boxes(into)
     with torch.no_grad():
         for name, tensor in into.items():
             stored.read(name, boxes[name], local_values(tensor))

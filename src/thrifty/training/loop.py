@@ -16,8 +16,9 @@ import torch
 from thrifty.core.compose import Composition
 from thrifty.core.elements import global_norm
 from thrifty.core.errors import ThriftyError
+from thrifty.core.mesh import axis
 from thrifty.core.randomness import seed_of
-from thrifty.core.ranks import rank, ranks
+from thrifty.core.ranks import own_draws
 from thrifty.core.state import Decision, TrainState
 from thrifty.data.prefetch import prefetch
 
@@ -41,9 +42,9 @@ class Record:
     changes: tuple[Decision, ...] = ()
 
 
-def step_seed(seed: int, step: int, rank: int) -> int:
+def step_seed(seed: int, step: int, draws: int) -> int:
     """The random state inside a step: a function of these three and nothing that happened before."""
-    return seed_of(f"{seed}/{step}/{rank}")
+    return seed_of(f"{seed}/{step}/{draws}")
 
 
 def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, None, None]:
@@ -62,7 +63,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
         model, optimizer = state.model, state.optimizer
         assert model is not None and optimizer is not None
         model.train()
-        torch.manual_seed(step_seed(seed, state.step, rank()))
+        torch.manual_seed(step_seed(seed, state.step, own_draws()))
         outcome = run.backward(model, run.objective, batch.to(run.device))
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
         # one transfer for both, and the same numbers on every rank: all take the same decision
@@ -75,7 +76,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
         state.step += 1
         if not outcome.answered:
             skipped = 0 if finite else skipped + 1
-        tokens = run.objective.tokens(batch) * ranks()
+        tokens = run.objective.tokens(batch) * axis("data").size
         _count(state, tokens=tokens, skipped=int(not finite), seconds=time.perf_counter() - began)
         yield Record(
             step=state.step,

@@ -25,8 +25,9 @@ from thrifty.core.bounds import Positive, Probability
 from thrifty.core.elements import global_norm
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
-from thrifty.core.ranks import mean_over_ranks, ranks
+from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -89,7 +90,7 @@ class Measuring:
             return self.inner(model, objective, batch)
         if len(batch) < 2:
             raise Refused("one example on a rank cannot be halved", fix="choose a larger data.batch")
-        outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, ranks())
+        outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
         if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients
             for name, value in (("signal", signal), ("noise", noise)):
                 self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)

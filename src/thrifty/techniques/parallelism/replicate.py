@@ -15,8 +15,10 @@ from torch import nn
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
-from thrifty.core.ranks import own_share, ranks
+from thrifty.core.pieces import local
+from thrifty.core.ranks import own_share
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -24,22 +26,22 @@ BUCKET = 8_000_000
 """Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""
 
 
-def sum_over_ranks(tensors: list[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks, several at a time in flat buckets."""
+def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
+    """Replace each tensor by its sum over a group of ranks (None: all), several at a time in flat buckets."""
     bucket: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
         last = index == len(tensors) - 1
         if last or sum(t.numel() for t in bucket) >= BUCKET or tensors[index + 1].dtype != tensor.dtype:
             flat = torch.cat([t.flatten() for t in bucket])
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=group)
             for target, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 target.copy_(part.view_as(target))
             bucket = []
 
 
-def summed(backward: Backward) -> Backward:
-    """A backward pass over this rank's share, then the sum of gradients and loss over all ranks."""
+def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
+    """A backward pass over this rank's share, then the sum of gradients and loss over a group of ranks (None: all)."""
 
     def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
         outcome = backward(model, objective, batch)
@@ -50,7 +52,7 @@ def summed(backward: Backward) -> Backward:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         loss = outcome.loss.clone()
-        sum_over_ranks([*gradients, loss])
+        sum_over(group, [*local(gradients), loss])
         return Outcome(loss, outcome.notes)
 
     return over_ranks
@@ -62,19 +64,21 @@ class Replicate(Technique):
     claims = frozenset({"distribution of data"})
 
     def model(self, model: nn.Module) -> nn.Module:
-        if ranks() > 1:
-            for parameter in model.parameters():
-                dist.broadcast(parameter.data, 0)
+        data = axis("data")
+        if data.size > 1:
+            for values in local([parameter.data for parameter in model.parameters()]):
+                dist.broadcast(values, group=data.group, group_src=0)
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
         return own_share(source)
 
     def backward(self, backward: Backward) -> Backward:
-        return summed(backward) if ranks() > 1 else backward
+        data = axis("data")
+        return summed(backward, data.group) if data.size > 1 else backward
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        share = 1 / ranks()
-        return footprint.scale(activations=share, temporary=share).add(
-            traffic=2 * footprint.gradients * (1 - share), temporary=4 * BUCKET if ranks() > 1 else 0
+        size = axis("data").size
+        return footprint.scale(activations=1 / size, temporary=1 / size).add(
+            traffic=2 * footprint.gradients * (1 - 1 / size), temporary=4 * BUCKET if size > 1 else 0
         )

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.ranks import own_share, ranks
+from thrifty.core.ranks import own_share
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_blocks, note
 from thrifty.core.technique import Numerics, Technique
@@ -28,7 +28,9 @@ from thrifty.core.technique import Numerics, Technique
 
 def sharded(model: nn.Module) -> nn.Module:
     """FSDP2 on each block, then on the rest, over all ranks; gradients are summed, not averaged."""
-    mesh = init_device_mesh(next(model.parameters()).device.type, (ranks(),), mesh_dim_names=("shard",))
+    device = next(model.parameters()).device.type
+    copies = axis("replicate").size
+    mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
     name, blocks = find_blocks(model)
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -38,7 +40,7 @@ def sharded(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    note(f"{len(blocks)} blocks in {name or 'the model'} and the rest, over {ranks()} ranks")
+    note(f"{len(blocks)} blocks in {name or 'the model'} and the rest, over {mesh.size()} ranks")
     return model
 
 
@@ -83,13 +85,13 @@ class Shard(Technique):
         def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
             outcome = backward(model, objective, batch)
             loss = outcome.loss.clone()
-            dist.all_reduce(loss)
+            dist.all_reduce(loss, group=axis("data").group)
             return Outcome(loss, outcome.notes)
 
         return over_ranks
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        share = 1 / ranks()
+        share = 1 / axis("data").size
         return footprint.scale(
             parameters=share, gradients=share, optimizer=share, activations=share, temporary=share
         ).add(traffic=3 * footprint.parameters * (1 - share))
