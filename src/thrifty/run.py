@@ -13,7 +13,7 @@ import torch
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.explain import explain
-from thrifty.core.mesh import USED_BY
+from thrifty.core.mesh import AXES, USED_BY, axis
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
@@ -30,7 +30,7 @@ from thrifty.training.session import Session
 FREE_TO_CHANGE = ("name", "about", "evaluation", "checkpoints", "mesh")
 """Sections of a recipe that do not touch what is computed, so that a resumed run may have others."""
 
-MACHINE = ("cpu", "cores", "device", "ranks", "torch", "thrifty")
+MACHINE = ("cpu", "cores", "device", "ranks", "mesh", "torch", "thrifty")
 """What must be the same for a resumed run to keep what was counted and measured when it started."""
 
 
@@ -188,7 +188,7 @@ def _run(
 ) -> dict[str, Any]:
     """Build the state, write down what the run is, and train. `fill` loads values and says what is worth knowing."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
-    here = environment(str(run.device)) | {"ranks": ranks()}
+    here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     same_machine = all(before["environment"].get(name) == here[name] for name in MACHINE)
     known = same_machine and bool(before["explanation"] and before["summary"])

@@ -34,6 +34,18 @@ def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
     assert put_together("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
 
 
+def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
+    layers = Layers().add_technique("parallelism.shard").arrange("replicate=2,shard=4,pipeline=1")
+    recipe = layers.recipe()
+    assert (recipe.mesh.replicate, recipe.mesh.shard, recipe.mesh.tensor) == (2, 4, 1)
+    assert [technique.name for technique in recipe.techniques] == ["parallelism.shard"]
+    brought = Layers().arrange("replicate=2").recipe()
+    assert [technique.name for technique in brought.techniques] == ["parallelism.replicate"]
+    with pytest.raises(UsageError, match=r"unknown key 'mesh\.tensr'") as refused:
+        Layers().arrange("tensr=2").recipe()
+    assert "tensor" in refused.value.fix
+
+
 @pytest.mark.parametrize(
     ("words", "technique"),
     [
