@@ -1,0 +1,216 @@
+"""Collectives: closed forms worked out by hand, algorithms run on real pieces of tensors, and limits."""
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as some
+
+from thrifty.cluster import collectives
+from thrifty.cluster.collectives import ALGORITHMS, algorithms, fastest, pipelined, seconds
+from thrifty.cluster.devices import DEVICES
+from thrifty.cluster.links import CLUSTERS, Cluster, Group, Link
+from thrifty.core.errors import UsageError
+
+FAST, SLOW = Link("fast", 2e-6, 200e9, "a test"), Link("slow", 5e-6, 25e9, "a test")
+BOX = Group(8, 8, 1, FAST, SLOW)
+FOUR_BOXES = Group(32, 8, 4, FAST, SLOW)
+APART = Group(16, 1, 16, FAST, SLOW)
+GB = 1e9
+
+Rounds = list[list[tuple[int, int, set]]]
+"""In each round who sends what to whom: (source, target, pieces)."""
+
+
+def played(held: dict[int, set], rounds: Rounds) -> tuple[int, int]:
+    """Carry out the rounds; how many there were, and how many pieces the busiest link carried in all.
+
+    Nobody may send what they do not have, nor send to two or receive from two in a round.
+    """
+    carried = 0
+    for messages in rounds:
+        assert max(Counter(source for source, _, _ in messages).values()) == 1
+        assert max(Counter(target for _, target, _ in messages).values()) == 1
+        arriving = defaultdict(set)
+        for source, target, pieces in messages:
+            assert pieces <= held[source]
+            arriving[target] |= pieces
+        for target, pieces in arriving.items():
+            held[target] |= pieces
+        carried += max(len(pieces) for _, _, pieces in messages)
+    return len(rounds), carried
+
+
+def ring_rounds(n: int) -> Rounds:
+    return [[(rank, (rank + 1) % n, {(rank - turn) % n}) for rank in range(n)] for turn in range(n - 1)]
+
+
+def doubling_rounds(n: int) -> Rounds:
+    """Bruck's all-gather, for any n: from the ranks at distances 1, 2, 4, …"""
+    rounds, known = [], 1
+    while known < n:
+        take = min(known, n - known)
+        pieces = [{(rank + offset) % n for offset in range(take)} for rank in range(n)]
+        rounds.append([(rank, (rank - known) % n, pieces[rank]) for rank in range(n)])
+        known += take
+    return rounds
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16, 21])
+@pytest.mark.parametrize(("name", "rounds"), [("ring", ring_rounds), ("doubling", doubling_rounds)])
+def test_an_all_gather_costs_what_its_messages_cost(n: int, name: str, rounds) -> None:
+    held = {rank: {rank} for rank in range(n)}
+    turns, pieces = played(held, rounds(n))
+    assert all(held[rank] == set(range(n)) for rank in held)
+    assert ALGORITHMS["all_gather"][name](n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + pieces * GB / n / 50e9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 21])
+def test_recursive_doubling_costs_what_its_messages_cost(n: int) -> None:
+    power = 1 << (n.bit_length() - 1)
+    doubling = [1 << turn for turn in range(power.bit_length() - 1)]
+    sums = {rank: {rank} for rank in range(n)}
+    steps = [[(rank, rank - power) for rank in range(power, n)]]
+    steps += [[(rank, rank ^ distance) for rank in range(power)] for distance in doubling]
+    steps += [[(rank - power, rank) for rank in range(power, n)]]
+    turns = 0
+    for step in filter(None, steps):
+        arriving = {target: set(sums[source]) for source, target in step}
+        for target, terms in arriving.items():
+            assert terms.isdisjoint(sums[target]) or terms == set(range(n)), "nothing is added twice"
+            sums[target] |= terms
+        turns += 1
+    assert all(terms == set(range(n)) for terms in sums.values())
+    expected = turns * (3e-6 + GB / 50e9)
+    assert collectives.recursive_doubling_all_reduce(n, GB, 3e-6, 50e9) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 21])
+def test_a_broadcast_costs_what_its_messages_cost(n: int) -> None:
+    held = {rank: {0} if rank == 0 else set() for rank in range(n)}
+    rounds = [
+        [(rank, rank + step, {0}) for rank in range(step) if rank + step < n]
+        for step in (2**turn for turn in range((n - 1).bit_length()))
+    ]
+    turns, tensors = played(held, rounds)
+    assert all(held.values())
+    assert collectives.binomial_broadcast(n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + tensors * GB / 50e9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 21])
+def test_all_to_all_costs_what_its_messages_cost(n: int) -> None:
+    held = {rank: {(rank, target) for target in range(n)} for rank in range(n)}
+    rounds = [[(rank, (rank + d) % n, {(rank, (rank + d) % n)}) for rank in range(n)] for d in range(1, n)]
+    turns, pieces = played(held, rounds)
+    assert all((source, rank) in held[rank] for rank in held for source in range(n))
+    expected = turns * 3e-6 + pieces * GB / n / 50e9
+    assert collectives.pairwise_all_to_all(n, GB, 3e-6, 50e9) == pytest.approx(expected)
+
+
+def test_bytes_and_latencies_on_one_node_by_hand() -> None:
+    times = {kind: algorithms(kind, GB, BOX) for kind in ALGORITHMS}
+    assert times["all_reduce"]["ring"] == pytest.approx(2 * 7 * 2e-6 + 2 * 7 / 8 * GB / 200e9)
+    assert times["all_reduce"]["halving_doubling"] == pytest.approx(2 * 3 * 2e-6 + 2 * 7 / 8 * GB / 200e9)
+    assert times["all_reduce"]["recursive_doubling"] == pytest.approx(3 * 2e-6 + 3 * GB / 200e9)
+    assert times["reduce_scatter"]["ring"] == times["all_gather"]["ring"] == times["all_reduce"]["ring"] / 2
+    assert times["broadcast"]["scatter_gather"] == pytest.approx(6 * 2e-6 + 2 * 7 / 8 * GB / 200e9)
+    assert times["all_to_all"]["bruck"] == pytest.approx(3 * 2e-6 + 3 / 2 * GB / 200e9)
+    assert times["send"]["direct"] == pytest.approx(2e-6 + GB / 200e9)
+
+
+def test_between_nodes_each_rank_carries_its_share() -> None:
+    inside, between = 7 / 8 * GB / 200e9 + 3 * 2e-6, 3 / 4 * GB / 8 / 25e9 + 2 * 5e-6
+    for kind in ("all_gather", "reduce_scatter"):
+        assert algorithms(kind, GB, FOUR_BOXES)["hierarchical"] == pytest.approx(inside + between)
+    assert algorithms("all_reduce", GB, FOUR_BOXES)["hierarchical"] == pytest.approx(2 * (inside + between))
+    latency = 3 * 5e-6 + 28 * 2e-6
+    assert algorithms("all_gather", GB, FOUR_BOXES)["ring"] == pytest.approx(latency + 31 / 32 * GB / 200e9)
+    alone = algorithms("all_to_all", GB, FOUR_BOXES)["pairwise"]
+    assert alone == pytest.approx(7 * (2e-6 + GB / 32 / 200e9) + 24 * (5e-6 + GB / 32 / 25e9))
+    assert seconds("all_reduce", GB, APART) == pytest.approx(8 * 5e-6 + 2 * 15 / 16 * GB / 25e9)
+
+
+def test_a_ring_through_nodes_has_a_port_for_each_rank_of_a_node() -> None:
+    slower = Group(32, 8, 4, FAST, Link("slower", 5e-6, 10e9, "a test"))
+    time = algorithms("all_gather", GB, slower)["ring"]
+    assert time == pytest.approx(3 * 5e-6 + 28 * 2e-6 + 31 / 32 * GB / (8 * 10e9))
+
+
+groups = some.builds(
+    lambda per_node, nodes, size, stride: Cluster(DEVICES["h100"], per_node, nodes, FAST, SLOW).group(
+        min(size, (per_node * nodes - 1) // stride + 1), stride
+    ),
+    some.integers(1, 16),
+    some.integers(1, 64),
+    some.integers(1, 1024),
+    some.integers(1, 32),
+)
+
+
+@settings(deadline=None)
+@given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), more=some.floats(0, 1e12))
+def test_more_bytes_never_take_less_time(kind: str, group: Group, size: float, more: float) -> None:
+    assert seconds(kind, size + more, group) >= seconds(kind, size, group) * (1 - 1e-12)
+
+
+@settings(deadline=None)
+@given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), factor=some.floats(1, 10))
+def test_a_better_network_never_takes_longer(kind: str, group: Group, size: float, factor: float) -> None:
+    better = Link("better", SLOW.latency / factor, SLOW.bandwidth * factor, "a test")
+    improved = Group(group.size, group.per_node, group.nodes, group.inside, better)
+    assert seconds(kind, size, improved) <= seconds(kind, size, group) * (1 + 1e-12)
+
+
+@settings(deadline=None)
+@given(group=groups, size=some.floats(1, 1e12))
+def test_no_algorithm_beats_what_must_cross(group: Group, size: float) -> None:
+    """All but its share must leave each node through its ports, and reach each rank over its links."""
+    assume(group.even)
+    n, nodes = group.size, group.nodes
+    best = max(group.inside.bandwidth, group.between.bandwidth)
+    least = max((n - 1) / n * size / best, (nodes - 1) / nodes * size / group.per_node / group.between.bandwidth)
+    assert seconds("all_gather", size, group) >= least * (1 - 1e-12)
+    assert seconds("reduce_scatter", size, group) >= least * (1 - 1e-12)
+    assert seconds("all_reduce", size, group) >= 2 * least * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("group", [BOX, FOUR_BOXES, APART])
+def test_small_tensors_cost_latencies_only_and_large_ones_bandwidth_only(group: Group) -> None:
+    steps = math.log2(group.per_node) * FAST.latency + math.log2(group.nodes) * SLOW.latency
+    assert seconds("all_reduce", 0, group) <= 2 * steps
+    assert seconds("all_gather", 0, group) == pytest.approx(steps)
+    twice = seconds("all_reduce", 2e13, group) / seconds("all_reduce", 1e13, group)
+    assert twice == pytest.approx(2, rel=1e-4)
+
+
+def test_which_algorithm_is_chosen() -> None:
+    assert fastest("all_reduce", 1e3, BOX)[0] == "recursive_doubling"
+    assert fastest("all_reduce", GB, BOX)[0] == "halving_doubling"
+    assert fastest("broadcast", 1e3, APART)[0] == "binomial"
+    assert fastest("broadcast", GB, APART)[0] == "chain"
+    assert fastest("all_to_all", 1e3, APART)[0] == "bruck"
+    assert fastest("all_to_all", GB, APART)[0] == "pairwise"
+    for group in (BOX, FOUR_BOXES, APART):
+        for kind in ALGORITHMS:
+            assert fastest(kind, 1e6, group)[1] == min(algorithms(kind, 1e6, group).values())
+
+
+def test_a_group_of_one_says_nothing() -> None:
+    alone = CLUSTERS["selene-a100"].group(1)
+    assert all(seconds(kind, GB, alone) == 0 for kind in ALGORITHMS)
+
+
+@settings(deadline=None)
+@given(some.integers(1, 64), some.floats(1, 1e10))
+def test_pieces_along_a_chain_are_as_many_as_is_best(steps: int, size: float) -> None:
+    a, b = 2e-6, 25e9
+    best = min((steps + pieces - 1) * (a + size / pieces / b) for pieces in range(1, 3000))
+    assert pipelined(steps, size, a, b) <= best * (1 + 1e-12)
+    assert pipelined(steps, size, a, b) >= max(size / b, steps * a)
+    assert pipelined(steps, size, 0.0, b) == size / b
+
+
+def test_an_unknown_collective_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'all_reduce'"):
+        seconds("allreduce", 1.0, BOX)
