@@ -23,6 +23,7 @@ ABOUT = {
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",
     "plan": "Model size and tokens for a compute budget: size, fit.",
+    "simulate": "A step on hardware that is not here: cluster, published.",
     "explain": "What a recipe will do, stage by stage, before it runs.",
     "report": "A run folder as one offline HTML page.",
     "export": "A trained model as a Hugging Face folder.",

@@ -1,0 +1,73 @@
+"""Operations as GPUs carry them out, for tracing on a processor, which divides some of them otherwise."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@contextmanager
+def as_on_gpus(flash: bool) -> Iterator[None]:
+    """Dropout with a mask of bytes, RMS norms in one kernel, and attention that keeps its scores only where it is not
+    `flash`, for whatever calls them through `torch.nn.functional` inside the block."""
+    kernel = F.scaled_dot_product_attention
+    there = {"scaled_dot_product_attention": partial(_flash, kernel) if flash else _attention}
+    there |= {"dropout": _dropout, "rms_norm": _rms_norm}
+    before = {name: getattr(F, name) for name in there}
+    for name, function in there.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """What is read, written and kept is the same as of a layer norm, and there are no values to differ."""
+    return torch.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
+
+
+def _flash(
+    kernel: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """With dropout or a mask a GPU's kernels still keep no scores; a processor's do, so both are left out."""
+    return kernel(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = (query @ key.transpose(-1, -2)) * (scale or query.shape[-1] ** -0.5)
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -torch.inf)
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return _dropout(scores.softmax(-1), dropout_p) @ value

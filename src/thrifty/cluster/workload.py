@@ -1,0 +1,137 @@
+"""What training a model asks of a machine, as values: read off a model in `traced`, or put in figures in `closed_form`.
+
+Everything is for one example (one row of tokens) and one part of the model, before any of it is divided among ranks.
+Tensor parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides what happens between a
+column-split and a row-split product and leaves the rest, norms and sums of residuals, to each rank as a whole; sequence
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) divides that too.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Self
+
+Recompute = Literal["none", "selective", "every"]
+"""What runs again in the backward pass: nothing, the core of attention (from the scores to what multiplies the values;
+Korthikanti et al. 2022, section 5), or every block from its input."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """An amount of which tensor parallelism divides one part among its ranks, and leaves another to each of them."""
+
+    split: float = 0.0
+    whole: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.split + self.whole
+
+    def per_rank(self, tensor: int, sequence_parallel: bool = False) -> float:
+        return self.split / tensor + self.whole / (tensor if sequence_parallel else 1)
+
+    def __add__(self, other: Self) -> "Divided":
+        return Divided(self.split + other.split, self.whole + other.whole)
+
+    def __sub__(self, other: Self) -> "Divided":
+        return Divided(self.split - other.split, self.whole - other.whole)
+
+    def __mul__(self, factor: float) -> "Divided":
+        return Divided(self.split * factor, self.whole * factor)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass of one example through a part of a model."""
+
+    flops: Divided = field(default_factory=Divided)
+    """Of matrix products and attention, a multiply-add counted as two, nothing taken off for a causal mask."""
+    moved: Divided = field(default_factory=Divided)
+    """Bytes of activations read and written where chains of elementwise operations run as one kernel each."""
+    unfused: Divided = field(default_factory=Divided)
+    """The same where every operation is a kernel of its own."""
+    kernels: int = 0
+    reduced: float = 0.0
+    """Bytes of activations that the ranks of a tensor group sum up."""
+    reduces: int = 0
+    """In how many collectives they do."""
+
+    def __add__(self, other: Self) -> "Work":
+        return Work(
+            self.flops + other.flops,
+            self.moved + other.moved,
+            self.unfused + other.unfused,
+            self.kernels + other.kernels,
+            self.reduced + other.reduced,
+            self.reduces + other.reduces,
+        )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block, or what stands before or after all blocks."""
+
+    name: str
+    parameters: Divided
+    """Numbers, not bytes."""
+    forward: Work
+    backward: Work
+    saved: Divided
+    """Bytes kept from the forward for the backward pass where nothing is recomputed."""
+    entry: float
+    """Bytes of the hidden states that come in: sent between stages, and all that stays where a block is recomputed."""
+    for_weights: Divided = field(default_factory=Divided)
+    """FLOPs of the backward pass that make gradients of weights, which no other stage waits for."""
+    core: Work = field(default_factory=Work)
+    """What selective recompute runs again."""
+    core_saved: Divided = field(default_factory=Divided)
+    """What selective recompute does not keep."""
+    is_block: bool = True
+    """Or stands before or behind all blocks, and is never recomputed."""
+
+    def again(self, recompute: Recompute) -> Work:
+        """What is run a second time before the backward pass."""
+        if not self.is_block:
+            return Work()
+        return {"none": Work(), "selective": self.core, "every": self.forward}[recompute]
+
+    def kept(self, recompute: Recompute) -> Divided:
+        """Bytes from the forward to the backward pass of one example."""
+        if recompute == "none" or not self.is_block:
+            return self.saved
+        return Divided(whole=self.entry) if recompute == "every" else self.saved - self.core_saved
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be trained on examples of `length` tokens."""
+
+    name: str
+    blocks: tuple[Part, ...]
+    """One for each block, in order."""
+    embedding: Part
+    head: Part
+    """Everything behind the last block, with the loss."""
+    length: int
+    """Tokens in an example."""
+    itemsize: int = 2
+    """Bytes of a number in products and activations."""
+    shared: float = 0.0
+    """Parameters of the embedding that are the head's as well, and stand in the embedding's count."""
+
+    @property
+    def parts(self) -> Iterable[Part]:
+        return (self.embedding, *self.blocks, self.head)
+
+    @cached_property
+    def parameters(self) -> float:
+        return sum(part.parameters.total for part in self.parts)
+
+    @cached_property
+    def model_flops(self) -> float:
+        """Of one example forward and backward, nothing counted twice."""
+        return sum((part.forward.flops + part.backward.flops).total for part in self.parts)
+
+    def hardware_flops(self, recompute: Recompute) -> float:
+        """The same with what is run again in the backward pass."""
+        return self.model_flops + sum(block.again(recompute).flops.total for block in self.blocks)
