@@ -1,20 +1,26 @@
-"""What memory for activations costs in time: a step of a 12-block model with each way of saving it, side by side.
+"""What memory for activations costs in time: a step of a 12-block model with each way of saving it, and the plain one.
 
 Promise: at equal memory the joint plan is no slower than the best single way; compression to 4 bits costs at most 30 %
-of a step on a processor. Bytes are those of live tensors at the peak of a step, parameters and gradients left out.
-With a file name the table is kept, and the plot of memory against slowdown beside it.
+of a step on a processor. Bytes are those of live tensors at the peak of a step, parameters and gradients left out. One
+way at a time stands beside the plain step and takes turns with it. Time is that of the processor, with one thread: what
+else the machine does hardly counts, nor does waiting for a disk, which the wall clock beside it has. With a file name
+the table is kept, and a plot of memory against slowdown beside it.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 
 import altair
+import torch
 from torch import nn
 
-from side_by_side import keep, ratio, side_by_side, tell
-from thrifty.core.accounting import StepTrace
+from side_by_side import write
+from thrifty.core.accounting import StepTrace, uncollected
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
 from thrifty.data.packing import PackedTokens
@@ -29,9 +35,36 @@ from thrifty.techniques.memory.optimal_recompute import OptimalRecompute
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.sgd import Sgd
 
-DEPTH, WIDTH, HEADS, LENGTH, BATCH = 12, 384, 6, 256, 8
-BUDGETS = (0.75, 0.5, 0.35, 0.25)
-PLAIN = "nothing"
+DEPTH, WIDTH, HEADS, LENGTH, BATCH = 12, 256, 4, 256, 4
+BUDGETS = (0.7, 0.5, 0.3)
+ROUNDS = 4
+PLAIN, PLANS = "nothing", ("plan", "plan with 4 bits")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way of saving memory, as measured."""
+
+    way: str
+    memory: int
+    """Bytes at the peak."""
+    ratios: tuple[float, ...] = (1.0,)
+    """In each round a step's time of the processor, by that of the plain one."""
+    by_the_wall: tuple[float, ...] = (1.0,)
+    """The same by the clock on the wall."""
+
+    @property
+    def slowdown(self) -> float:
+        return median(self.ratios)
+
+    @property
+    def kind(self) -> str:
+        return self.way.partition(",")[0]
+
+    def beats(self, other: "Point") -> bool:
+        """In one of both, and in the other it is no worse."""
+        mine, theirs = (self.memory, self.slowdown), (other.memory, other.slowdown)
+        return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
 def plain_run() -> Plain:
@@ -43,21 +76,21 @@ def plain_run() -> Plain:
     return Plain(build, PackedTokens(source_text()[0], LENGTH, BATCH, seed=0), NextToken())
 
 
-def ways() -> dict[str, list[Technique]]:
-    found: dict[str, list[Technique]] = {
-        PLAIN: [],
-        "recompute, every block": [Recompute()],
-        "recompute, selective": [Recompute(schedule="selective")],
-        "recompute, sqrt": [Recompute(schedule="sqrt")],
-        "offload to disk": [OffloadActivations(to="disk")],
-        "compress, 8 bits": [CompressActivations(bits=8)],
-        "compress, 4 bits": [CompressActivations(bits=4)],
-        "compress, 2 bits": [CompressActivations(bits=2)],
+def ways() -> dict[str, Technique]:
+    """By name; what stands before the comma is the kind. A plan may make again and offload, or compress too."""
+    found: dict[str, Technique] = {
+        "recompute, every block": Recompute(),
+        "recompute, selective": Recompute(schedule="selective"),
+        "recompute, sqrt": Recompute(schedule="sqrt"),
+        "offload, to disk": OffloadActivations(to="disk"),
+        "compress, 8 bits": CompressActivations(bits=8),
+        "compress, 4 bits": CompressActivations(bits=4),
+        "compress, 2 bits": CompressActivations(bits=2),
     }
     for share in BUDGETS:
-        found[f"optimal recompute, {share:.0%}"] = [OptimalRecompute(bytes=share)]
-        found[f"plan, {share:.0%}"] = [ActivationBudget(bytes=share)]
-        found[f"plan with 4 bits, {share:.0%}"] = [ActivationBudget(bytes=share, bits=4)]
+        found[f"optimal recompute, {share:.0%}"] = OptimalRecompute(bytes=share)
+        found[f"{PLANS[0]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk")
+        found[f"{PLANS[1]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk", bits=4)
     return found
 
 
@@ -73,50 +106,154 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
 def peak_bytes(run: Composition, model: nn.Module) -> int:
     batch = run.source.at(0)
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with gradients_let_go(model), StepTrace(*known) as live:
+    with gradients_let_go(model), uncollected(), StepTrace(*known) as live:
         run.backward(model, run.objective, batch)
     return live.peak
 
 
-def a_step(run: Composition, model: nn.Module) -> Callable[[], None]:
-    batch = run.source.at(0)
+def step_and_peak(plain: Plain, techniques: Sequence[Technique]) -> tuple[Callable[[], None], int]:
+    run = compose(plain, [Sgd(), *techniques], 10)
+    model, batch = run.build_model().train(), run.source.at(0)
 
     def step() -> None:
         run.backward(model, run.objective, batch)
         model.zero_grad()
 
-    return step
+    step()  # what is planned is planned at the first
+    return step, peak_bytes(run, model)
 
 
-def plot(path: Path, points: list[dict[str, object]]) -> None:
-    """Memory against slowdown, one point for each way."""
-    shown = altair.Chart(altair.Data(values=points), width=560, height=360).encode(
-        altair.X("memory:Q", title="activations at the peak, MB").scale(zero=False),
-        altair.Y("slowdown:Q", title="step time, of one that keeps everything").scale(zero=False),
+def measured() -> list[Point]:
+    plain = plain_run()
+    torch.set_num_threads(1)
+    plain_step, plain_peak = step_and_peak(plain, [])
+    points = [Point(PLAIN, plain_peak)]
+    print(f"{DEPTH} blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens, torch {torch.__version__}, {ROUNDS} rounds")
+    print(f"  {'':<24} {'at the peak':>19}   {'processor time':<22}   wall clock")
+    for name, technique in ways().items():
+        step, peak = step_and_peak(plain, [technique])
+        points.append(Point(name, peak, *beside(plain_step, step)))
+        tell(points[-1], plain_peak)
+    return points
+
+
+def beside(plain_step: Callable[[], None], step: Callable[[], None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """In each round the step's time by the plain one's, of the processor and by the wall; their order takes turns."""
+    clocks = time.process_time, time.perf_counter
+    ratios = []
+    for turn in range(ROUNDS):
+        taken = {}
+        for each in (plain_step, step) if turn % 2 else (step, plain_step):
+            began = [clock() for clock in clocks]
+            each()
+            taken[each] = [clock() - start for clock, start in zip(clocks, began, strict=True)]
+        ratios.append([mine / theirs for mine, theirs in zip(taken[step], taken[plain_step], strict=True)])
+    processor, wall = zip(*ratios, strict=True)
+    return processor, wall
+
+
+def tell(point: Point, plain_peak: int) -> None:
+    times = "   ".join(f"{median(r):6.3f} [{min(r):.3f}, {max(r):.3f}]" for r in (point.ratios, point.by_the_wall))
+    print(f"  {point.way:<24} {point.memory / 1e6:8.1f} MB {point.memory / plain_peak:7.1%}   {times}", flush=True)
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """The ways that no other one beats, by memory."""
+    return sorted((p for p in points if not any(other.beats(p) for other in points)), key=lambda p: p.memory)
+
+
+def verdicts(points: Sequence[Point]) -> list[str]:
+    """Each plan against the best single way whose peak is within the plan's budget; one that is exact against those
+    that are exact."""
+    lines = []
+    for plan in (point for point in points if point.kind in PLANS):
+        budget = float(plan.way.partition(", ")[2].rstrip("%")) / 100 * points[0].memory
+        others = [point for point in points if point.kind not in PLANS and point.memory <= budget]
+        if plan.kind == PLANS[0]:
+            others = [point for point in others if point.kind != "compress"]
+        best = min(others, key=lambda point: point.slowdown)
+        word = "slower than"
+        if plan.slowdown <= best.slowdown:
+            word = "no slower than"
+        elif min(plan.ratios) <= max(best.ratios):
+            word = "within the spread of"
+        lines.append(f"{plan.way}: {plan.slowdown:.3f}, {word} {best.way} ({best.slowdown:.3f})")
+    return lines
+
+
+COLOURS = {
+    PLAIN: "#555555",
+    "recompute": "#4c78a8",
+    "optimal recompute": "#2a9d8f",
+    "offload": "#c8860d",
+    "compress": "#e45756",
+    PLANS[0]: "#54a24b",
+    PLANS[1]: "#b279a2",
+}
+
+
+def heights_of_names(points: Sequence[Point]) -> dict[str, float]:
+    """Where each way's name stands: beside its dot, or as far above as names of neighbours need."""
+    apart = 0.03 * (max(max(point.ratios) for point in points) - min(min(point.ratios) for point in points))
+    placed: dict[Point, float] = {}
+    for point in sorted(points, key=lambda point: point.slowdown):
+        near = [placed[other] for other in placed if abs(other.memory - point.memory) < 0.22 * points[0].memory]
+        height = point.slowdown
+        while any(abs(height - taken) < apart for taken in near):
+            height += apart / 8
+        placed[point] = height
+    return {point.way: height for point, height in placed.items()}
+
+
+def plot(path: Path, points: Sequence[Point]) -> None:
+    """Memory against slowdown: a point for each way, a line through those that no other way beats."""
+    front, heights = front_of(points), heights_of_names(points)
+    rows = [
+        {"way": point.way, "kind": point.kind, "share": point.memory / points[0].memory, "slowdown": point.slowdown}
+        | {"low": min(point.ratios), "high": max(point.ratios), "front": point in front, "height": heights[point.way]}
+        for point in points
+    ]
+    shown = altair.Chart(altair.Data(values=rows)).encode(
+        altair.X("share:Q", title="activations at the peak, share of keeping everything")
+        .axis(format="%", tickCount=10)
+        .scale(domain=[0.05, 1.1]),
+        altair.Y("slowdown:Q", title="processor time of a step, multiple of the plain one").scale(
+            domainMin=0.98 * min(row["low"] for row in rows), nice=False
+        ),
     )
-    dots = shown.mark_point(filled=True, size=70).encode(altair.Color("kind:N", title=None))
-    names = shown.mark_text(align="left", dx=7, fontSize=9).encode(altair.Text("way:N"))
-    (dots + names).save(path, ppi=144)
+    kinds = altair.Color("kind:N", title=None).scale(domain=list(COLOURS), range=list(COLOURS.values()))
+    line = shown.transform_filter("datum.front").mark_line(color="#bbbbbb", strokeWidth=2, interpolate="step-after")
+    spreads = shown.mark_rule(opacity=0.35).encode(altair.Y("low:Q"), altair.Y2("high:Q"), kinds)
+    dots = shown.mark_point(filled=True, size=80, opacity=1).encode(kinds)
+    names = shown.mark_text(align="left", dx=9, dy=-7, fontSize=11).encode(
+        altair.Y("height:Q"), altair.Text("way:N"), kinds
+    )
+    title = altair.Title(
+        f"Memory against time, {DEPTH} blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens",
+        subtitle="grey line: ways that no other one beats in both; bars: least and most of the rounds",
+        anchor="start",
+    )
+    chart = (line + spreads + dots + names).properties(width=820, height=520, title=title)
+    chart.configure_legend(disable=True).configure_axis(gridOpacity=0.4).save(path, ppi=110)
 
 
 def main() -> None:
-    plain = plain_run()
-    runs = {name: compose(plain, [Sgd(), *chosen], 10) for name, chosen in ways().items()}
-    models = {name: run.build_model() for name, run in runs.items()}
-    steps = {name: a_step(run, models[name]) for name, run in runs.items()}
-    for step in steps.values():  # what is planned is planned at the first step
-        step()
-    peaks = {name: peak_bytes(run, models[name]) for name, run in runs.items()}
-    timings = side_by_side(steps, rounds=8, warmup=1)
-    tell(f"{DEPTH} blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens", timings, PLAIN)
-    points: list[dict[str, object]] = []
-    for name, peak in sorted(peaks.items(), key=lambda pair: pair[1]):
-        slowdown = ratio(timings, name, PLAIN)
-        points.append({"way": name, "kind": name.partition(",")[0], "memory": peak / 1e6, "slowdown": slowdown})
-        print(f"  {name:<34} {peak / 1e6:9.1f} MB  {peak / peaks[PLAIN]:6.1%}  {slowdown:6.3f}")
+    points = measured()
+    print("\nways that no other one beats in memory and time")
+    for point in front_of(points):
+        tell(point, points[0].memory)
+    print("\nplans against the best single way within the same budget", *verdicts(points), sep="\n  ")
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
-        keep(path, {"benchmark": "activations", "peak bytes": peaks}, timings, PLAIN)
+        shape = {"depth": DEPTH, "width": WIDTH, "heads": HEADS, "length": LENGTH, "batch": BATCH, "rounds": ROUNDS}
+        table = [asdict(point) | {"slowdown": point.slowdown} for point in points]
+        facts = {
+            "benchmark": "activations",
+            "shape": shape,
+            "ways": table,
+            "front": [point.way for point in front_of(points)],
+        }
+        write(path, facts | {"verdicts": verdicts(points)})
         plot(path.with_suffix(".png"), points)
 
 

@@ -38,8 +38,8 @@ class Item:
     reads: set[int] = field(default_factory=set)
     """The items it is made from, by number; what comes from outside the block is there anyway."""
     last_write: int = -1
-    saved: bool = False
-    """Whether autograd keeps it, or a view of it, for the backward pass."""
+    saved_bytes: int = 0
+    """Of its storages that autograd keeps for the backward pass: of a norm it may be the statistics alone."""
     storable: bool = True
     """False where something reads it before it is written to again: there is no one value to store."""
     repeatable: bool = True
@@ -49,6 +49,10 @@ class Item:
     """Bytes of a number."""
     drawn: bool = False
     """Whether its values are drawn: a mask of dropout."""
+
+    @property
+    def saved(self) -> bool:
+        return self.saved_bytes > 0
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Tape:
 
     @property
     def saved_bytes(self) -> int:
-        return sum(item.bytes for item in self.items.values() if item.saved)
+        return sum(item.saved_bytes for item in self.items.values())
 
 
 def record(function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where) -> tuple[Any, Tape]:
@@ -107,6 +111,7 @@ class _Recording(TorchDispatchMode):
         self.tape, self.cost, self.where = Tape(input_bytes=_storage_bytes(inputs)), cost, where
         self.block = where()
         self.was_read: set[int] = set()
+        self.seen_saved: set[int] = set()
         # weak references also keep addresses from being used again
         self.owners: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -118,9 +123,10 @@ class _Recording(TorchDispatchMode):
         return result
 
     def saves(self, tensor: Tensor) -> None:
-        owner = self.owner(tensor)
-        if owner is not None:
-            self.tape.items[owner].saved = True
+        owner, storage = self.owner(tensor), tensor.untyped_storage()
+        if owner is not None and storage._cdata not in self.seen_saved:
+            self.seen_saved.add(storage._cdata)
+            self.tape.items[owner].saved_bytes += storage.nbytes()
 
     def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items

@@ -126,12 +126,17 @@ def _peak(blocks: Sequence[BlockCosts], chosen: Sequence[Mapping[int, Way]], bit
     stored, peak, coming = 0.0, 0.0, 0.0
     for block, ways in zip(blocks, chosen, strict=True):
         items = block.tape.items
-        stored += block.tape.input_bytes
-        stored += sum(_stored_bytes(items[n], way, bits) for n, way in ways.items())
-        again = sum(items[n].bytes for n in _saved(block.tape) if ways[n] is not Way.KEEP)
+        again = sum(items[n].saved_bytes for n in _saved(block.tape) if ways[n] is not Way.KEEP)
+        planned = sum(_stored_bytes(items[n], way, bits) for n, way in ways.items())
+        stored += block.tape.input_bytes + (planned if again else block.tape.saved_bytes)
         peak = max(peak, stored + again + block.temporary + coming)
         coming = sum(items[n].bytes for n, way in ways.items() if way is Way.OFFLOAD)
     return peak
+
+
+def _beside_saved(tape: Tape) -> int:
+    """Bytes that a plan stores with what is saved, because it stores all results of an operation or none."""
+    return sum(tape.items[number].bytes for number in _saved(tape)) - tape.saved_bytes
 
 
 def _stored_bytes(item: Item, way: Way, bits: float) -> float:
@@ -235,15 +240,17 @@ class _Program:
         stored: dict[int, float] = {}
         coming: dict[int, float] = {}
         inputs = 0.0
-        for block, columns in zip(self.blocks, self.columns, strict=True):
-            inputs += block.tape.input_bytes
+        for block, columns, planned in zip(self.blocks, self.columns, self.planned, strict=True):
+            beside = _beside_saved(block.tape)
+            inputs += block.tape.input_bytes - beside
+            stored[planned] = beside
             again: dict[int, float] = {}
             offloaded: dict[int, float] = {}
             for number, ways in columns.items():
                 item = block.tape.items[number]
                 stored |= {column: _stored_bytes(item, way, self.bits) for way, column in ways.items()}
                 if item.saved:
-                    again[ways[Way.KEEP]] = -float(item.bytes)
+                    again[ways[Way.KEEP]] = -float(item.saved_bytes)
                 if Way.OFFLOAD in ways:
                     offloaded[ways[Way.OFFLOAD]] = float(item.bytes)
             row = {column: stored.get(column, 0.0) + again.get(column, 0.0) for column in stored | again}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 from thrifty.core.tape import Item
 from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way, peak_when_kept
@@ -26,9 +27,9 @@ def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPl
     """A line for each tensor of the named blocks, those together for which the same was decided, with what making it
     again costs or would cost."""
     alike: dict[tuple, list[int]] = {}
-    for place, (_, block, ways) in enumerate(zip(names, blocks, plan.ways, strict=False)):
+    for place, (name, block, ways) in enumerate(zip(names, blocks, plan.ways, strict=False)):
         items = tuple((item.name, item.where, item.bytes, ways.get(n)) for n, item in block.tape.items.items())
-        alike.setdefault(items, []).append(place)
+        alike.setdefault((name.rpartition(".")[0], items), []).append(place)
     lines = []
     for places in alike.values():
         together = _span([names[place] for place in places])
@@ -38,7 +39,12 @@ def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPl
 
 
 def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1].rpartition('.')[2]} ({len(names)} blocks)"
+    """Blocks of one stack by their numbers, those that follow each other as a range: `blocks.0-3, 7`."""
+    stem = names[0].rpartition(".")[0]
+    numbers = [int(name.rpartition(".")[2]) for name in names]
+    runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    ranges = ", ".join(str(run[0][1]) + (f"-{run[-1][1]}" if len(run) > 1 else "") for run in runs)
+    return f"{stem}.{ranges}" + (f" ({len(names)} blocks)" if len(names) > 1 else "")
 
 
 def _decision(item: Item, way: Way) -> str:
