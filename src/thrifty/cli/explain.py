@@ -89,7 +89,7 @@ def _tell(found: dict[str, Any]) -> None:
     console.print(table)
     total = found["footprint"]
     parts = ", ".join(
-        f"{name} {_bytes(total[name])}" for name in ("parameters", "gradients", "optimizer", "activations")
+        f"{name} {_bytes(total[name])}" for name in ("parameters", "buffers", "gradients", "optimizer", "activations")
     )
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
     if found["decisions"]:

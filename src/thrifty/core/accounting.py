@@ -2,21 +2,25 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
+from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.parameters import is_matrix
+from thrifty.core.surgery import find_stacks
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
@@ -54,6 +58,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A trace sees what its own thread does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 _open_traces: "list[StepTrace]" = []
 
 
@@ -65,9 +80,21 @@ class StepTrace(TorchDispatchMode):
         super().__init__()
         self.now, self.peak, self.flops = 0, 0, 0
         self.paused = False
-        # storages that were there before (parameters, the batch) are not this step's
-        self._alive = {tensor.untyped_storage()._cdata: None for tensor in known}
+        self._alive: dict[int, int] = {}
+        """Bytes of each storage that is alive."""
         self._watches: dict[int, weakref.finalize] = {}
+        self.know(*known)
+
+    def know(self, *tensors: Tensor) -> None:
+        """Takes note of tensors that were there before (parameters, the batch): their bytes are not the step's."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._alive.setdefault(storage._cdata, storage.nbytes())
+
+    def held_besides(self, *tensors: Tensor) -> int:
+        """Bytes alive, known ones included, that are none of these tensors'."""
+        own = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(size for key, size in self._alive.items() if key not in own)
 
     def __enter__(self) -> Self:
         _open_traces.append(self)
@@ -87,6 +114,8 @@ class StepTrace(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
+        if not _sums_gradients(func):
+            self.peak = max(self.peak, self.now)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -94,15 +123,21 @@ class StepTrace(TorchDispatchMode):
         if key in self._alive:
             return
         size = storage.nbytes()
-        self._alive[key] = None
+        self._alive[key] = size
         self._watches[key] = weakref.finalize(storage, self._forget, key, size)
         self.now += size
-        self.peak = max(self.peak, self.now)
 
     def _forget(self, key: int, size: int) -> None:
         self._alive.pop(key, None)
         self._watches.pop(key, None)
         self.now -= size
+
+
+def _sums_gradients(func: Any) -> bool:
+    """Whether autograd adds up two gradients of one tensor. It writes over the first, if nobody else holds that, but
+    under a dispatch mode takes new memory: the first is freed before the next operation."""
+    summing = func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled()
+    return summing and torch._C._current_autograd_node() is not None
 
 
 @contextmanager
@@ -123,37 +158,79 @@ class _Marking(Around):
 
     def __init__(self, inner: Objective, live: StepTrace):
         super().__init__(inner)
-        self.live, self.after_forward = live, -1
+        self.live, self.after_forward, self.hidden = live, -1, 0
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses = super().losses(prediction, batch)
         if self.after_forward < 0:  # later micro-batches have the gradients of earlier ones beside them
             self.after_forward = self.live.now
+            if prediction.hidden is not None:
+                longest = max(rows.shape[1] for rows in batch.fields.values() if rows.ndim > 1)
+                self.hidden = len(batch) * longest * prediction.hidden.shape[-1] * prediction.hidden.element_size()
         return losses
 
 
+def block_bytes(model: nn.Module) -> list[int]:
+    """Bytes of the parameters of each block, those that several share counted with the first; [0] without blocks."""
+    try:
+        blocks = [block for stack in find_stacks(model).values() for block in stack]
+    except Refused:
+        return [0]
+    seen: set[nn.Parameter] = set()
+    sizes = []
+    for block in blocks:
+        own = set(block.parameters()) - seen
+        sizes.append(sum(map(tensor_bytes, own)))
+        seen |= own
+    return sizes
+
+
 def count_step(
-    model: nn.Module, objective: Objective, backward: Backward, batch: Batch, optimizer: TransformOptimizer
+    model: nn.Module,
+    objective: Objective,
+    backward: Backward,
+    batch: Batch,
+    optimizer: TransformOptimizer,
+    built: StepTrace | None = None,
+    updates: Sequence[int] = (0,),
 ) -> Footprint:
     """The footprint of one step of this model on this batch; model and batch may be fake or real.
 
     Activations are what is alive at the end of the forward pass (of the first micro-batch); temporary is what the
-    peak of the backward pass holds beyond activations or gradients. FLOPs are those of matrix products and attention.
+    peak of backward pass and update holds beyond activations or gradients. FLOPs are those of matrix products and
+    attention in the forward and the backward pass. A trace that was open while the model and the optimizer were
+    `built` knows what else they hold. Of several `updates` the one that holds most counts; one that asks fake tensors
+    for values counts up to there.
     """
     model.train()
-    known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with uncollected(), StepTrace(*known) as live:
+    state = [*model.parameters(), *(tensor for tensors in optimizer.slots.values() for tensor in tensors)]
+    given = [*batch.fields.values(), batch.weight]
+    with uncollected(), built or StepTrace() as live:
+        live.know(*state, *model.buffers(), *given)
+        buffers, before = live.held_besides(*state, *given), live.now
+        live.peak = before
         marking = _Marking(objective, live)
         outcome: Outcome = backward(model, marking, batch)
         del outcome
-        peak = live.peak
+        flops = live.flops
+        for optimizer.updates in updates:
+            with suppress(DataDependentOutputException, DynamicOutputShapeException):
+                optimizer.step()
+        activations, peak = marking.after_forward - before, live.peak - before
     gradients = sum(tensor_bytes(parameter) for parameter in optimizer.parameters)
     optimizer.zero_grad()
+    parameters = sum(map(tensor_bytes, model.parameters()))
+    blocks = block_bytes(model)
     return Footprint(
-        parameters=sum(map(tensor_bytes, model.parameters())),
+        parameters=parameters,
+        outside=parameters - sum(blocks),
+        block=max(blocks),
+        vectors=sum(tensor_bytes(p) for name, p in model.named_parameters() if not is_matrix(name, p)),
+        hidden=marking.hidden,
+        buffers=buffers,
         gradients=gradients,
         optimizer=sum(tensor_bytes(tensor) for tensors in optimizer.slots.values() for tensor in tensors),
-        activations=marking.after_forward,
-        temporary=max(peak - max(marking.after_forward, gradients), 0),
-        flops=live.flops,
+        activations=activations,
+        temporary=max(peak - max(activations, gradients), 0),
+        flops=flops,
     )

@@ -9,14 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import count_step
+from thrifty.core.accounting import StepTrace, count_step, one_thread
+from thrifty.core.batches import Batch
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.pieces import InPieces, Piece, Tail
 from thrifty.core.surgery import noting
+from thrifty.core.tails import InOrder, Members
 from thrifty.core.technique import Technique
 
 COUNTED = ("model", "batches", "objective", "backward", "update")
@@ -96,10 +100,44 @@ def count(run: Composition, techniques: tuple[Technique, ...]) -> tuple[int, Foo
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = part.plain
         part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU)
-        model = part.build_model()
-        optimizer = TransformOptimizer(model.named_parameters(), part.transform())
-        footprint = count_step(model, part.objective, part.backward, batch.map(fake.from_tensor), optimizer)
-        return sum(parameter.numel() for parameter in model.parameters()), footprint
+        return count_built(part, batch.map(fake.from_tensor))
+
+
+def count_built(run: Composition, batch: Batch) -> tuple[int, Footprint]:
+    """The same for all of a run's techniques on this batch: built and traced for real unless tensors are fake."""
+    with one_thread():
+        with StepTrace() as built:
+            model = run.build_model()
+            optimizer = TransformOptimizer(model.named_parameters(), run.transform())
+        keep_unlike_pieces(optimizer.site.tail, optimizer.parameters)
+        updates = kinds_of_update(optimizer, run.steps)
+        footprint = count_step(model, run.objective, run.backward, batch, optimizer, built, updates)
+    return sum(parameter.numel() for parameter in model.parameters()), footprint
+
+
+def kinds_of_update(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
+    """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
+    kinds: dict[tuple[bool, ...], int] = {}
+    for step in range(min(steps, looked_at)):
+        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.numbers(step, step).values()), step)
+    return list(kinds.values())
+
+
+def keep_unlike_pieces(tail: Tail, parameters: Sequence[Tensor]) -> None:
+    """Leaves out of an update all pieces but one of those that are alike: one is worked on after the other, so the
+    others would hold no more, and billions of parameters are many pieces."""
+    if isinstance(tail, InOrder):
+        keep_unlike_pieces(tail.first, parameters)
+        keep_unlike_pieces(tail.then, parameters)
+    elif isinstance(tail, Members):
+        for own, member in tail.tails:
+            keep_unlike_pieces(member, [parameters[i] for i in own])
+    elif isinstance(tail, InPieces):
+        tail.pieces = list({_likeness(piece, parameters): piece for piece in tail.pieces}.values())
+
+
+def _likeness(piece: Piece, parameters: Sequence[Tensor]) -> tuple[tuple[torch.Size, int | None], ...]:
+    return tuple((parameters[i].shape, rows and rows.stop - rows.start) for i, rows in piece.spans)
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

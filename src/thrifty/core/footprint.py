@@ -7,12 +7,22 @@ from dataclasses import asdict, dataclass, replace
 class Footprint:
     """Bytes held at the peak of one step on one rank, and the work of the step.
 
-    parameters, gradients and optimizer are exact sums over tensors. activations are what is alive when the forward
-    pass of one micro-batch ends; temporary is what the peak of the step holds beyond activations or gradients,
-    whichever is larger: gradients appear while activations go.
+    parameters, gradients and optimizer are exact sums over tensors; buffers are what model and optimizer hold besides:
+    tables of positions, and what techniques keep. activations are what is alive when the forward pass of one
+    micro-batch ends; temporary is what the peak of the step, its update included, holds beyond activations or
+    gradients, whichever is larger: gradients appear while activations go.
     """
 
     parameters: float = 0.0
+    outside: float = 0.0
+    """Bytes of those parameters that are in no block."""
+    block: float = 0.0
+    """Bytes of those in the largest block."""
+    vectors: float = 0.0
+    """Bytes of those that are no matrices: gains, biases, positions."""
+    hidden: float = 0.0
+    """Bytes of the hidden states of one micro-batch that one block hands to the next."""
+    buffers: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
@@ -25,7 +35,7 @@ class Footprint:
     @property
     def memory(self) -> float:
         """Predicted peak bytes."""
-        return self.parameters + self.optimizer + max(self.gradients, self.activations) + self.temporary
+        return self.parameters + self.buffers + self.optimizer + max(self.gradients, self.activations) + self.temporary
 
     def scale(self, **factors: float) -> "Footprint":
         """A copy with the named quantities multiplied: `footprint.scale(activations=0.25, flops=1.33)`."""

@@ -12,7 +12,7 @@ from thrifty.report.units import MISSING, duration, percent, scaled, significant
 
 CHART_ROWS = 24
 TIMELINE_ROWS = 300
-COMPONENTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
 
 
 @dataclass(frozen=True)

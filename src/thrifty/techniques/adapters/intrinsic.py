@@ -116,6 +116,7 @@ class Intrinsic(Adapter):
     clashes: ClassVar[Mapping[str, str]] = {
         "depth": "blocks that are added have no θ₀ in common with those they grew from",
         "parameters in pieces": "the projection needs all weights in one place",
+        "distribution of layers": "the projection needs all weights in one place",
     }
 
     dimension: Positive = 1000

@@ -1,0 +1,207 @@
+"""Predicted and measured memory of a step on a processor, for models x techniques.
+
+    python benchmarks/bench_footprints.py [FILE.json] [--models gpt …] [--only TECHNIQUE …]
+
+Promise: parameters, gradients and optimizer state to the byte; the median error of the predicted peak within 5 %.
+Predicted is `explain(run).footprint`, counted on fake tensors; measured are the allocator's events over a short run. A
+process for each model: bytes do not depend on what else goes on.
+"""
+
+import argparse
+import gc
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from side_by_side import write
+from thrifty import techniques
+from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import UsageError
+from thrifty.core.explain import explain
+from thrifty.core.technique import Technique
+from thrifty.data.packing import PackedTokens
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.objectives.next_token import NextToken
+from thrifty.planning.allocations import allocated
+from thrifty.studies.language import BYTES, source_text
+from thrifty.techniques.optimizers.adamw import AdamW
+
+STEPS = 6
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adapters.intrinsic": {"dimension": 1024},
+    "adapters.visual_prompt": {"tokens": 4, "patch": 4},
+    "compile": {"backend": "aot_eager"},
+    "growth.sequence_length": {"start": 16, "until": 3, "phases": 2},
+    "growth.stacking": {"at": (1, 3)},
+    "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
+    "large_batch.noise_scale": {"every": 2},
+    "memory.activation_budget": {"costs": "counted"},
+    "optimizers.soap": {"every": 2},
+    "sparsity.rigl": {"every": 2, "density": 0.5},
+}
+"""Where the defaults make no sense in so few steps of a small model."""
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "recompute, sqrt": {"memory.recompute": {"schedule": "sqrt"}},
+    "recompute, selective": {"memory.recompute": {"schedule": "selective"}},
+    "compress, 8 bits": {"memory.compress_activations": {"bits": 8}},
+    "compress, 2 bits": {"memory.compress_activations": {"bits": 2}},
+    "mixed, float16": {"precision.mixed": {"format": "float16"}},
+    "lora, dropout": {"adapters.lora": {"dropout": 0.1}},
+    "accumulate 2 + recompute": {"large_batch.accumulate": {"parts": 2}, "memory.recompute": {}},
+    "mixed + recompute": {"precision.mixed": {}, "memory.recompute": {}},
+    "mixed + lora": {"precision.mixed": {}, "adapters.lora": {}},
+    "mixed + compress": {"precision.mixed": {}, "memory.compress_activations": {}},
+    "mixed + recompute + lora + accumulate": {
+        "precision.mixed": {}, "memory.recompute": {}, "adapters.lora": {}, "large_batch.accumulate": {"parts": 2},
+    },
+    "recompute + offload optimizer + clip": {
+        "memory.recompute": {}, "memory.offload_optimizer": {}, "optimizers.clip": {},
+    },
+    "8-bit muon + recompute": {"optimizers.muon": {}, "precision.optimizer_state": {}, "memory.recompute": {}},
+    "shared + bfloat16 weights": {"parallelism.share_parameters": {}, "precision.bfloat16_weights": {}},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    build: Callable[[], nn.Module]
+    batch: int
+    length: int
+
+    def run(self) -> Plain:
+        return Plain(self.build, PackedTokens(source_text()[0], self.length, self.batch, seed=0), NextToken())
+
+
+def ours(style: Any, depth: int, width: int, vocabulary: int = BYTES) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        kv_heads, hidden = (2, 3 * width) if style == "llama" else (4, 4 * width)
+        model = assemble(Shape(style, depth, width, 4, kv_heads, hidden, vocabulary, 160, tied=True))
+        initialize(model, 0)
+        return model
+
+    return build
+
+
+def gpt_neox() -> nn.Module:
+    """As users bring it: separate head, dropout."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = transformers.GPTNeoXConfig(
+        **sizes, vocab_size=BYTES, max_position_embeddings=160, hidden_dropout=0.1, attention_dropout=0.1
+    )
+    torch.manual_seed(0)
+    with unset_fake_temporarily():  # it is tried out, with values, when it is wrapped
+        return HuggingFaceCausalLM(transformers.GPTNeoXForCausalLM(shape))
+
+
+MODELS = {
+    "gpt": Model(ours("gpt", 4, 128), 8, 64),
+    "llama": Model(ours("llama", 3, 128), 8, 64),
+    "llama, wide": Model(ours("llama", 2, 128, 4096), 4, 16),
+    "gpt_neox": Model(gpt_neox, 8, 64),
+}
+"""Activations outweigh all else but in the wide one, where weights and their state do."""
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    techniques: str
+    predicted: float
+    measured: int
+    exact: bool
+    """Whether parameters, gradients and optimizer state were predicted to the byte."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    def __str__(self) -> str:
+        sizes = f"{self.predicted / 1e6:9.3f} MB {self.measured / 1e6:9.3f} MB {self.error:+8.2%}"
+        return f"{self.model:<12} {self.techniques:<40} {sizes}{'' if self.exact else '  state differs'}"
+
+
+def combinations() -> dict[str, dict[str, dict[str, Any]]]:
+    """Every technique there is, alone, and several together."""
+    return {name: {name: {}} for name in techniques.names()} | VARIANTS
+
+
+def chosen(settings: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
+    found = [techniques.find(name)(**(SETTINGS.get(name, {}) | given)) for name, given in settings.items()]
+    has_optimizer = any("optimizer" in technique.claims for technique in found)
+    return found if has_optimizer else [*found, AdamW()]
+
+
+def measured(model: str, label: str, settings: Mapping[str, Mapping[str, Any]]) -> Case:
+    torch._dynamo.reset()
+    run = compose(MODELS[model].run(), chosen(settings), STEPS)
+    said = explain(run).footprint
+    found = allocated(run)
+    states = (said.parameters, said.gradients, said.optimizer) == (found.parameters, found.gradients, found.optimizer)
+    return Case(model, label, said.memory, found.peak, states)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, which the techniques for several ask for."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(str(Path(folder, "store")), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def grid(model: str, labels: Sequence[str]) -> tuple[list[Case], dict[str, str]]:
+    """All cases of a model, and the words in which others were refused."""
+    cases: list[Case] = []
+    refused: dict[str, str] = {}
+    gc.freeze()  # each prediction collects cycles, which what is imported has none of
+    with one_rank():
+        for label in labels:
+            try:
+                cases.append(measured(model, label, combinations()[label]))
+            except UsageError as error:
+                refused[f"{model}: {label}"] = error.what
+                continue
+            print(cases[-1], flush=True)
+    return cases, refused
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", nargs="?", type=Path, help="where to keep the figures")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
+    parser.add_argument("--only", choices=combinations(), nargs="+", default=list(combinations()), metavar="TECHNIQUE")
+    options = parser.parse_args()
+    with ProcessPoolExecutor(len(options.models), multiprocessing.get_context("spawn")) as processes:
+        found = list(processes.map(grid, options.models, [options.only] * len(options.models)))
+    cases = [case for some, _ in found for case in some]
+    refused = {label: what for _, some in found for label, what in some.items()}
+    for label, what in refused.items():
+        print(f"refused: {label}: {what}")
+    errors = sorted(abs(case.error) for case in cases)
+    worst = max(cases, key=lambda case: abs(case.error))
+    inexact = sum(not case.exact for case in cases)
+    print(f"{len(cases)} cases: error of the peak {median(errors):.4%} median, {errors[-1]:.2%} at worst: {worst}")
+    print(f"{inexact} with parameters, gradients or optimizer state other than predicted")
+    if options.path:
+        summary = {"median error": median(errors), "largest error": errors[-1], "state differs": inexact}
+        rows = [asdict(case) | {"error": case.error} for case in cases]
+        write(options.path, {"benchmark": "footprints", **summary, "refused": refused, "cases": rows})
+
+
+if __name__ == "__main__":
+    main()

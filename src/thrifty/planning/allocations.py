@@ -1,0 +1,116 @@
+"""What the steps of a run really hold, by the events of torch's own allocator: what a prediction is measured by.
+
+No byte is counted here as predictions count them (`core/accounting.py`): torch's profiler reports every block of
+memory that is given out and taken back, from before the model is made, inside of operations too.
+"""
+
+import gc
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from thrifty.core.accounting import one_thread
+from thrifty.core.compose import Composition
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.training.loop import train
+
+STEP, UPDATE = "thrifty: a step", "thrifty: its update begins"
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes that a run on a processor got from the allocator; what lies in mapped files or came from elsewhere is
+    not among them. Parameters and optimizer state as the run ends, gradients as its last update begins."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    standing: tuple[int, ...]
+    """Of all that is there before each step."""
+    peaks: tuple[int, ...]
+    """The most at any time of each step."""
+    changed: tuple[bool, ...]
+    """Whether a step began with a change of structure: it holds the old model beside the new one."""
+
+    @property
+    def peak(self) -> int:
+        """The most in any step without such a change."""
+        return max(peak for peak, changed in zip(self.peaks, self.changed, strict=True) if not changed)
+
+
+def allocated(run: Composition, seed: int = 0) -> Allocated:
+    """Trains the run to its end, on one thread, and tells what it held."""
+    gradients: set[int] = set()
+    changed: list[bool] = []
+
+    def update_begins(optimizer: TransformOptimizer, *given: Any) -> None:
+        gradients.clear()
+        gradients.update(_addresses(p.grad for p in optimizer.parameters if p.grad is not None))
+        with record_function(UPDATE):
+            pass
+
+    with one_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        state = run.start()
+        with closing(train(run, state, seed)) as records:
+            for _ in range(run.steps):
+                gc.collect()
+                assert state.model is not None and state.optimizer is not None
+                hook = state.optimizer.register_step_pre_hook(update_begins)
+                with record_function(STEP):
+                    changed.append(bool(next(records).changes))
+                hook.remove()
+        parameters = _addresses(state.model.parameters())
+        slots = _addresses(tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
+    sizes, standing, peaks = _replayed(watched, parameters, gradients, slots)
+    return Allocated(*sizes, standing, peaks, tuple(changed))
+
+
+def _addresses(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _replayed(
+    watched: profile, parameters: set[int], gradients: set[int], slots: set[int]
+) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]]:
+    """What the allocator gave out, block by block over the whole run: the bytes of the three at these addresses, and of
+    all before and at the peak of each step."""
+    blocks: dict[int, int] = {}
+    standing: list[int] = []
+    peaks: list[int] = []
+    now = of_gradients = 0
+    for event in _in_order(watched):
+        if event.name == STEP:
+            standing.append(now)
+            peaks.append(now)
+        elif event.name == UPDATE:
+            of_gradients = _bytes(blocks, gradients)
+        kind, block = event.typed
+        if kind != _EventType.Allocation:
+            continue
+        if block.alloc_size > 0:
+            blocks[block.ptr] = block.alloc_size
+        else:
+            blocks.pop(block.ptr, None)
+        now += block.alloc_size
+        if peaks:
+            peaks[-1] = max(peaks[-1], now)
+    return (_bytes(blocks, parameters), of_gradients, _bytes(blocks, slots)), tuple(standing), tuple(peaks)
+
+
+def _bytes(blocks: dict[int, int], addresses: set[int]) -> int:
+    return sum(blocks.get(address, 0) for address in addresses)
+
+
+def _in_order(watched: profile) -> list[Any]:
+    assert watched.profiler is not None and watched.profiler.kineto_results is not None
+    found, waiting = [], list(watched.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        found.append(event)
+        waiting += event.children
+    return sorted(found, key=lambda event: event.start_time_ns)

@@ -1,0 +1,134 @@
+"""Predicted footprints against the allocator's own events, for models x techniques.
+
+Each technique there is, and some together, run on one of the models in turn; `benchmarks/bench_footprints.py` runs all
+on each.
+"""
+
+import gc
+from collections.abc import Iterator
+from functools import cache
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thrifty import techniques
+from thrifty.core.compose import Plain, compose
+from thrifty.core.explain import explain
+from thrifty.core.footprint import Footprint
+from thrifty.data.packing import PackedTokens
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.objectives.next_token import NextToken
+from thrifty.planning.allocations import Allocated, allocated
+from thrifty.techniques.data_selection import gradient_norm_sampling
+from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
+
+DEPTH, WIDTH, LENGTH, BATCH, STEPS = 2, 128, 64, 8, 5
+LARGEST_ERROR, LARGEST_MEDIAN = 0.05, 0.001
+MODELS = ("gpt", "llama", "gpt_neox")
+TOGETHER = (
+    ("precision.mixed", "memory.recompute", "adapters.lora", "large_batch.accumulate"),
+    ("memory.compress_activations", "optimizers.muon", "precision.optimizer_state"),
+    ("parallelism.share_parameters", "precision.bfloat16_weights", "optimizers.clip"),
+)
+CHOSEN = [*((name,) for name in techniques.names()), *TOGETHER]
+GRID = [(MODELS[place % len(MODELS)], names) for place, names in enumerate(CHOSEN)]
+
+
+def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> Plain:
+    """In proportion as real ones: activations outweigh weights, unless told otherwise."""
+
+    def build() -> nn.Module:
+        if style == "gpt_neox":
+            return gpt_neox()
+        kv_heads, hidden = (2, 3 * width) if style == "llama" else (4, 4 * width)
+        shape: Any = (style, DEPTH, width, 4, kv_heads, hidden, vocabulary, length + ROOM, True)
+        model = assemble(Shape(*shape))
+        initialize(model, 0)
+        return model
+
+    return Plain(build, PackedTokens(corpus(), length, BATCH, seed=0), NextToken())
+
+
+def gpt_neox() -> nn.Module:
+    """As users bring it: a head of its own, and dropout."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    shape = transformers.GPTNeoXConfig(
+        **sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH + ROOM, hidden_dropout=0.1, attention_dropout=0.1
+    )
+    with unset_fake_temporarily():  # it is tried out, with values, when it is wrapped
+        return HuggingFaceCausalLM(transformers.GPTNeoXForCausalLM(shape))
+
+
+@pytest.fixture(autouse=True)
+def alone(one_rank: None) -> Iterator[None]:
+    """One rank, for techniques that ask for several; nothing compiled before, nothing old for the cycle collector."""
+    torch._dynamo.reset()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@cache
+def both(model: str, names: tuple[str, ...]) -> tuple[Footprint, Allocated]:
+    run = compose(plain_run(model), with_optimizer([technique(name) for name in names]), STEPS)
+    return explain(run).footprint, allocated(run)
+
+
+def error(predicted: Footprint, measured: Allocated) -> float:
+    return abs(predicted.memory / measured.peak - 1)
+
+
+@pytest.mark.parametrize(("model", "names"), GRID)
+def test_states_are_predicted_to_the_byte_and_the_peak_nearly(model: str, names: tuple[str, ...]) -> None:
+    predicted, measured = both(model, names)
+    assert predicted.parameters == measured.parameters
+    assert predicted.gradients == measured.gradients
+    assert predicted.optimizer == measured.optimizer
+    assert error(predicted, measured) <= LARGEST_ERROR
+    held = predicted.parameters + predicted.optimizer + predicted.buffers
+    # what stands beside them is the memory of a backward pass: a few numbers
+    assert held <= measured.standing[-1] <= held + 2048
+
+
+def test_the_median_error_of_the_predicted_peak_is_far_below_a_twentieth() -> None:
+    assert median(error(*both(*case)) for case in GRID) <= LARGEST_MEDIAN
+
+
+@pytest.mark.parametrize("name", ["optimizers.adamw", "optimizers.soap", "sparsity.rigl", "adapters.intrinsic"])
+def test_where_weights_outweigh_activations_gradients_and_the_update_make_the_peak(name: str) -> None:
+    run = compose(plain_run("llama", vocabulary=1024, length=4), with_optimizer([technique(name)]), STEPS)
+    predicted, measured = explain(run).footprint, allocated(run)
+    assert predicted.activations < predicted.parameters
+    assert error(predicted, measured) <= LARGEST_ERROR
+
+
+def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = with_optimizer([technique("data_selection.gradient_norm_sampling")])
+    run = compose(plain_run("gpt"), chosen, STEPS)
+    predicted = explain(run).footprint
+    monkeypatch.setattr(gradient_norm_sampling, "variance_reduction", lambda scores: torch.tensor(1000.0))
+    measured = allocated(run)
+    assert float(run.memories["data_selection.gradient_norm_sampling"]["tau"]) > 2
+    assert error(predicted, measured) <= LARGEST_ERROR
+
+
+def test_the_measurement_sees_what_is_held_and_what_is_given_back() -> None:
+    """By hand: weights of 128 x 256 bytes four times, the batch, and nothing that was freed before the step."""
+    run = compose(plain_run("gpt"), [technique("optimizers.adamw")], STEPS)
+    measured = allocated(run)
+    model = run.build_model()
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert measured.parameters == measured.gradients == size
+    assert measured.optimizer == 2 * size
+    assert len(measured.peaks) == len(measured.standing) == STEPS
+    assert measured.peaks[0] == pytest.approx(measured.peaks[-1], rel=1e-3)
+    logits = BATCH * LENGTH * VOCABULARY * 4
+    assert measured.peak > measured.standing[-1] + size + logits
