@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -30,10 +31,14 @@ from thrifty.models import build_model
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
+from thrifty.training import heartbeat
 from thrifty.training.agreement import Alone, Together
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
+
+_NO_LIMIT = timedelta(days=30)
+"""Of a collective: the heartbeat finds who hangs, and one rank may prepare text for hours while the others wait."""
 
 BuildModel = Callable[[], nn.Module]
 
@@ -53,14 +58,20 @@ def ranked() -> Iterator[None]:
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    try:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    with heartbeat.beating(_leave_group) as meeting:
+        dist.init_process_group(
+            backend, timeout=_NO_LIMIT, store=meeting.connection(), rank=meeting.rank, world_size=meeting.ranks
+        )
         yield
-    finally:
-        mesh.lift()
+
+
+def _leave_group() -> None:
+    mesh.lift()
+    if dist.is_initialized():
         dist.destroy_process_group()
-        # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
-        time.sleep(0.1)
+    # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
+    time.sleep(0.1)
 
 
 def together() -> Alone:

@@ -3,7 +3,7 @@
 Where the data, the models, the techniques and the training meet; the command line is thin over it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, 
 from thrifty.recipes.values import differences
 from thrifty.training import checkpoint, shelf
 from thrifty.training.environment import environment
+from thrifty.training.meeting import agent
 from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.session import Session
@@ -35,11 +36,13 @@ MACHINE = ("cpu", "cores", "device", "ranks", "mesh", "torch", "thrifty")
 
 
 @contextmanager
-def claimed(path: Path, claim: Callable[[Path], RunFolder]) -> Iterator[RunFolder]:
+def claimed(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
     """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
     held: list[RunFolder] = []
-    together().first(lambda: held.append(claim(path)))
+    agents = set(together().all(agent)) - {""}
+    together().first(lambda: held.append(claim(path, agents)))
     folder = held[0] if held else RunFolder(path)
+    folder.again = together().first(lambda: folder.again)
     with folder:
         yield folder
 
@@ -52,12 +55,15 @@ def train(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Train by a recipe into runs/NAME and return the summary; raises UsageError when that folder exists.
+    """Train by a recipe into runs/NAME and return the summary; raises UsageError when that folder exists, unless it is
+    torchrun that starts the same job again: then the run goes on.
 
     `model` builds a model of your own in place of the recipe's: a module with a list of blocks that maps tokens (b, t)
     to hidden states (b, t, d) and has a linear `head`, or that maps them to logits.
     """
     with ranked(), claimed(Path(runs) / recipe.name, RunFolder.create) as folder:
+        if together().first(folder.recipe.is_file):
+            return _resume(folder, recipe, model, origins or {}, quiet)
         return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins or {})
 
 
@@ -79,7 +85,7 @@ def resume(
     with ranked():
         if fork is not None:
             return _fork(folder, replace(recipe, name=fork), folder.parent / fork, model, origins or {}, quiet)
-        with claimed(folder, lambda path: RunFolder.open(path).lock()) as opened:
+        with claimed(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
             return _resume(opened, recipe, model, origins or {}, quiet)
 
 
@@ -96,7 +102,9 @@ def _resume(
     if found is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
         return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
-    if found.step >= found.scalars["steps"] and _kept(folder, "summary").get("status") == "finished":
+    if found.step >= found.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
+        if folder.again:  # a rank was lost after the end
+            return summary
         raise UsageError(f"{folder.path} is finished: it made all its {found.step} steps", fix="go on with --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
@@ -163,6 +171,8 @@ def _fork(
         return [*found.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
 
     with claimed(target, RunFolder.create) as folder:
+        if together().first(lambda: bool(shelf.checkpoints(folder.checkpoints))):
+            return _resume(folder, recipe, model, origins, quiet)
         prepared = prepare(recipe, model, quiet=quiet)
         if prepared.run.steps <= found.step:
             raise UsageError(

@@ -57,12 +57,12 @@ class CommandLine:
         inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         return {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **self.environment}
 
-    def start(self, *words: str | Path, ranks: int = 0, **options: Any) -> subprocess.Popen[str]:
-        """A running process, under torchrun where `ranks` are given."""
+    def start(self, *words: str | Path, ranks: int = 0, restarts: int = 0, **options: Any) -> subprocess.Popen[str]:
+        """A running process, under torchrun where `ranks` are given, which starts them again so many times."""
         command = [sys.executable, "-m"]
         if ranks:
             launch = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
-            command += [*launch, f"--master-port={free_port()}", "-m"]
+            command += [*launch, f"--master-port={free_port()}", f"--max-restarts={restarts}", "-m"]
         return subprocess.Popen(
             [*command, "thrifty", *map(str, words)],
             cwd=self.folder,
@@ -117,6 +117,11 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
         root = psutil.Process(process.pid)
         return [root, *root.children(recursive=True)]
     return []
+
+
+def rank_processes(process: subprocess.Popen[str]) -> list[int]:
+    """The process numbers of the ranks that torchrun has started, which it starts in order."""
+    return sorted(member.pid for member in family(process) if member.pid != process.pid)
 
 
 def kill(process: subprocess.Popen[str]) -> None:

@@ -66,8 +66,19 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         return thrifty(arguments, prog_name="thrifty")
     except ThriftyError as error:
-        click.echo(f"thrifty: {error}", err=True)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the end is decided, and so is its exit code
+            signal.signal(number, signal.SIG_IGN)
+        if not error.told and _is_first_to_tell():
+            click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
+
+
+def _is_first_to_tell() -> bool:
+    if "RANK" not in os.environ:
+        return True
+    from thrifty.training.meeting import is_first_to_tell
+
+    return is_first_to_tell()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -8,6 +8,8 @@ class ThriftyError(Exception):
     """A run failed for a reason that is ours to explain."""
 
     exit_code = 1
+    told = False
+    """Whether the user has been told, by this process or by another of the same run."""
 
     def __init__(self, what: str, fix: str = ""):
         super().__init__(f"{what}\n  fix: {fix}" if fix else what)

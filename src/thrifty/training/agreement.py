@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError, UsageError
+from thrifty.training.verdict import LostContact
 
 _KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, Infeasible, IntegrityError)}
 
@@ -65,7 +66,7 @@ class Together(Alone):
             dist.all_gather(received, padded, group=self.group)
         except RuntimeError as error:
             what = f"rank {self.rank} lost contact with the other ranks: {str(error).splitlines()[0]}"
-            raise ThriftyError(what, "look at the first error printed by any rank, then `thrifty resume`") from error
+            raise LostContact(what, "look at the first error printed by any rank, then `thrifty resume`") from error
         return [part.cpu().numpy().tobytes() for part in received]  # the padding is blanks, which JSON ignores
 
 

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+from thrifty.core.layout import Part
 from thrifty.training import shelf
 from thrifty.training.agreement import Alone
 from thrifty.training.durable import Durable
 from thrifty.training.manifest import verify
 from thrifty.training.saving import STATE, Attempt, tensor_files
-from thrifty.training.tensor_file import Box, Stored, local_boxes, local_values, stored_bytes
+from thrifty.training.tensor_file import Parts, Stored, local_parts, local_values, stored_bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -127,22 +128,28 @@ def fill(found: Found, into: Tensors, *, ranks: Alone | None = None) -> None:
     ranks.all(lambda: _fill(stored, into))
 
 
-def _share(tensors: Tensors, ranks: Alone) -> dict[str, Box]:
-    """What this rank writes: its part of each tensor, unless an earlier rank holds the same part."""
+def _share(tensors: Tensors, ranks: Alone) -> Parts:
+    """What this rank writes: its parts of each tensor, unless an earlier rank holds the same."""
 
-    def held() -> dict[str, Any]:
-        boxes = local_boxes(tensors)
-        if ranks.size == 1 and any(box.shape != box.full for box in boxes.values()):
+    def offered() -> dict[str, Any]:
+        parts = local_parts(tensors)
+        held = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
+        if ranks.size == 1 and any(held[name] < tensor.numel() for name, tensor in tensors.items()):
             raise UsageError("a sharded state cannot be saved by one rank", "save it with ranks=Together() on all")
-        return {name: [list(box.offset), list(box.shape)] for name, box in boxes.items()}
+        return {name: [_where(part) for part in own] for name, own in parts.items()}
 
-    earlier = ranks.all(held)[: ranks.rank]
+    earlier = ranks.all(offered)[: ranks.rank]
     mine = {}
-    for name, box in local_boxes(tensors).items():
-        parts = [theirs[name] for theirs in earlier if name in theirs]
-        if (box.numel and [list(box.offset), list(box.shape)] not in parts) or (0 in box.full and not parts):
-            mine[name] = box
+    for name, own in local_parts(tensors).items():
+        taken = [part for theirs in earlier for part in theirs.get(name, ())]
+        is_empty = not tensors[name].numel()
+        if new := [part for part in own if _where(part) not in taken and (part.box.numel or is_empty)]:
+            mine[name] = new
     return mine
+
+
+def _where(part: Part) -> list[list[int]]:
+    return [list(part.box.offset), list(part.box.shape)]
 
 
 def _as_json(scalars: dict[str, Any]) -> str:
@@ -205,7 +212,9 @@ def _refuse_other(checkpoint: Path, stored: Stored, into: Tensors, wanted: Colle
 
 
 def _fill(stored: Stored, into: Tensors) -> None:
-    boxes = local_boxes(into)
+    parts = local_parts(into)
     with torch.no_grad():
         for name, tensor in into.items():
-            stored.read(name, boxes[name], local_values(tensor))
+            values = local_values(tensor)
+            for part in parts[name]:
+                stored.read(name, part.box, values[part.place])

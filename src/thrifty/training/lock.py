@@ -1,7 +1,8 @@
 """One process at a time writes a run folder.
 
 The system holds the lock (`flock`) and frees it when the process ends, however it ends; the file says who holds it. A
-file left by a process that died is taken over and said; one left on another machine is not ours to judge.
+file left by a process that died is taken over and said; one left on another machine is not ours to judge, unless it was
+left by the same job.
 """
 
 import fcntl
@@ -17,10 +18,13 @@ from thrifty.core.errors import UsageError
 
 
 class Lock:
-    """Held from the moment it is made until `release`. Raises `UsageError` if another process holds it."""
+    """Held from the moment it is made until `release`. Raises `UsageError` if another process holds it.
 
-    def __init__(self, file: Path):
-        self.file = file
+    `ours` says that the owner before was a process of this very job, which torchrun has started again since.
+    """
+
+    def __init__(self, file: Path, ours: bool = False):
+        self.file, self.ours = file, ours
         self.notice = ""
         """What was found of an earlier owner, if anything worth saying."""
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
@@ -36,7 +40,7 @@ class Lock:
         except BlockingIOError as error:
             raise self._taken(self._owner()) from error
         owner = self._owner()
-        if owner and (owner["host"] != socket.gethostname() or _is_alive(owner)):
+        if owner and (_is_alive(owner) if owner["host"] == socket.gethostname() else not self.ours):
             raise self._taken(owner)
         if owner:
             self.notice = f"process {owner['pid']} ended without giving this run back; taken over from it"

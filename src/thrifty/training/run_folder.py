@@ -8,7 +8,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,24 +26,33 @@ class RunFolder:
 
     with RunFolder.create(path) as run: ...          a new run
     with RunFolder.open(path).lock() as run: ...     an existing one, to go on with
+
+    `agents` are the processes of torchrun that started the ranks, if it did. They outlive the ranks that they start, so
+    a start that has one of them in common with the last is the same job, started again.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self.again = False
+        """Whether this is the same job as the last one that had the run."""
         self._lock: Lock | None = None
         self._records: int | None = None
 
     @classmethod
-    def create(cls, path: Path) -> "RunFolder":
-        """A new folder, locked. Raises `UsageError` if there is something in it, or if another process has it."""
+    def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
+        """A new folder, locked. Raises `UsageError` if there is something in it that is not of the same job, or if
+        another process has it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise UsageError(f"{path} is a file", "give the run another --name") from error
-        _refuse_full(path)  # before the lock, which would leave a file in a folder that is not ours
-        run = cls(path).lock()
+        run = cls(path)
+        if not run._is_of(agents):
+            _refuse_full(path)  # before the lock, which would leave a file in a folder that is not ours
+        run.lock(agents)
         try:
-            _refuse_full(path)
+            if not run.again:
+                _refuse_full(path)
         except UsageError:
             run.close()
             raise
@@ -58,11 +68,19 @@ class RunFolder:
             raise UsageError(f"there is no run in {path}", fix)
         return run
 
-    def lock(self) -> "RunFolder":
+    def lock(self, agents: Collection[str] = ()) -> "RunFolder":
         """Raises `UsageError` if another process has the run. See `notice` for what was taken over."""
         if self._lock is None:
-            self._lock = Lock(self.path / "lock")
+            self.again = self._is_of(agents)
+            self._lock = Lock(self.path / "lock", ours=self.again)
+            if agents:
+                self.write_json("job", sorted(agents))
         return self
+
+    def _is_of(self, agents: Collection[str]) -> bool:
+        with suppress(IntegrityError):
+            return not set(agents).isdisjoint(self.read_json("job"))
+        return False
 
     @property
     def notice(self) -> str:
@@ -173,8 +191,8 @@ class RunFolder:
 
 
 def _refuse_full(path: Path) -> None:
-    # a start that was cut off leaves its lock, and at most a file that was being written
-    if any(entry.name != "lock" and not entry.name.endswith(".partial") for entry in path.iterdir()):
+    # a start that was cut off leaves its lock, by whom it was, and at most a file that was being written
+    if any(entry.name not in ("lock", "job.json") and not entry.name.endswith(".partial") for entry in path.iterdir()):
         fix = "give the new run another --name, or go on with this one: `thrifty resume`"
         raise UsageError(f"the run folder {path} exists already", fix)
 

@@ -14,7 +14,7 @@ from thrifty.training import shelf
 from thrifty.training.agreement import Alone
 from thrifty.training.durable import NO_ROOM, Durable, Written
 from thrifty.training.manifest import MANIFEST, manifest_text, verify
-from thrifty.training.tensor_file import Box, stream
+from thrifty.training.tensor_file import Parts, stream
 
 STATE = "state.json"
 _ROOM_FOR_LISTS = 1 << 16  # bytes for the manifest, the hints and the folder itself
@@ -66,7 +66,7 @@ class Attempt:
         return self.name
 
     @_explained
-    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: dict[str, Box], ranks: Alone) -> dict[str, Any]:
+    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: Alone) -> dict[str, Any]:
         """Writes what this rank holds, if anything; returns what its file must be."""
         if not mine and ranks.rank > 0:
             return {}

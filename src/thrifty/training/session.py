@@ -15,7 +15,7 @@ from thrifty.core.errors import ThriftyError
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
-from thrifty.training import checkpoint
+from thrifty.training import checkpoint, heartbeat
 from thrifty.training.agreement import Alone, Together
 from thrifty.training.display import Display, Progress
 from thrifty.training.evaluate import held_out_loss
@@ -52,11 +52,10 @@ class Session:
             for notice in self.notices:
                 display.say(notice)
             try:
-                status = observer.follow(stop)
+                with heartbeat.explained(observer.stopped):
+                    status = observer.follow(stop)
             except ThriftyError as error:
-                with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
-                    observer.note("notice", text=str(error))
-                    observer.summarize("stopped", error.exit_code)
+                observer.stopped(str(error), error.exit_code)
                 raise
             # the signal handler stays, and no rank leaves, until rank 0 has written the end down
             return together.first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
@@ -77,6 +76,7 @@ class _Observer:
         if self.recipe.evaluation.at_start and self.state.step == 0:
             self.evaluate()
             self.state.counters["held_out_loss_at_start"] = self.held_out
+        heartbeat.at(f"step {self.state.step + 1}", step=True)
         for record in train(self.session.run, self.state, self.recipe.seed):
             self.last = record
             self.record(record)
@@ -92,6 +92,7 @@ class _Observer:
                 self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
                 self.display.say(f"go on with: thrifty resume {self.folder.path}")
                 return "interrupted"
+            heartbeat.at(f"step {record.step + 1}", step=True)
         if self.held_out is None:  # the run was killed between its last checkpoint and its end
             self.evaluate()
         return "finished"
@@ -153,7 +154,8 @@ class _Observer:
     def measure(self) -> float:
         assert self.state.model is not None
         run = self.session.run
-        return held_out_loss(self.state.model, run.judged_by, self.session.held_out, run.device)
+        batches = heartbeat.through(self.session.held_out, f"the evaluation after step {self.state.step}")
+        return held_out_loss(self.state.model, run.judged_by, batches, run.device)
 
     def _is_best_saved(self) -> bool:
         """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""
@@ -167,6 +169,7 @@ class _Observer:
         if self.saved_step == self.state.step:
             return
         best = self._is_best_saved()
+        heartbeat.at(f"the checkpoint of step {self.state.step}")
         saved = checkpoint.save(
             self.folder.checkpoints,
             self.state.step,
@@ -190,6 +193,11 @@ class _Observer:
     def note(self, kind: str, **values: Any) -> None:
         if rank() == 0:
             self.folder.append({"kind": kind, "step": self.state.step} | values)
+
+    def stopped(self, text: str, exit_code: int = 1) -> None:
+        with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
+            self.note("notice", text=text)
+            self.summarize("stopped", exit_code)
 
     def summarize(self, status: str, exit_code: int) -> dict[str, Any]:
         counters = self.state.counters

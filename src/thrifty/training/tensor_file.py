@@ -1,14 +1,14 @@
 """Tensors in safetensors files, whole or in pieces, written as a stream and read into any sharding.
 
-A file holds each tensor's piece that one rank owns; where the piece lies in the full tensor stands in the file's own
-header, under the key that torch's `HuggingFaceStorageWriter` uses, so `torch.distributed.checkpoint` reads these files
-too. Its savers are not used: they plan by exchanging pickled objects, and its native `.metadata` is a pickle, which can
-run code when read. Writing is ours because a stream needs the memory of one tensor and can be hashed on its way to the
-disk; reading is the safetensors library's, which checks the header.
+A file holds what one rank owns of each tensor; where that lies in the full tensor stands in the file's own header,
+under the key that torch's `HuggingFaceStorageWriter` uses, so `torch.distributed.checkpoint` reads these files too.
+What a rank owns in several places is one entry for each, `NAME[0]` and so on, which torch takes for tensors of those
+names. Its savers are not used: they plan by exchanging pickled objects, and its native `.metadata` is a pickle, which
+can run code when read. Writing is ours because a stream needs the memory of one tensor and can be hashed on its way to
+the disk; reading is the safetensors library's, which checks the header.
 """
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.layout import Box, Part, held_parts
 
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -43,51 +44,28 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 @dataclass(frozen=True)
-class Box:
-    """The part of a full tensor of shape `full` that starts at `offset` and has shape `shape`."""
-
-    full: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def within(self, other: "Box") -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `other`."""
-        places = zip(self.offset, other.offset, self.shape, strict=True)
-        return tuple(slice(start - origin, start - origin + length) for start, origin, length in places)
-
-
-@dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, stored in a file."""
+    """A box of a tensor, stored in a file as the entry of this name."""
 
     file: Path
+    entry: str
     box: Box
     dtype: torch.dtype
 
 
-def local_boxes(tensors: dict[str, torch.Tensor]) -> dict[str, Box]:
-    """Which part of each tensor this rank holds: all of a plain tensor, the local shard of a DTensor.
-
-    Raises `UsageError` for what a safetensors file cannot hold.
-    """
-    return {name: _local_box(name, tensor) for name, tensor in tensors.items()}
+Parts = dict[str, list[Part]]
+"""What a rank holds, or is to write, of each tensor."""
 
 
-def _local_box(name: str, tensor: torch.Tensor) -> Box:
-    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
-        kind = "a meta tensor" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}"
-        raise UsageError(f"tensor {name!r} cannot be stored: {kind}", "keep state in dense tensors of a standard dtype")
-    full = tuple(tensor.shape)
-    if not hasattr(tensor, "__create_chunk_list__"):
-        return Box(full, (0,) * len(full), full)
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise UsageError(f"tensor {name!r} has {len(chunks)} local shards", "shard it in one piece per rank")
-    return Box(full, tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
+    """Which parts of each tensor this rank holds. Raises `UsageError` for what a safetensors file cannot hold."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}"
+            raise UsageError(
+                f"tensor {name!r} cannot be stored: {kind}", "keep state in dense tensors of a standard dtype"
+            )
+    return {name: held_parts(tensor) for name, tensor in tensors.items()}
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,37 +74,59 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def stored_bytes(tensors: dict[str, torch.Tensor], boxes: dict[str, Box]) -> int:
+@dataclass(frozen=True)
+class _Entry:
+    """A part of a tensor under the name that it has in a file."""
+
+    name: str
+    tensor: str
+    part: Part
+    values: torch.Tensor
+    """Of the whole tensor, as far as this rank holds them."""
+
+    @property
+    def bytes(self) -> int:
+        return self.part.box.numel * self.values.element_size()
+
+
+def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
+    """Widest elements first, so that every entry starts at a multiple of its element size."""
+    found = [
+        _Entry(name if len(own) == 1 else f"{name}[{index}]", name, part, local_values(tensors[name]))
+        for name, own in parts.items()
+        for index, part in enumerate(own)
+    ]
+    return sorted(found, key=lambda entry: (-entry.values.element_size(), entry.name))
+
+
+def stored_bytes(tensors: dict[str, torch.Tensor], parts: Parts) -> int:
     """Bytes of the file that `stream` writes."""
-    return len(_header(tensors, boxes)) + sum(_size(tensors[name], box) for name, box in boxes.items())
+    entries = _entries(tensors, parts)
+    return len(_header(entries)) + sum(entry.bytes for entry in entries)
 
 
-def stream(tensors: dict[str, torch.Tensor], boxes: dict[str, Box]) -> Iterator[memoryview | bytes]:
-    """The bytes of a safetensors file with this rank's values of `boxes`, one tensor in memory at a time."""
-    yield _header(tensors, boxes)
-    for name in _order(tensors, boxes):
-        values = local_values(tensors[name]).resolve_conj().resolve_neg().contiguous().cpu()
+def stream(tensors: dict[str, torch.Tensor], parts: Parts) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file with these parts of what this rank holds, one in memory at a time."""
+    entries = _entries(tensors, parts)
+    yield _header(entries)
+    for entry in entries:
+        values = entry.values[entry.part.place].resolve_conj().resolve_neg().contiguous().cpu()
         if values.numel():
             yield memoryview(values.reshape(-1).view(torch.uint8).numpy())
 
 
-def _size(tensor: torch.Tensor, box: Box) -> int:
-    return box.numel * tensor.element_size()
-
-
-def _order(tensors: dict[str, torch.Tensor], boxes: dict[str, Box]) -> list[str]:
-    """Widest elements first, so that every tensor starts at a multiple of its element size."""
-    return sorted(boxes, key=lambda name: (-tensors[name].element_size(), name))
-
-
-def _header(tensors: dict[str, torch.Tensor], boxes: dict[str, Box]) -> bytes:
-    places = {name: {"saved_offsets": box.offset, "shape": box.full} for name, box in boxes.items()}
+def _header(entries: list[_Entry]) -> bytes:
+    places = {
+        entry.name: {"saved_offsets": entry.part.box.offset, "shape": entry.part.box.full}
+        | ({} if entry.name == entry.tensor else {"part_of": entry.tensor})
+        for entry in entries
+    }
     header: dict[str, Any] = {"__metadata__": {"format": "pt", _SHARDING: json.dumps(places)}}
     start = 0
-    for name in _order(tensors, boxes):
-        end = start + _size(tensors[name], boxes[name])
-        code = _CODES[tensors[name].dtype]
-        header[name] = {"dtype": code, "shape": boxes[name].shape, "data_offsets": [start, end]}
+    for entry in entries:
+        end = start + entry.bytes
+        code = _CODES[entry.values.dtype]
+        header[entry.name] = {"dtype": code, "shape": entry.part.box.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -164,11 +164,11 @@ class Stored:
         for piece in self.pieces[name]:
             source = self._open[piece.file]
             if not box.full:
-                target.copy_(source.get_tensor(name))
+                target.copy_(source.get_tensor(piece.entry))
                 return
             overlap = _overlap(box, piece.box)
             if overlap.numel:
-                values = source.get_slice(name)[overlap.within(piece.box)]
+                values = source.get_slice(piece.entry)[overlap.within(piece.box)]
                 target[overlap.within(box)].copy_(values)
                 filled += overlap.numel
         if filled != target.numel():
@@ -185,9 +185,9 @@ def _overlap(one: Box, other: Box) -> Box:
 
 def _pieces(file: Path, source: Any) -> Iterator[tuple[str, Piece]]:
     places = json.loads((source.metadata() or {}).get(_SHARDING, "{}"))
-    for name in source.keys():  # noqa: SIM118 (not a mapping)
-        stored = source.get_slice(name)
+    for entry in source.keys():  # noqa: SIM118 (not a mapping)
+        stored = source.get_slice(entry)
         shape = tuple(stored.get_shape())
-        place = places.get(name, {"saved_offsets": [0] * len(shape), "shape": shape})
+        place = places.get(entry, {"saved_offsets": [0] * len(shape), "shape": shape})
         box = Box(tuple(place["shape"]), tuple(place["saved_offsets"]), shape)
-        yield name, Piece(file, box, _DTYPES[stored.get_dtype()])
+        yield place.get("part_of", entry), Piece(file, entry, box, _DTYPES[stored.get_dtype()])

@@ -1,0 +1,140 @@
+"""Which values of a whole tensor a rank holds, and where.
+
+A tensor whose slices (queries, keys and values in one weight) are each divided among ranks is kept in another order
+than its whole has: the parts of all slices that are the first rank's, then those of the second, and so on. So pieces
+along the dim are what each rank needs. The order goes with the tensor, and is undone wherever values meet names.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a full tensor of shape `full` that starts at `offset` and has shape `shape`."""
+
+    full: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def within(self, other: "Box") -> tuple[slice, ...]:
+        """Where this box lies in a tensor that holds `other`."""
+        places = zip(self.offset, other.offset, self.shape, strict=True)
+        return tuple(slice(start - origin, start - origin + length) for start, origin, length in places)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where this box lies in the full tensor."""
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Values that this rank holds: a box of the whole, and where it lies in the local values."""
+
+    box: Box
+    place: tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The lines of a dim, in slices of these sizes, as they are kept for so many ranks."""
+
+    dim: int
+    sizes: tuple[int, ...]
+    ranks: int
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """Where the lines that are kept one after the other come from in the whole: (start, length) of each stretch."""
+        starts = (0, *accumulate(self.sizes))
+        return tuple(
+            (start + rank * (size // self.ranks), size // self.ranks)
+            for rank in range(self.ranks)
+            for start, size in zip(starts, self.sizes, strict=False)
+        )
+
+    @property
+    def _places(self) -> Tensor:
+        return torch.cat([torch.arange(start, start + length) for start, length in self.stretches])
+
+    def kept(self, whole: Tensor) -> Tensor:
+        """A whole tensor in the order in which it is kept."""
+        return whole.index_select(self.dim, self._places.to(whole.device))
+
+    def whole(self, kept: Tensor) -> Tensor:
+        """All that is kept, in the order of the whole."""
+        return kept.index_select(self.dim, self._places.argsort().to(kept.device))
+
+    def boxes(self, held: Box) -> Iterator[tuple[Box, Box]]:
+        """The boxes of the whole that lie in a box of what is kept, and where in the latter each of them lies."""
+        first, stop = held.offset[self.dim], held.offset[self.dim] + held.shape[self.dim]
+        at = 0
+        for start, length in self.stretches:
+            begin, end = max(first, at), min(stop, at + length)
+            if begin < end:
+                there = _with(held, self.dim, start + begin - at, end - begin)
+                yield there, _with(held, self.dim, begin, end - begin)
+            at += length
+
+
+def _with(box: Box, dim: int, start: int, length: int) -> Box:
+    offset, shape = list(box.offset), list(box.shape)
+    offset[dim], shape[dim] = start, length
+    return replace(box, offset=tuple(offset), shape=tuple(shape))
+
+
+def order_of(tensor: Tensor) -> Order | None:
+    """The order that a tensor is kept in, None where it is that of the whole."""
+    return getattr(tensor, "kept_in_order", None)
+
+
+def in_order(tensor: Tensor, order: Order | None) -> Tensor:
+    """The same tensor, known to be kept in this order."""
+    if order is not None:
+        tensor.kept_in_order = order  # type: ignore[attr-defined]
+    return tensor
+
+
+def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines."""
+    order = order_of(parameter)
+    if order is None or not isinstance(tensor, DTensor):
+        return tensor
+    dims = [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim)
+    for dim in dims:
+        if tensor.shape[dim] == sum(order.sizes) and any(placement.is_shard(dim) for placement in tensor.placements):
+            return in_order(tensor, replace(order, dim=dim))
+    return tensor
+
+
+def keep_orders(model: nn.Module) -> nn.Module:
+    """Lets parameters know their orders, which modules have under `orders` by their names: whoever has put others in
+    their place does not know of it."""
+    for module in model.modules():
+        for name, order in getattr(module, "orders", {}).items():
+            in_order(getattr(module, name), order)
+    return model
+
+
+def held_parts(tensor: Tensor) -> list[Part]:
+    """What this rank holds of a tensor: all of a plain one, the local shard of a DTensor."""
+    full = tuple(tensor.shape)
+    held = Box(full, (0,) * len(full), full)
+    if isinstance(tensor, DTensor):
+        (chunk,) = tensor.__create_chunk_list__()
+        held = Box(full, tuple(chunk.offsets), tuple(chunk.sizes))
+    order = order_of(tensor)
+    if order is None:
+        return [Part(held, held.within(held))]
+    return [Part(there, here.within(held)) for there, here in order.boxes(held)]

@@ -1,0 +1,177 @@
+"""Where the ranks of one start meet: a store, under a name that no earlier start of the same job has used.
+
+torchrun keeps one store over all its restarts, and torch's own start takes what the processes before left in it, such
+as addresses that nobody listens at any more, for the new ones'. So the ranks first agree on a fresh name, and all that
+they and torch write down is written under it.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import torch.distributed as dist
+
+from thrifty.core.errors import ThriftyError, UsageError
+
+_CURRENT = "thrifty/meeting"
+_CONNECTING = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told apart from a later one with the same number."""
+
+    host: str
+    space: int
+    """Where its number means something: hosts of the same name may be containers with numbers of their own."""
+    pid: int
+    born: float
+
+    @classmethod
+    def of(cls, pid: int) -> "Process":
+        space = Path("/proc/self/ns/pid")
+        return cls(socket.gethostname(), space.stat().st_ino if space.exists() else 0, pid, born=_born(pid) or 0.0)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Process":
+        return cls(*json.loads(text))
+
+    def as_json(self) -> bytes:
+        return json.dumps(astuple(self)).encode()
+
+    def __str__(self) -> str:
+        return f"{self.host} (process {self.pid})"
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is one that this process can look at."""
+        here = Process.of(os.getpid())
+        return (self.host, self.space) == (here.host, here.space)
+
+    @property
+    def is_gone(self) -> bool:
+        """Of a process that is near: whether it has ended."""
+        born = _born(self.pid)
+        return born is None or abs(born - self.born) > 2
+
+
+def _born(pid: int) -> float | None:
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.Error:
+        return None
+
+
+def agent() -> str:
+    """The process of torchrun that started this one, and starts its successor if need be; "" for any other start."""
+    return Process.of(os.getppid()).as_json().decode() if "TORCHELASTIC_RUN_ID" in os.environ else ""
+
+
+def end_agent(seconds: float) -> None:
+    """Ends torchrun on this machine where it is cut off: in torch 2.13 it then waits for its store without a limit, and
+    answers no signal."""
+    with suppress(psutil.Error):
+        agent = psutil.Process(os.getppid())
+        if agent.pid == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+            return
+        agent.terminate()
+        with suppress(psutil.TimeoutExpired):
+            agent.wait(seconds)
+            return
+        agent.kill()
+
+
+def is_first_to_tell() -> bool:
+    """Of an error before the ranks have met, which all have alike: whether this rank is the first of its machine's to
+    tell it. The last might be too late, since torchrun ends all when one has ended."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    start = f"{socket.gethostname()}/{os.getppid()}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    with suppress(RuntimeError):
+        return _connect(host=False).add(f"thrifty/told/{start}", 1) == 1
+    return True
+
+
+class Meeting:
+    """All ranks of this start, each of which makes one."""
+
+    def __init__(self, seconds: float):
+        """Waits so long for rank 0, which waits for all; ThriftyError names one that has not come, UsageError what the
+        environment lacks."""
+        if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            what = f"RANK is set in the environment, as for one of several ranks, but not {' or '.join(missing)}"
+            raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self._store, self._seconds = _connect(host=_is_host(self.rank)), seconds
+        self.process = Process.of(os.getpid())
+        self._word = self.process.as_json()
+        self.name = self._call() if self.rank == 0 else self._answer()
+
+    @property
+    def near(self) -> list[int]:
+        """The other ranks that were started beside this one."""
+        first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
+        beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+        return [rank for rank in beside if rank != self.rank]
+
+    @property
+    def is_first_near(self) -> bool:
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
+    def connection(self) -> dist.Store:
+        """A connection of its own to all that is written down under the meeting's name: one thread's request does not
+        wait for another's."""
+        return dist.PrefixStore(self.name, _connect(host=False))
+
+    def _call(self) -> str:
+        name = uuid4().hex
+        self._store.set(f"{name}/here/0", self._word)
+        self._store.set(_CURRENT, name)
+        for other in range(1, self.ranks):
+            self._wait(lambda here=f"{name}/here/{other}": self._store.check([here]), f"rank {other} has not come")
+            self._store.set(f"{name}/seen/{other}", self._store.get(f"{name}/here/{other}"))
+        return name
+
+    def _answer(self) -> str:
+        """Until rank 0 says that it saw this very process: the name found at first may be of an earlier meeting."""
+        self._wait(self._is_seen, "rank 0 has not come")
+        return self._store.get(_CURRENT).decode()
+
+    def _is_seen(self) -> bool:
+        if not self._store.check([_CURRENT]):
+            return False
+        name = self._store.get(_CURRENT).decode()
+        self._store.set(f"{name}/here/{self.rank}", self._word)
+        seen = f"{name}/seen/{self.rank}"
+        return self._store.check([seen]) and self._store.get(seen) == self._word
+
+    def _wait(self, there: Callable[[], bool], otherwise: str) -> None:
+        end, pause = time.monotonic() + self._seconds, 0.01
+        while not there():
+            if time.monotonic() > end:
+                raise ThriftyError(
+                    f"{otherwise} to {self.address} within {self._seconds:.0f} s",
+                    fix="look at what that rank printed, and whether its host reaches this address",
+                )
+            time.sleep(pause)  # short enough for a signal to be answered
+            pause = min(1.5 * pause, 0.5)
+
+
+def _is_host(rank: int) -> bool:
+    """Whether this rank keeps the store: rank 0, where torchrun does not."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _connect(host: bool) -> dist.TCPStore:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=host, timeout=_CONNECTING, multi_tenant=True)

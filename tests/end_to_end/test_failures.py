@@ -1,0 +1,192 @@
+"""A rank that dies, hangs or fails ends the run on all ranks, and is told once; a restart loses no step it need not."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+
+from end_to_end.command_line import CommandLine, assert_equal, kill, rank_processes, wait_until
+from thrifty.training.run_folder import RunFolder
+
+REPLICATED = ("--with", "parallelism.replicate")
+STARTING = 180.0
+"""Seconds within which a run has started, on a machine that does much else."""
+ENDLESS = {"steps": 100_000, "checkpoints__every": 10, "evaluation__every": 100_000}
+TROUBLE = '''
+    """Trouble: from some step on, rank 1 does what it should not.
+
+    Paper     none.
+    Promise   nothing.
+    """
+
+    from dataclasses import dataclass
+
+    import torch.distributed as dist
+
+    from thrifty.core.stages import Stage
+    from thrifty.core.technique import Numerics, Technique
+
+
+    @dataclass(frozen=True)
+    class Trouble(Technique):
+        stage, numerics = Stage.SCALE, Numerics.DIFFERENT
+
+        kind: str = "loop"
+
+        def backward(self, backward):
+            steps = []
+
+            def troubled(model, objective, batch):
+                steps.append(len(steps))
+                if len(steps) > 6 and dist.get_rank() == 1:
+                    while self.kind == "loop":
+                        pass
+                    raise ValueError("a fault of the model")
+                return backward(model, objective, batch)
+
+            return troubled
+'''
+
+
+@pytest.fixture
+def impatient(thrifty: CommandLine) -> CommandLine:
+    """A command line that takes a rank for lost sooner than a user's."""
+    thrifty.environment |= {"THRIFTY_SILENCE": "10", "THRIFTY_HANG": "10"}
+    return thrifty
+
+
+@pytest.fixture
+def troubled(impatient: CommandLine) -> CommandLine:
+    """A command line that knows the technique `trouble`."""
+    home = impatient.folder / "mine"
+    home.mkdir()
+    (home / "trouble.py").write_text(textwrap.dedent(TROUBLE))
+    impatient.environment["THRIFTY_TECHNIQUES"] = str(home)
+    return impatient
+
+
+def made(thrifty: CommandLine, name: str, kind: str = "step") -> list[int]:
+    """The steps of a run's records so far."""
+    there = (thrifty.run(name) / "records.jsonl").is_file()
+    return [record["step"] for record in thrifty.records(name, kind)] if there else []
+
+
+def saved(thrifty: CommandLine, name: str) -> list[int]:
+    """The steps at which checkpoints were made, also those gone since."""
+    return made(thrifty, name, "checkpoint")
+
+
+@contextmanager
+def running(thrifty: CommandLine, *words: str, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
+    """A command on two ranks, of which nothing is left afterwards."""
+    process = thrifty.start(*words, ranks=2, restarts=restarts)
+    try:
+        yield process
+    finally:
+        kill(process)
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60) -> str:
+    """What the ranks and torchrun wrote on stderr, once they have failed within so many seconds."""
+    stderr = process.communicate(timeout=seconds)[1]
+    assert process.returncode == 1
+    return stderr
+
+
+def told(stderr: str) -> str:
+    """The one line that tells why the run ended."""
+    assert stderr.count("thrifty: ") == 1, stderr
+    line = re.search(r"thrifty: (.*)\n  fix: (.*)", stderr)
+    assert line, stderr
+    return line[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "happened"),
+    [(signal.SIGKILL, "was killed or crashed"), (signal.SIGSTOP, "has not been heard of for 10 s")],
+)
+def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
+    impatient: CommandLine, number: signal.Signals, happened: str
+) -> None:
+    with running(impatient, *impatient.recipe("run", *REPLICATED, **ENDLESS)) as process:
+        assert wait_until(lambda: saved(impatient, "run"), process, STARTING)
+        lost = rank_processes(process)[1]
+        os.kill(lost, number)
+        stderr = ended(process)
+    line = told(stderr)
+    assert re.search(rf"rank 1 on \S+ \(process {lost}\) {happened}, last seen in (the start|.*step \d+)", line)
+    assert "go on from the last checkpoint: `thrifty resume`" in line
+    assert "[rank0]" not in stderr and "RuntimeError" not in stderr
+    assert "exitcode  : 1 " in stderr and "exitcode  : -9 " in stderr
+    summary = RunFolder(impatient.run("run")).read_json("summary")
+    assert summary["status"] == "stopped" and summary["exit_code"] == 1
+    assert [notice["text"] in line for notice in impatient.records("run", "notice")] == [True]
+
+
+def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: CommandLine) -> None:
+    with running(troubled, *troubled.recipe("run", *REPLICATED, "--with", "trouble", **ENDLESS)) as process:
+        assert wait_until(lambda: made(troubled, "run"), process, STARTING)
+        line = told(ended(process))
+    assert re.search(
+        r"rank 1 on \S+ \(process \d+\) hangs in step 7: no progress for 1\d s, at mine/trouble.py:\d+ in", line
+    )
+    assert "set THRIFTY_HANG" in line
+    assert [notice["text"] in line for notice in troubled.records("run", "notice")] == [True]
+
+
+def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) -> None:
+    words = troubled.recipe("run", *REPLICATED, "--with", "trouble:kind=error", **ENDLESS)
+    with running(troubled, *words) as process:
+        stderr = ended(process, STARTING)
+    line = told(stderr)
+    assert re.search(r"rank 1 on \S+ \(process \d+\) failed in step 7: ValueError: a fault of the model", line)
+    assert stderr.count("[rank1]: Traceback") == 1 and "[rank0]" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "changed", "fault"),
+    [(("--with", "optimizers.lyon"), {}, "optimizers.lion"), (REPLICATED, {"data__batch": 7}, "data.batch=8")],
+    ids=["before the ranks meet", "after"],
+)
+def test_a_mistake_of_the_user_is_told_once(
+    thrifty: CommandLine, words: tuple[str, ...], changed: dict[str, int], fault: str
+) -> None:
+    with running(thrifty, *thrifty.recipe("run", *words, **changed)) as process:
+        stderr = ended(process, STARTING)
+    assert fault in told(stderr) and "exitcode  : 2 " in stderr
+
+
+def test_a_restart_does_not_go_on_with_a_run_of_another_job(thrifty: CommandLine) -> None:
+    thrifty.train("run", *REPLICATED, ranks=2)
+    before = thrifty.records("run")
+    with running(thrifty, *thrifty.recipe("run", *REPLICATED, steps=20), restarts=1) as process:
+        assert ended(process, STARTING).count("runs/run exists already") == 2
+    assert thrifty.records("run") == before
+
+
+def test_ten_kills_of_a_rank_lose_no_step_beyond_the_last_checkpoint(thrifty: CommandLine) -> None:
+    """torchrun starts the ranks again each time, by the same words; the run ends bit-identical."""
+    steps, every, kills, rng = 80, 4, 10, random.Random(0)
+    settings = {"steps": steps, "checkpoints__every": every, "evaluation__every": 30}
+    with running(thrifty, *thrifty.recipe("killed", "--quiet", *REPLICATED, **settings), restarts=kills) as process:
+        for _ in range(kills):
+            before = len(saved(thrifty, "killed"))
+            assert wait_until(lambda before=before: len(saved(thrifty, "killed")) > before, process, STARTING)
+            time.sleep(rng.uniform(0, 0.05))
+            os.kill(rank_processes(process)[rng.randrange(2)], signal.SIGKILL)
+        stderr = process.communicate(timeout=STARTING)[1]
+    assert process.returncode == 0, stderr
+    assert stderr.count("thrifty: rank") == kills and f"({kills} of at most {kills} times)" in stderr
+    steps_made = [record["step"] for record in thrifty.records("killed")]
+    lost = [before - after + 1 for before, after in pairwise(steps_made) if after <= before]
+    assert sorted(set(steps_made)) == list(range(1, steps + 1)) and max(lost, default=0) <= every
+    thrifty.train("whole", *REPLICATED, ranks=2, **settings)
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))

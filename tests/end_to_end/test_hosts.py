@@ -1,0 +1,158 @@
+"""Two hosts, each a network of its own with an address and a name, joined by a wire that can be cut."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
+
+STARTING = 180.0
+"""Seconds within which a run has started on both, on a machine that does much else."""
+STEPS = 100
+SETTINGS = {"steps": STEPS, "checkpoints__every": 10, "evaluation__every": 30}
+ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Hosts:
+    """`alpha` and `beta`, of which both see the same disk."""
+
+    names = ("alpha", "beta")
+    addresses = ("10.77.0.1", "10.77.0.2")
+
+    def __init__(self, folder: Path):
+        self.spaces = [f"{folder.name}-{name}" for name in self.names]
+        self.known = folder / "hosts"
+        known = [("127.0.0.1", "localhost"), *zip(self.addresses, self.names, strict=True)]
+        self.known.write_text("".join(f"{address} {name}\n" for address, name in known))
+        self.started: list[subprocess.Popen[str]] = []
+
+    def set_up(self) -> None:
+        alpha, beta = self.spaces
+        for space in self.spaces:
+            ip("netns", "add", space)
+        ip("link", "add", "wire", "netns", alpha, "type", "veth", "peer", "name", "wire", "netns", beta)
+        for space, address in zip(self.spaces, self.addresses, strict=True):
+            ip("-n", space, "address", "add", f"{address}/24", "dev", "wire")
+            for device in ("wire", "lo"):
+                ip("-n", space, "link", "set", device, "up")
+
+    def take_down(self) -> None:
+        for process in self.started:
+            kill(process)
+        for space in self.spaces:
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+
+    def cut(self) -> None:
+        ip("-n", self.spaces[1], "link", "set", "wire", "down")
+
+    def join(self) -> None:
+        ip("-n", self.spaces[1], "link", "set", "wire", "up")
+
+    def start(
+        self, thrifty: CommandLine, *words: str, meet: int = 0, nodes: str = "2", restarts: int = 0
+    ) -> list[subprocess.Popen[str]]:
+        """torchrun with one rank on each host; they meet at the host of number `meet`."""
+        for space, name, address in zip(self.spaces, self.names, self.addresses, strict=True):
+            inside = ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", ENTER, name, self.known]
+            meeting = [
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={self.addresses[meet]}:29500",
+                "--rdzv-id=a-job",
+                "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=5",
+                f"--local-addr={address}",
+            ]
+            ranks = [f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={restarts}", *meeting]
+            process = subprocess.Popen(
+                [*inside, sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "thrifty", *words],
+                cwd=thrifty.folder,
+                env=thrifty.variables(),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            self.started.append(process)
+        return self.started[-2:]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs the programs ip and unshare (Debian: iproute2, util-linux)")
+    made = Hosts(tmp_path)
+    try:
+        made.set_up()
+    except subprocess.CalledProcessError as error:
+        made.take_down()
+        pytest.skip(f"this system lets us make no networks: {error.stderr.strip()}")
+    yield made
+    made.take_down()
+
+
+@pytest.fixture(scope="session")
+def whole(common_folder: Path) -> CommandLine:
+    """The run on two ranks of one host."""
+    thrifty = CommandLine(common_folder)
+    thrifty.train("whole on two", "--with", "parallelism.replicate", ranks=2, **SETTINGS)
+    return thrifty
+
+
+def made(thrifty: CommandLine, kind: str = "step") -> list[dict]:
+    return thrifty.records("run", kind) if (thrifty.run("run") / "records.jsonl").is_file() else []
+
+
+def told(stderr: str) -> str:
+    assert stderr.count("thrifty: ") == 1, stderr
+    return stderr[stderr.index("thrifty: ") :]
+
+
+def test_a_host_that_is_cut_off_ends_the_run_on_both_sides_and_it_resumes_exactly(
+    thrifty: CommandLine, whole: CommandLine, hosts: Hosts
+) -> None:
+    thrifty.environment["THRIFTY_SILENCE"] = "10"
+    alpha, beta = hosts.start(thrifty, *thrifty.recipe("run", "--with", "parallelism.replicate", **SETTINGS))
+    assert wait_until(lambda: made(thrifty, "checkpoint"), alpha, STARTING)
+    hosts.cut()
+    sides = [process.communicate(timeout=60)[1] for process in (alpha, beta)]
+    assert alpha.returncode == 1 and beta.returncode != 0
+    here, there = map(told, sides)
+    assert re.match(r"thrifty: rank 1 on beta \(process \d+\) has not been heard of for 1\d s, last seen in ", here)
+    assert "its host is cut off" in here and "thrifty resume" in here
+    assert re.match(
+        r"thrifty: rank 1 on beta \(process \d+\) has not reached 10.77.0.1:\d+, where the ranks meet", there
+    )
+    assert len(made(thrifty)) < STEPS, "the run was over before the wire was cut"
+    assert [notice["text"] in here for notice in made(thrifty, "notice")] == [True]
+    hosts.join()
+    for process in hosts.start(thrifty, "resume", "run"):
+        assert process.wait(STARTING) == 0
+    assert_equal(thrifty.tensors("run"), whole.tensors("whole on two"))
+
+
+def test_a_run_goes_on_with_fewer_hosts_when_that_of_rank_0_is_lost(
+    thrifty: CommandLine, whole: CommandLine, hosts: Hosts
+) -> None:
+    words = thrifty.recipe("run", "--with", "parallelism.replicate", **SETTINGS)
+    alpha, beta = hosts.start(thrifty, *words, meet=1, nodes="1:2", restarts=2)
+    assert wait_until(lambda: made(thrifty, "checkpoint"), beta, STARTING)
+    kill(alpha)
+    before = len(made(thrifty))
+    assert 0 < before < STEPS
+    stderr = beta.communicate(timeout=STARTING)[1]
+    assert beta.returncode == 0, stderr
+    assert json.loads((thrifty.run("run") / "environment.json").read_text())["ranks"] == 1
+    latest = {step["step"]: step for step in made(thrifty)}
+    expected = whole.records("whole on two")
+    assert [latest[step]["tokens"] for step in sorted(latest)] == [step["tokens"] for step in expected]
+    assert [latest[step]["loss"] for step in sorted(latest)] == pytest.approx(
+        [step["loss"] for step in expected], rel=1e-5
+    )

@@ -1,0 +1,203 @@
+"""The parts of the heartbeat: progress and silence, where a thread stands, the meeting of the ranks."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from end_to_end.command_line import free_port
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.training import heartbeat, pulse
+from thrifty.training.findings import Findings
+from thrifty.training.lock import Lock
+from thrifty.training.meeting import Meeting, Process
+from thrifty.training.pulse import Pulse, Silence, Ticks
+from thrifty.training.run_folder import RunFolder
+from thrifty.training.standing import Standing, standing
+from thrifty.training.verdict import go_on
+from training.meeting_work import meet_and_die
+
+WORKING, WAITING, COMPILING = Standing("here"), Standing("there", waits=True), Standing("far", long=True)
+
+
+def stepped(durations: list[float], hang: float = 600) -> Pulse:
+    """A pulse that has made steps of so many seconds and is in the next."""
+    made = Pulse(hang)
+    made.at("step 1", step=True)
+    made._steps.extend(durations)
+    made.look(WORKING, 1)
+    return made
+
+
+def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor() -> None:
+    for durations, limit in (([0.1] * 5, pulse.FLOOR), ([10.0, 20.0, 5.0], 200), ([100.0] * 3, 600), ([0.1], 600)):
+        own = stepped(durations)
+        own.look(WORKING, limit - 0.5)
+        assert not own.hangs
+        own.look(WORKING, 1)
+        assert own.hangs
+
+
+@pytest.mark.parametrize("excused", [WAITING, COMPILING])
+def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excused: Standing) -> None:
+    own = stepped([0.1] * 5)
+    own.look(excused, 599)
+    assert not own.hangs and not own.is_stuck
+    own.look(excused, 2)
+    assert not own.hangs and own.is_stuck
+    own.at("step 2", step=True)
+    own.look(WORKING, 1)
+    assert not own.is_stuck and own.still == 0
+
+
+def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
+    own = Pulse(hang=5)
+    own.look(WORKING, 1)
+    own.look(WORKING, 10_000)
+    assert not own.hangs and not own.is_stuck
+    for _ in range(10):
+        own.at("the evaluation after step 3")
+        own.look(WORKING, 1)
+        own.look(WORKING, 4)
+        assert not own.is_stuck
+
+
+def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 2.0, 3600.0, 3601.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    ticks, silence = Ticks(), Silence()
+    assert [silence.look("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + pulse.LONGEST_TICK]
+    assert silence.look("beat 2", ticks.next()) == 0
+
+
+def test_where_a_thread_stands_is_read_off_its_stack() -> None:
+    release, loop = threading.Event(), {"on": True}
+
+    def wait() -> None:
+        release.wait()
+
+    def work() -> None:
+        while loop["on"]:
+            sum(range(100))
+
+    threads = [threading.Thread(target=target) for target in (wait, work)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    waiting, working = [standing(thread.ident or 0) for thread in threads]
+    loop["on"] = False
+    release.set()
+    assert waiting.waits and not working.waits
+    assert working.where.startswith("training/test_heartbeat.py:") and working.where.endswith(" in work")
+    assert standing(-1) == Standing()
+
+
+def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+    own = Process.of(os.getpid())
+    assert own.is_near and not own.is_gone and Process.from_json(own.as_json()) == own
+    assert Process(own.host, own.space, own.pid, own.born - 100).is_gone
+    assert not Process("elsewhere", own.space, own.pid, own.born).is_near
+    assert not Process(own.host, own.space + 1, own.pid, own.born).is_near
+
+
+def test_ranks_meet_afresh_in_a_store_full_of_what_ranks_before_them_left() -> None:
+    """torch's own start fails here most of the time: it takes the addresses of processes that are gone."""
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    names = set()
+    for _ in range(3):
+        found = meet_and_die(store.port, ranks=2)
+        assert found[0] == found[1] and found[0]["sum"] == 3
+        names.add(found[0]["name"])
+    assert len(names) == 3
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ThriftyError, match=r"rank 1 has not come to 127.0.0.1:\d+ within 0 s"):
+        Meeting(0.3)
+
+
+def beats(**of_rank: dict) -> dist.Store:
+    """A store in which ranks have said these things; all of them are this process."""
+    store = dist.HashStore()
+    for rank, changed in enumerate(of_rank.values()):
+        beat = {"doing": "step 9", "starting": False, "left": False, "where": "model.py:1 in forward", "waits": False}
+        store.set(f"here/{rank}", Process.of(os.getpid()).as_json().decode())
+        store.set(f"beat/{rank}", json.dumps(beat | changed))
+    return store
+
+
+def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_to_blame() -> None:
+    own = stepped([0.1] * 5, hang=60)
+    own.look(WAITING, 61)
+    waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
+    found = Findings(beats(a=waits, b={}), 0, 2, [], 30, own).look(1, lost=False)
+    assert found and found.rank == 1 and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in found.text
+    found = Findings(beats(a=waits, b=waits), 0, 2, [], 30, own).look(1, lost=False)
+    assert found and found.rank == 0 and "all ranks wait, for different things" in found.text
+    assert Findings(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).look(1, lost=False) is None
+
+
+def test_a_rank_that_has_left_is_not_missed() -> None:
+    for left, blamed in ((False, 1), (True, None)):
+        findings = Findings(beats(a={}, b={"left": left}), 0, 2, [], 30, Pulse(600))
+        found = [findings.look(tick, lost=False) for tick in (1, 29, 2)]
+        assert found[:2] == [None, None] and (found[2] and found[2].rank) == blamed
+
+
+def test_what_comes_next_depends_on_the_restarts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert "(2 of at most 2 times)" in go_on()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert "thrifty resume" in go_on()
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
+def test_a_limit_that_is_no_number_of_seconds_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRIFTY_SILENCE", value)
+    with pytest.raises(UsageError, match="THRIFTY_SILENCE"), heartbeat.beating(lambda: None):
+        pass
+
+
+def test_a_run_folder_is_that_of_the_same_job_while_one_agent_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder.create(path, ["agent a", "agent b"]) as run:
+        assert not run.again
+        run.write_text("recipe.toml", "seed = 0\n")
+    with RunFolder.create(path, ["agent b", "agent c"]) as run:
+        assert run.again
+    for agents in (["agent a"], []):
+        with pytest.raises(UsageError, match="exists already"):
+            RunFolder.create(path, agents)
+    with RunFolder.open(path).lock(["agent d"]) as run:
+        assert not run.again
+    with RunFolder.create(path, ["agent d"]) as run:
+        assert run.again
+
+
+def test_a_start_cut_off_before_its_recipe_leaves_a_folder_for_anybody(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", ["agent a"]).close()
+    assert not RunFolder.create(tmp_path / "run", ["agent b"]).again
+
+
+def test_a_lock_left_on_another_host_is_taken_over_by_the_same_job_alone(tmp_path: Path) -> None:
+    left = json.dumps({"pid": 1, "host": "a-host-that-is-lost", "started": 0.0})
+    (tmp_path / "lock").write_text(left)
+    with pytest.raises(UsageError, match="a-host-that-is-lost"):
+        Lock(tmp_path / "lock")
+    taken = Lock(tmp_path / "lock", ours=True)
+    assert "taken over" in taken.notice
+    taken.release()
