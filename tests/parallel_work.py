@@ -1,6 +1,7 @@
 """What the tests of parallelism let each rank do; here, so that a fresh process can import it."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
+from thrifty.core.footprint import Footprint
 from thrifty.core.sparsity import random_mask
 from thrifty.core.state import full_value
+from thrifty.core.technique import Technique
 from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
 
 STEPS = 4
@@ -36,11 +39,11 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-def train_with_each(strategy: str, names: list[str]) -> dict[str, Run]:
+def train_with_each(strategy: Sequence[Technique], names: Sequence[str]) -> dict[str, Run]:
     """A run for each that the strategy goes together with."""
     found = {}
     for name in names:
-        chosen = with_optimizer([technique(strategy), technique(name)])
+        chosen = with_optimizer([*strategy, technique(name)])
         try:
             run = compose(plain_run(tied=name != "optimizers.lion"), chosen, STEPS)
         except UsageError:
@@ -63,10 +66,10 @@ def refusals(strategy: str) -> list[str]:
         return [refused.what, refused.fix]
 
 
-def predicted(strategy: str) -> tuple[float, float, float, float]:
-    explanation = explain(compose(plain_run(), with_optimizer([technique(strategy)]), STEPS))
-    before, after = explanation.plain, explanation.footprint
-    return before.parameters, after.parameters, after.optimizer, after.traffic
+def predicted(strategies: Sequence[Technique]) -> list[tuple[Footprint, Footprint]]:
+    """The footprint of the plain run, and with each of these."""
+    found = [explain(compose(plain_run(), with_optimizer([strategy]), STEPS)) for strategy in strategies]
+    return [(explanation.plain, explanation.footprint) for explanation in found]
 
 
 def masks_and_copies() -> tuple[bool, bool, bool]:

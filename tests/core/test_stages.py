@@ -95,8 +95,8 @@ def test_models_are_folded_and_gradients_pass_in_order_of_stage(reverse: bool) -
 
 def test_the_table_has_each_stage_once_and_its_groups_in_order() -> None:
     labels = [stage.label for stage in Stage]
-    assert len(set(labels)) == len(labels) == 32
-    assert Stage.PRECISION < Stage.SPLIT <= Stage.SHARD < Stage.SOURCE
+    assert len(set(labels)) == len(labels) == 33
+    assert Stage.PRECISION < Stage.SPLIT < Stage.CUT <= Stage.SHARD < Stage.SOURCE
     assert Stage.SOURCE < Stage.SELECT < Stage.RESIZE < Stage.RESHAPE < Stage.OBJECTIVE
     assert Stage.CLIP < Stage.PRECONDITION < Stage.DECAY < Stage.SCHEDULE < Stage.AVERAGE
 

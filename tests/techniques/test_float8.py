@@ -269,7 +269,7 @@ def test_blocks_that_are_born_take_the_histories_of_those_they_come_from() -> No
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 def test_two_ranks_keep_the_same_scales(strategy: str) -> None:
     name = "precision.float8"
-    first, second = (found[name] for found in on_ranks(2, train_with_each, strategy, [name]))
+    first, second = (found[name] for found in on_ranks(2, train_with_each, [technique(strategy)], [name]))
     assert first.tensors == second.tensors and first.losses == second.losses
     assert sum("float8_scales" in tensor for tensor in first.tensors) == 8
     alone, _ = run_through(plain_run(), with_optimizer([technique(name)]), 4)

@@ -1,4 +1,6 @@
-"""Replicate and shard on two real ranks: together they are the single process, alone and with every other technique."""
+"""Replicate and shard on two real ranks: together they are the single process, with every other technique."""
+
+from functools import cache
 
 import pytest
 import torch
@@ -8,10 +10,32 @@ from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.technique import Technique
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
-STRATEGIES = ("parallelism.replicate", "parallelism.shard")
-OTHERS = [name for name in techniques.names() if name not in STRATEGIES]
+CLAIMING = ("parallelism.replicate", "parallelism.shard")
+SUMMED = technique("large_batch.accumulate")
+STRATEGIES: dict[str, list[Technique]] = {
+    "replicate": [technique("parallelism.replicate")],
+    "shard": [technique("parallelism.shard")],
+    "shard zero=1, accumulated": [technique("parallelism.shard", zero=1), SUMMED],
+    "shard zero=2, accumulated": [technique("parallelism.shard", zero=2), SUMMED],
+}
+OTHERS = [name for name in techniques.names() if name not in CLAIMING]
+TOUCHY = [
+    "adapters.lora",
+    "data_selection.gradient_norm_sampling",
+    "growth.stacking",
+    "large_batch.noise_scale",
+    "memory.compress_activations",
+    "memory.offload_activations",
+    "memory.recompute",
+    "optimizers.lars",
+    "precision.mixed",
+    "precision.optimizer_state",
+    "sparsity.rigl",
+]
+"""What looks at gradients, parameters or saved tensors while they may be whole."""
 OWN_DATA = {"data_selection.gradient_norm_sampling", "memory.compress_activations"}
 """Each rank draws by itself, examples or how to round: the same in expectation, not the same numbers."""
 LOOSE = {
@@ -24,32 +48,37 @@ LOOSE = {
 each rank scales the first step by its own share."""
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
-def together(request: pytest.FixtureRequest) -> tuple[str, list[dict[str, Run]]]:
-    return request.param, on_ranks(2, train_with_each, request.param, OTHERS)
+@cache
+def together(strategy: str) -> list[dict[str, Run]]:
+    return on_ranks(2, train_with_each, STRATEGIES[strategy], goes_with(strategy))
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_two_ranks_are_the_single_process(together: tuple[str, list[dict[str, Run]]], name: str) -> None:
-    strategy, (first, second) = together
+def goes_with(strategy: str) -> list[str]:
+    return TOUCHY if SUMMED in STRATEGIES[strategy] else OTHERS
+
+
+@pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in goes_with(s)])
+def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
+    first, second = together(strategy)
     if name not in first:
         with pytest.raises(UsageError, match="cannot go together"):
-            compose(plain_run(), with_optimizer([technique(strategy), technique(name)]), STEPS)
+            compose(plain_run(), with_optimizer([*STRATEGIES[strategy], technique(name)]), STEPS)
         return
     assert (first[name].losses, first[name].norms) == (second[name].losses, second[name].norms)
     assert first[name].tensors == second[name].tensors
-    assert (first[name].sharded > 0) == (strategy == "parallelism.shard")
+    assert (first[name].sharded > 0) == (strategy != "replicate")
     if name in OWN_DATA:
         return
     torch._dynamo.reset()
-    alone, state = run_through(plain_run(tied=name != "optimizers.lion"), with_optimizer([technique(name)]), STEPS)
+    chosen = [*STRATEGIES[strategy][1:], technique(name)]
+    alone, state = run_through(plain_run(tied=name != "optimizers.lion"), with_optimizer(chosen), STEPS)
     loose = LOOSE.get(name, 1e-5)
     assert first[name].losses == pytest.approx(losses(alone), rel=loose)
     assert first[name].norms == pytest.approx([record.gradient_norm for record in alone], rel=30 * loose)
     assert list(first[name].tensors) == list(state.tensors())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", CLAIMING)
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can(strategy: str) -> None:
     for what, fix in on_ranks(2, refusals, strategy):
         assert "an effective batch of 3 examples cannot be shared equally by 2 ranks" in what
@@ -64,16 +93,24 @@ def test_sharding_one_process_without_a_group_is_refused_with_the_command_that_s
 
 def test_one_way_to_distribute_at_a_time() -> None:
     with pytest.raises(UsageError, match="both decide the distribution of data"):
-        compose(plain_run(), with_optimizer([technique(name) for name in STRATEGIES]), 2)
+        compose(plain_run(), with_optimizer([technique(name) for name in CLAIMING]), 2)
 
 
 def test_what_each_rank_holds_and_sends_is_predicted() -> None:
-    for before, parameters, optimizer, traffic in on_ranks(2, predicted, "parallelism.shard"):
-        assert parameters == before / 2 and optimizer == before
-        assert traffic == 3 * before / 2
-    for before, parameters, optimizer, traffic in on_ranks(2, predicted, "parallelism.replicate"):
-        assert parameters == before and optimizer == 2 * before
-        assert traffic == before
+    settings = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "gathered": "bfloat16"}]
+    strategies = [technique("parallelism.replicate"), *(technique("parallelism.shard", **each) for each in settings)]
+    for replicate, *sharded in on_ranks(2, predicted, strategies):
+        before, after = replicate
+        whole, at_once = before.parameters, before.outside + before.block
+        assert 0 < before.outside < whole == before.gradients and whole == before.outside + 4 * before.block
+        assert (after.parameters, after.gradients, after.optimizer) == (whole, whole, 2 * whole)
+        assert after.traffic == whole
+        gathered = [whole, whole, at_once, whole / 2]
+        for zero, (_, after), temporary in zip((1, 2, 3, 2), sharded, gathered, strict=True):
+            assert (after.parameters, after.optimizer) == (whole / 2, whole)
+            assert after.gradients == (whole if zero == 1 else whole / 2)
+            assert after.temporary == before.temporary / 2 + temporary
+        assert [after.traffic for _, after in sharded] == [whole, whole, (3 * whole - before.outside) / 2, 0.75 * whole]
 
 
 def test_masks_do_not_depend_on_sharding_and_a_full_value_is_a_copy() -> None:

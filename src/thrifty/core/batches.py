@@ -25,6 +25,9 @@ class Batch:
 
     fields: Mapping[str, Tensor]
     weight: Tensor
+    last: bool = True
+    """Whether the gradients are complete once these rows have been through the backward pass: False for a micro-batch
+    that others of the same sum follow."""
 
     def __getitem__(self, field: str) -> Tensor:
         return self.fields[field]
@@ -33,7 +36,8 @@ class Batch:
         return self.weight.shape[0]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        return Batch({name: function(tensor) for name, tensor in self.fields.items()}, function(self.weight))
+        fields = {name: function(tensor) for name, tensor in self.fields.items()}
+        return replace(self, fields=fields, weight=function(self.weight))
 
     def rows(self, start: int, stop: int) -> "Batch":
         return self.map(lambda tensor: tensor[start:stop])

@@ -1,5 +1,6 @@
 """Techniques folded over the plain run, sorted by stage."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +12,7 @@ from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import BatchSource, Mapped
 from thrifty.core.change import Change
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.layout import keep_orders
 from thrifty.core.moments import resolve_moments
 from thrifty.core.objective import Objective
 from thrifty.core.optimizer import TransformOptimizer
@@ -19,6 +21,7 @@ from thrifty.core.state import Decision, TrainState, fill_tensor, full_value
 from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
 from thrifty.core.transforms import Transform
+from thrifty.core.transit import values_over_stages
 
 CPU = torch.device("cpu")
 
@@ -114,7 +117,7 @@ class Composition:
                 except Refused as refused:
                     raise Refused(f"{technique.name}: {refused.what}", fix=refused.fix) from None
             self.notes[technique.name] = notes
-        return model
+        return keep_orders(model)
 
     def place(self, log: Sequence[Decision] = ()) -> TrainState:
         """A state at the structure of the log, at its first values; a caller that has values fills them in."""
@@ -150,21 +153,25 @@ class Composition:
         updates, born = state.optimizer.updates, state.optimizer.born
         state.log.append(decision)
         placed = self.place(state.log)
-        for name, tensor in placed.tensors().items():
+        tensors, sources = placed.tensors(), {}
+        for name, tensor in tensors.items():
             kind, _, rest = name.partition("/")
             prefix, _, parameter = rest.rpartition("/")
             # a mask is no moment: it belongs to the weight whatever happens to the optimizer
             is_moment = kind == "optimizer" and tensor.dtype != torch.bool
             if kind == "techniques" or (is_moment and change.moments == "reset"):
                 continue
-            origin = change.origin(parameter)
-            source = "/".join(part for part in (kind, prefix, origin) if part) if origin else ""
-            if source in old:
-                fill_tensor(tensor, old[source])
+            if origin := change.origin(parameter):
+                sources[name] = "/".join(part for part in (kind, prefix, origin) if part)
+        found = values_over_stages(old, set(sources.values()))
+        for name, source in sources.items():
+            if source in found:
+                fill_tensor(tensors[name], found[source])
         state.model, state.optimizer = placed.model, placed.optimizer
         assert state.optimizer is not None
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
+        gc.collect()  # the old model is in cycles with what was wrapped around its modules
 
     def verify(self, state: TrainState) -> None:
         """Ask every technique whether its promise still holds; raises IntegrityError with its name when not."""

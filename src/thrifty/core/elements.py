@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from thrifty.core.layout import Order, order_of
 from thrifty.core.mesh import axis
 from thrifty.core.parameters import Slices, fused_slices, is_matrix
 from thrifty.core.pieces import local
@@ -172,9 +174,10 @@ class ScaleByTrustRatio(Selective):
             return updates
         own, weights = [updates[i] for i in self.chosen], [parameters[i] for i in self.chosen]
         cuts = [self.cuts[i] for i in self.chosen]
-        lengths = zip(layer_norms(weights, cuts), layer_norms(own, cuts), strict=True)
+        orders = [order_of(parameter) for parameter in weights]
+        lengths = zip(layer_norms(weights, cuts, orders), layer_norms(own, cuts, orders), strict=True)
         if self.decay:
-            torch._foreach_add_(own, weights, alpha=self.decay)
+            torch._foreach_add_(local(own), local(weights), alpha=self.decay)
         for update, (weight_norm, update_norm) in zip(own, lengths, strict=True):
             update.mul_(trust_ratio(weight_norm, update_norm, self.coefficient, self.decay, self.bounds))
         return updates
@@ -229,12 +232,9 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where ranks hold parts."""
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
-    alike: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        is_parted = isinstance(tensor, DTensor)
-        alike.setdefault((tensor.device_mesh, tensor.placements) if is_parted else None, []).append(tensor)
     norms = [
-        whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(group, 2, dtype)))) for group in alike.values()
+        whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
+        for group in divided_alike(tensors)
     ]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
     stages = axis("pipeline")
@@ -245,27 +245,51 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     return norm
 
 
-def layer_norms(tensors: Sequence[Tensor], cuts: Sequence[Slices | None]) -> list[Tensor]:
+def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Groups, by index, of tensors that are divided over the ranks in the same way."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        is_parted = isinstance(tensor, DTensor)
+        groups.setdefault((tensor.device_mesh, tensor.placements) if is_parted else None, []).append(index)
+    return list(groups.values())
+
+
+def layer_norms(
+    tensors: Sequence[Tensor], cuts: Sequence[Slices | None], orders: Sequence[Order | None] | None = None
+) -> list[Tensor]:
     """The 2-norm of each tensor; of one that is cut, the norm of its slice for each of its lines, in a shape that the
-    tensor can be multiplied by. Whole even where the tensors are sharded."""
-    uncut = [tensor for tensor, cut in zip(tensors, cuts, strict=True) if cut is None]
-    norms = iter(whole(torch.stack(torch._foreach_norm(uncut))) if uncut else ())
-    return [next(norms) if cut is None else _slice_norms(t, cut) for t, cut in zip(tensors, cuts, strict=True)]
+    tensor can be multiplied by. Whole even where the tensors are sharded; `orders` are those of their parameters."""
+    orders = orders or [None] * len(tensors)
+    norms = [
+        tensor if cut is None else _slice_norms(tensor, cut, order)
+        for tensor, cut, order in zip(tensors, cuts, orders, strict=True)
+    ]
+    uncut = [i for i, cut in enumerate(cuts) if cut is None]
+    for group in divided_alike([tensors[i] for i in uncut]):
+        own = [uncut[i] for i in group]
+        for i, norm in zip(own, whole(torch.stack(torch._foreach_norm([tensors[i] for i in own]))), strict=True):
+            norms[i] = norm
+    return norms
 
 
-def _slice_norms(tensor: Tensor, cut: Slices) -> Tensor:
-    lines = whole(torch.linalg.vector_norm(tensor, dim=1 - cut.dim))
-    norms = [part.norm().expand(len(part)) for part in lines.split(list(cut.sizes))]
-    return like_parts(torch.cat(norms).unsqueeze(1 - cut.dim), tensor)
+def _slice_norms(tensor: Tensor, cut: Slices, order: Order | None) -> Tensor:
+    lines = torch.linalg.vector_norm(tensor, dim=1 - cut.dim)
+    along = None if order is None else replace(order, dim=0)
+    norms = [part.norm().expand(len(part)) for part in whole(lines, along).split(list(cut.sizes))]
+    return like_parts(torch.cat(norms).unsqueeze(1 - cut.dim), tensor, order)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, gathered or summed up where ranks hold parts."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
+    """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found if order is None else order.whole(found)
 
 
-def like_parts(tensor: Tensor, sharded: Tensor) -> Tensor:
-    """A tensor that every rank has, so that it can be combined with one of which each has a part."""
+def like_parts(tensor: Tensor, sharded: Tensor, order: Order | None = None) -> Tensor:
+    """A tensor that every rank has, so that it can be combined with one of which each has a part and which is kept in
+    this order."""
+    if order is not None:
+        tensor = order.kept(tensor)
     if not isinstance(sharded, DTensor):
         return tensor
     return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim)

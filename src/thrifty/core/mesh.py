@@ -74,28 +74,28 @@ class Axis:
 
 
 _ALONE = Axis()
-_laid: DeviceMesh | None = None
+_laid: dict[str, DeviceMesh] = {}
+"""The mesh under "all", each of its axes, and "data"."""
 
 
 def lay(sizes: Mapping[str, int], device: str) -> None:
     """Arrange all ranks, which must come here together, along axes of these sizes."""
-    global _laid
-    if _laid is None or _laid.shape != tuple(sizes[name] for name in AXES):
-        _laid = init_device_mesh(device, tuple(sizes[name] for name in AXES), mesh_dim_names=AXES)
-        _laid[DATA]._flatten("data")
+    shape = tuple(sizes[name] for name in AXES)
+    if not _laid or _laid["all"].shape != shape:
+        mesh = init_device_mesh(device, shape, mesh_dim_names=AXES)
+        _laid.update({name: mesh[name] for name in AXES}, all=mesh, data=mesh[DATA]._flatten("data"))
 
 
 def lift() -> None:
     """No mesh any more, as when the process group it was laid over ends."""
-    global _laid
-    _laid = None
+    _laid.clear()
 
 
 def axis(name: str) -> Axis:
     """The axis of this name; "data" is replicate and shard taken as one."""
     if not (dist.is_available() and dist.is_initialized()):
         return _ALONE
-    if _laid is None:
+    if not _laid:
         return Axis(dist.get_world_size(), dist.get_rank()) if name == "data" else _ALONE
     along = _laid[name]
     return _ALONE if along.size() == 1 else Axis(along.size(), along.get_local_rank(), along.get_group())
@@ -103,6 +103,6 @@ def axis(name: str) -> Axis:
 
 def submesh(*names: str, device: str = "cpu") -> DeviceMesh:
     """The part of the mesh along these axes; where none is laid, all ranks along the last of them."""
-    if _laid is None:
+    if not _laid:
         return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=names[-1:])
-    return _laid[names]
+    return _laid["all"][names]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, of_one_kind
 
 NUMBERS = 256 * 1024
 """Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
@@ -55,7 +55,9 @@ class AtOnce:
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
         changed = self.chain.update(list(updates), slots, parameters, numbers)
         if self.factors is not None:
-            torch._foreach_add_(parameters, changed, alpha=product(self.factors, numbers))
+            for some in of_one_kind(parameters):
+                own, added = [parameters[i] for i in some], [changed[i] for i in some]
+                torch._foreach_add_(own, added, alpha=product(self.factors, numbers))
             return
         for update, new in zip(updates, changed, strict=True):
             if new is not update:

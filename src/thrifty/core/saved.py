@@ -1,12 +1,14 @@
 """What autograd saves for the backward pass: which of it are activations, and who holds those in the meantime."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SMALLEST = 1024
@@ -82,6 +84,17 @@ class _View:
     offset: int
 
 
+@dataclass
+class _Part:
+    """What this rank holds of a divided tensor."""
+
+    held: Tensor | _View
+    mesh: DeviceMesh
+    placements: Sequence[Placement]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Pass:
     """The tensors saved in one forward pass, by storage."""
 
@@ -90,9 +103,12 @@ class _Pass:
         # a weak reference also keeps the address from being used again
         self.seen: dict[int, tuple[StorageWeakRef, int, _Kept | None]] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> "Tensor | _View | _Part":
         if tensor.numel() < self.smallest or is_parameter(tensor):
             return tensor
+        if isinstance(tensor, DTensor):
+            held = self.pack(tensor.detach().to_local())
+            return _Part(held, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
         whole = tensor if tensor._base is None else tensor._base
         if whole.dtype != tensor.dtype or whole.numel() * whole.element_size() != tensor.untyped_storage().nbytes():
             return tensor
@@ -113,7 +129,11 @@ class _Pass:
         return kept
 
 
-def _unpack(packed: Tensor | _View) -> Tensor:
+def _unpack(packed: "Tensor | _View | _Part") -> Tensor:
     if isinstance(packed, Tensor):
         return packed
+    if isinstance(packed, _Part):
+        mesh, placements, size, stride = packed.mesh, packed.placements, packed.size, packed.stride
+        here = _unpack(packed.held)
+        return DTensor.from_local(here, mesh, placements, run_check=False, shape=size, stride=stride)
     return packed.kept.view(packed.size, packed.stride, packed.offset)

@@ -22,6 +22,7 @@ class Stage(IntEnum):
     COMPRESS = auto()
     # how it is computed: values and parameter names stay
     SPLIT = auto()
+    CUT = auto()
     RECOMPUTE = auto()
     OFFLOAD = auto()
     COMPILE = auto()

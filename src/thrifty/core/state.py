@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from thrifty.core.layout import Order, held_parts, in_order, in_order_of, order_of
 from thrifty.core.optimizer import TransformOptimizer
 
 
@@ -50,14 +51,15 @@ class TrainState:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None and self.optimizer is not None
         for name, parameter in self.model.named_parameters():
-            yield f"parameters/{name}", parameter.detach()
+            yield f"parameters/{name}", in_order(parameter.detach(), order_of(parameter))
         persistent = self.model.state_dict(keep_vars=True)
         for name, buffer in self.model.named_buffers():
             if name in persistent:
                 yield f"buffers/{name}", buffer
+        trained = dict(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
         for slot, tensors in self.optimizer.slots.items():
-            for name, tensor in zip(self.optimizer.names, tensors, strict=True):
-                yield f"optimizer/{slot}/{name}", tensor
+            for (name, parameter), tensor in zip(trained.items(), tensors, strict=True):
+                yield f"optimizer/{slot}/{name}", in_order_of(parameter, tensor)
         for technique, memory in self.techniques.items():
             for name, tensor in memory.items():
                 yield f"techniques/{technique}/{name}", tensor
@@ -86,13 +88,16 @@ def read_log(scalars: Mapping[str, Any]) -> list[Decision]:
 
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
-    """Copy a full value into a tensor, taking this rank's part of it where the tensor is sharded."""
-    if isinstance(tensor, DTensor):
-        value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements)
-    tensor.copy_(value)
+    """Copy a full value, which all ranks have, into a tensor: this rank's part of it where the tensor is divided."""
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    for part in held_parts(tensor):
+        here[part.place].copy_(value[part.box.slices])
 
 
-def full_value(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, gathered where it is sharded; a copy, so that the original may go."""
+def full_value(tensor: Tensor, order: Order | None = None) -> Tensor:
+    """The whole of a tensor, gathered where it is divided; a copy, so that the original may go. `order` is that in
+    which it is kept, where the tensor itself does not know."""
+    order = order or order_of(tensor)
     # what is not divided (one rank, a replicated tensor) comes back from full_tensor as it is, not as a copy
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    value = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return value.clone() if order is None else order.whole(value)

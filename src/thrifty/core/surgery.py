@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
+from thrifty.core.elsewhere import present
 from thrifty.core.errors import Refused
 
 _notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
@@ -79,11 +80,12 @@ def select(
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list.
+    """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list,
+    without blocks that another pipeline stage holds.
 
     Raises Refused when the model has none.
     """
-    lists = {name: module for name, module in model.named_modules() if _is_list_of_equals(module)}
+    lists = {name: _here(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise Refused(
             f"no list of equal blocks was found in {type(model).__name__}",
@@ -95,15 +97,16 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
-    encoder-decoder. Lists inside a block and lists of single layers do not count.
+    encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
+    holds are left out.
 
     Raises Refused when the model has none.
     """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(is_under(name, stack) for stack in stacks)
-        if not inside and _is_list_of_equals(module) and len(weight_layers(module[0])) > 1:
-            stacks[name] = module
+        if not inside and _is_list_of_equals(module) and len(weight_layers(present(module)[0])) > 1:
+            stacks[name] = _here(module)
     return stacks or dict([find_blocks(model)])
 
 
@@ -113,7 +116,13 @@ def is_under(name: str, module: str) -> bool:
 
 
 def _is_list_of_equals(module: nn.Module) -> TypeGuard[nn.ModuleList]:
-    return isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1
+    return isinstance(module, nn.ModuleList) and len({type(child) for child in present(module)}) == 1
+
+
+def _here(blocks: nn.ModuleList) -> nn.ModuleList:
+    """The list itself, so that it can be changed, where all of its blocks are here."""
+    own = present(blocks)
+    return blocks if len(own) == len(blocks) else nn.ModuleList(own)
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:

@@ -19,6 +19,7 @@ from enum import IntEnum, auto
 from typing import TypeVar
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import UsageError
 
@@ -89,6 +90,15 @@ def under(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
 
 
+def of_one_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Plain and divided tensors apart, by index: torch's operations on lists take no mixed ones."""
+    plain: list[int] = []
+    divided: list[int] = []
+    for index, tensor in enumerate(tensors):
+        (divided if isinstance(tensor, DTensor) else plain).append(index)
+    return [some for some in (plain, divided) if some]
+
+
 class Chain(Transform):
     name = "chain"
     site: Callable | None = None
@@ -125,8 +135,18 @@ class Chain(Transform):
         }
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        kinds = of_one_kind(parameters)
         for key, element in self.elements.items():
-            updates = element.update(updates, under(key, slots), parameters, under(key, numbers))
+            own, scalars = under(key, slots), under(key, numbers)
+            if len(kinds) < 2 or element.reach is Reach.ALL:
+                updates = element.update(updates, own, parameters, scalars)
+                continue
+            updates = list(updates)
+            for some in kinds:
+                state = {slot: [tensors[i] for i in some] for slot, tensors in own.items()}
+                given, moved = [updates[i] for i in some], [parameters[i] for i in some]
+                for i, update in zip(some, element.only(some).update(given, state, moved, scalars), strict=True):
+                    updates[i] = update
         return updates
 
     def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:

@@ -47,6 +47,24 @@ def chunk_step(
     losses, masked_lse = torch.where(kept, losses, 0.0), torch.where(kept, lse, 0.0)
     if soft is None or hard is None:
         return losses, masked_lse, None, None, None
+    wanted = want_hidden, want_weight, want_bias
+    return losses, masked_lse, *chunk_gradients(logits, lse, hidden, weight, targets, soft, hard, *wanted)
+
+
+def chunk_gradients(
+    logits: Tensor,
+    lse: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    soft: Tensor,
+    hard: Tensor,
+    want_hidden: bool,
+    want_weight: bool,
+    want_bias: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of hidden, weight and bias, from the logits (c, v) of all or of some tokens of the vocabulary; `targets` count
+    from the first of those."""
     gradient = (logits - lse[:, None]).exp() * soft[:, None]
     is_target = torch.arange(weight.shape[0], device=weight.device) == targets[:, None]
     gradient = torch.where(is_target, gradient - hard[:, None], gradient)
@@ -54,7 +72,7 @@ def chunk_step(
     gradient = gradient.to(hidden.dtype)
     of_hidden = gradient @ weight if want_hidden else None
     of_weight = gradient.t() @ hidden if want_weight else None
-    return losses, masked_lse, of_hidden, of_weight, of_bias
+    return of_hidden, of_weight, of_bias
 
 
 def linear_cross_entropy(

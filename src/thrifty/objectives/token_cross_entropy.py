@@ -6,15 +6,18 @@ other models the output, or its attribute `logits`, is taken as the logits.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import check_bounds
 from thrifty.core.objective import Objective, Prediction
+from thrifty.kernels import vocabulary_parallel
 from thrifty.kernels.cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
 
 
@@ -56,13 +59,13 @@ class TokenCrossEntropy(Objective):
         if _is_plain_linear(prediction.head):
             weight = batch.weight[:, None]
             expected = (weight / targets.shape[1]).expand_as(targets) if shares is None else weight * shares
-            losses, normalizers = linear_cross_entropy(
-                prediction.hidden.flatten(0, 1),
-                prediction.head.weight,
-                targets.flatten(),
-                expected.flatten(),
-                bias=prediction.head.bias,
-                step=self.step,
+            head = prediction.head
+            if isinstance(head.weight, DTensor):
+                cross_entropy = vocabulary_parallel.linear_cross_entropy
+            else:
+                cross_entropy = partial(linear_cross_entropy, step=self.step)
+            losses, normalizers = cross_entropy(
+                prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), expected.flatten(), bias=head.bias
             )
         else:
             logits = prediction.logits.float().flatten(0, 1)
@@ -86,9 +89,9 @@ class TokenCrossEntropy(Objective):
         targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):
             head = prediction.head
-            squared = gradient_norm_scores(
-                prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), bias=head.bias
-            )
+            is_divided = isinstance(head.weight, DTensor)
+            squares = vocabulary_parallel.gradient_norm_scores if is_divided else gradient_norm_scores
+            squared = squares(prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), bias=head.bias)
         else:
             share = prediction.logits.float().flatten(0, 1).softmax(-1)
             wanted = F.one_hot(targets.flatten().clamp(min=0), share.shape[-1])

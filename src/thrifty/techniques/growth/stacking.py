@@ -51,9 +51,10 @@ class Stacking(Technique):
 
         def origin(parameter: str) -> str | None:
             assert state.model is not None
-            for name, blocks in find_stacks(state.model).items():
+            for name in find_stacks(state.model):
                 if found := re.fullmatch(rf"{re.escape(name)}\.(\d+)\.(.*)", parameter):
-                    return f"{name}.{stacked_origin(int(found[1]), len(blocks))}.{found[2]}"
+                    depth = len([*state.model.get_submodule(name).children()])  # with blocks of other pipeline stages
+                    return f"{name}.{stacked_origin(int(found[1]), depth)}.{found[2]}"
             return parameter
 
         reason = "start shallow" if step == 0 else "copy the blocks on top of themselves"

@@ -8,7 +8,7 @@ Does not  change the result beyond the order of summation (numerics: rounding).
 Avoid     when the whole batch fits: then it only adds launches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ def accumulated(backward: Backward, parts: int) -> Backward:
         rows = -(-len(batch) // parts)
         total = Outcome(torch.zeros((), device=batch.weight.device))
         for start in range(0, len(batch), rows):
-            total = total + backward(model, objective, batch.rows(start, start + rows))
+            part = batch.rows(start, start + rows)
+            total = total + backward(model, objective, replace(part, last=batch.last and start + rows >= len(batch)))
         return total
 
     return in_parts

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thrifty.core.bounds import Bound
 from thrifty.core.moments import Moment
+from thrifty.core.pieces import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
@@ -61,7 +62,7 @@ class KeepAverage(Transform):
         if numbers["weight"]:
             mean = slots["mean"]
             wide = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
-            torch._foreach_lerp_(mean, wide, float(numbers["weight"]))
+            torch._foreach_lerp_(local(mean), local(wide), float(numbers["weight"]))
 
     def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
         return slots["mean"] if self.judge and numbers["averaged"] else None

@@ -175,8 +175,11 @@ class Planned(Around):
 @dataclass(frozen=True)
 class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"saved tensors", "recomputation"})
-    clashes: ClassVar[Mapping[str, str]] = {"compiled blocks": "it follows single operations, which a compiler fuses"}
+    claims = frozenset({"saved tensors", "recomputation", "one plan for all ranks"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "compiled blocks": "it follows single operations, which a compiler fuses",
+        "distribution of layers": "it follows single operations, and those between ranks cannot be made again by one",
+    }
 
     bytes: Annotated[float, Bound(above=0)] = 0.5
     """For all activations at the peak, in bytes; up to 1 a share of what they take when all are kept, or what they take

@@ -13,9 +13,9 @@ Does not  change any value, dropout included (numerics: exact); rename any param
 Avoid     when the model already fits: then it keeps everything, and costs nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,9 @@ def _form(args: tuple, kwargs: dict) -> tuple:
 class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({"recomputation"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "distribution of layers": "costs are looked up on one rank, and its layers compute on several"
+    }
 
     bytes: Annotated[float, Bound(above=0)] = 0.5
     """Up to 1 a share of what the blocks of the plain run hold at their peak, or the least that is possible where that

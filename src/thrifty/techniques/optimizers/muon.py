@@ -32,6 +32,7 @@ from thrifty.core.elements import (
     scale_by_learning_rate,
     whole,
 )
+from thrifty.core.layout import order_of
 from thrifty.core.parameters import Slices, fused_slices, is_hidden_matrix
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
@@ -118,11 +119,11 @@ class Orthogonalize(Transform):
         # one after the other where each must be gathered first: all of them whole would be the whole model
         sharded = any(isinstance(update, DTensor) for update in updates)
         for some in [[i] for i in everything] if sharded else [everything]:
-            held = {i: whole(updates[i]) for i in some}
+            held = {i: whole(updates[i], order_of(parameters[i])) for i in some}
             self._orthogonalize([layer for i, matrix in held.items() for layer in self._layers(i, matrix)])
             for i, matrix in held.items():
                 if matrix is not updates[i]:
-                    updates[i].copy_(like_parts(matrix, updates[i]))
+                    updates[i].copy_(like_parts(matrix, updates[i], order_of(parameters[i])))
         return updates
 
     def _layers(self, index: int, matrix: Tensor) -> Sequence[Tensor]:

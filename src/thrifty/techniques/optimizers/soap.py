@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.bounds import Betas, Positive, Rate
 from thrifty.core.elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
+from thrifty.core.layout import order_of
 from thrifty.core.pieces import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -116,7 +117,8 @@ class ScaleBySoap(Transform):
         sides = {slot: [side if side.numel() else None for side in local(slots[slot])] for slot in self.weights}
         for i, update in enumerate(updates):
             moments = slots["mean"][i], slots["square"][i]
-            gradient, mean, square = (whole(tensor) for tensor in (update, *moments))
+            order = order_of(parameters[i])
+            gradient, mean, square = (whole(tensor, order) for tensor in (update, *moments))
             spread = sides["left_spread"][i], sides["right_spread"][i]
             axes = sides["left_axes"][i], sides["right_axes"][i]
             found = torch.zeros_like(gradient)
@@ -130,7 +132,7 @@ class ScaleBySoap(Transform):
                 follow_axes(axes, spread, mean, square)
             for tensor, new in zip((update, *moments), (found, mean, square), strict=True):
                 if new is not tensor:
-                    tensor.copy_(like_parts(new, tensor))
+                    tensor.copy_(like_parts(new, tensor, order))
         return updates
 
 

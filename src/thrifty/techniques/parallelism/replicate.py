@@ -79,6 +79,10 @@ class Replicate(Technique):
 
     def footprint(self, footprint: Footprint) -> Footprint:
         size = axis("data").size
-        return footprint.scale(activations=1 / size, temporary=1 / size).add(
-            traffic=2 * footprint.gradients * (1 - 1 / size), temporary=4 * BUCKET if size > 1 else 0
-        )
+        if size == 1:
+            return footprint
+        share = footprint.scale(activations=1 / size, temporary=1 / size)
+        # what is summed at a time is there when activations are not
+        summing = share.gradients + min(4 * BUCKET, share.gradients)
+        held = max(share.gradients, share.activations) + share.temporary
+        return share.add(traffic=2 * footprint.gradients * (1 - 1 / size), temporary=max(summing - held, 0))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from thrifty.core.bounds import Positive, Probability, Share
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.layout import order_of
 from thrifty.core.moments import Moment
 from thrifty.core.sparsity import layer_densities, random_mask
 from thrifty.core.stages import Stage
@@ -102,7 +103,8 @@ class Masked(Transform):
     ) -> None:
         for i in self.masked:
             # decided on whole tensors, so that every rank of a sharded run decides the same
-            new = moved_mask(*(full_value(t) for t in (masks[i], parameters[i], gradients[i])), fraction)
+            order = order_of(parameters[i])
+            new = moved_mask(*(full_value(t, order) for t in (masks[i], parameters[i], gradients[i])), fraction)
             fill_tensor(masks[i], new)
             parameters[i].mul_(masks[i])
             for tensors in inner.values():
@@ -142,7 +144,7 @@ class Rigl(Technique):
             for name, parameter in parameters.items()
             if parameter.ndim == 2 and re.search(self.where, name)
         }
-        return layer_densities(shapes, self.density, self.distribution) if shapes else {}
+        return layer_densities(shapes, self.density, self.distribution)
 
     def update(self, transform: Transform) -> Transform:
         return Masked(transform, self)

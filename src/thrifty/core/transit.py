@@ -1,0 +1,102 @@
+"""Tensors on their way between pipeline stages, and values that all stages must know.
+
+A tensor travels behind a line that says its dtype and shape, so that whoever receives it need not know them. Stages of
+one process group take the same steps in the same order.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thrifty.core.mesh import axis
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_DIMS = 6
+
+
+def send(tensor: Tensor, place: int) -> None:
+    """To the stage at this place along the pipeline."""
+    group = axis("pipeline").group
+    dist.send(_described(tensor), group=group, group_dst=place)
+    dist.send(tensor.contiguous(), group=group, group_dst=place)
+
+
+def receive(place: int, device: torch.device) -> Tensor:
+    group = axis("pipeline").group
+    line = torch.empty(_DIMS + 2, dtype=torch.int64, device=device)
+    dist.recv(line, group=group, group_src=place)
+    tensor = _empty(line, device)
+    dist.recv(tensor, group=group, group_src=place)
+    return tensor
+
+
+def tell(tensor: Tensor | None, place: int, device: torch.device) -> Tensor:
+    """The tensor of the stage at this place, on all stages; what the others give does not matter."""
+    here = axis("pipeline")
+    if here.place == place:
+        assert tensor is not None
+        line, tensor = _described(tensor), tensor.contiguous()
+        dist.broadcast(line, group=here.group, group_src=place)
+    else:
+        line = torch.empty(_DIMS + 2, dtype=torch.int64, device=device)
+        dist.broadcast(line, group=here.group, group_src=place)
+        tensor = _empty(line, device)
+    dist.broadcast(tensor, group=here.group, group_src=place)
+    return tensor
+
+
+def over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What all stages know by name, taken together: plain values, which travel as JSON."""
+    stages, text = axis("pipeline"), json.dumps(dict(facts)).encode()
+    if stages.size == 1:
+        return dict(facts)
+    with unset_fake_temporarily():
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(stages.size)]
+        dist.all_gather(lengths, torch.tensor([len(text)]), group=stages.group)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # blanks mean nothing in JSON
+        texts = [torch.empty_like(padded) for _ in range(stages.size)]
+        dist.all_gather(texts, padded, group=stages.group)
+        known = [json.loads(each.numpy().tobytes()) for each in texts]
+    return {name: value for facts in known for name, value in facts.items()}
+
+
+def values_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of these names, whichever stage has them; names that none has are left out."""
+    stages = axis("pipeline")
+    if stages.size == 1:
+        return {name: values[name] for name in wanted if name in values}
+    holders = over_stages(dict.fromkeys(values, stages.place))
+    asked = over_stages(dict.fromkeys(wanted, True))
+    device = next(iter(values.values())).device
+    found = {}
+    for name in sorted(asked.keys() & holders.keys()):
+        value = tell(values.get(name), holders[name], device)
+        if name in wanted:
+            found[name] = value
+    return found
+
+
+def _described(tensor: Tensor) -> Tensor:
+    shape = list(tensor.shape)
+    line = [_DTYPES.index(tensor.dtype), len(shape), *shape, *[0] * (_DIMS - len(shape))]
+    return torch.tensor(line, device=tensor.device)
+
+
+def _empty(line: Tensor, device: torch.device) -> Tensor:
+    dtype, dims, *shape = line.tolist()
+    return torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=device)

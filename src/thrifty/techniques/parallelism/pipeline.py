@@ -1,0 +1,272 @@
+"""Pipeline: blocks divided over ranks as stages, through which the batch goes in micro-batches.
+
+Paper     Huang et al. 2019, GPipe (arXiv 1811.06965), section 2; 1F1B after Narayanan et al. 2019, PipeDream, and with
+          several stages a rank after Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; backward passes in two
+          halves after Qi et al. 2023, Zero Bubble (arXiv 2401.10241). Engine: torch.distributed.pipelining.
+Promise   parameters, gradients and optimizer state divided by the stages, at little traffic: hidden states between
+          neighbours. The single-process run within the order of summation, whatever the schedule.
+Cost      ranks that wait: a share (p - 1) / (m + p - 1) of the time for p equal stages and m micro-batches, with gpipe
+          and with 1f1b; less with the others. One slow stage holds up all, so blocks are divided by what they cost.
+Schedules
+          gpipe        all forward passes, then all backward passes: m micro-batches are alive
+          1f1b         the same waiting, p micro-batches alive at most; one forward and one backward pass in turn
+          interleaved  1f1b with `chunks` stages on each rank: the waiting divided by that, more traffic
+          zero_bubble  and gradients of weights computed while a rank would wait (ZB-1P)
+          zbv          two stages a rank in the form of a V: the first rank also has the last stage, head included
+Does not  rename a parameter. A head tied to the embedding is one parameter of the first stage, which the last one
+          borrows: its value goes there before each pass, its gradient comes back after.
+Avoid     while tensor or sharded parallelism fits one machine: those keep all ranks busy with any batch.
+Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the literature:
+          only one rank works at a time. Micro-batches are equal; missing rows are filled up with rows of weight zero.
+          torch runs backward passes first in, first out, and holds a buffer for the hidden states of every micro-batch
+          in either direction. So with `recompute` it is the first micro-batch that is kept, where the paper, last in
+          and first out, keeps the last: the one whose backward pass comes first, and nothing is gained by computing it
+          again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them again. Halved
+          backward passes compute chunked losses, and what is recomputed, twice.
+          The footprint is that of a rank with as many blocks as any and with both ends, as with zbv or a tied head;
+          it does not know how large hidden states are, so their traffic and buffers are not in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Positive
+from thrifty.core.elsewhere import present
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis
+from thrifty.core.model_parts import balanced, parts_of
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.pipeline_line import Line
+from thrifty.core.ranks import from_first_rank
+from thrifty.core.stage_models import StageModel, cut
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import note, wrap_forward
+from thrifty.core.technique import Numerics, Technique
+
+ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL_STAGES: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
+    """The rank of each stage: round and round, or for zbv down the ranks and up again."""
+    if schedule == "zbv":
+        return [*range(ranks), *reversed(range(ranks))]
+    return [*range(ranks)] * chunks
+
+
+def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
+    """How many micro-batches the rank that has most of them holds activations of, at the most, those of one of its
+    stages counted as a share of a micro-batch."""
+    if schedule == "gpipe":
+        return parts
+    if schedule in ("1f1b", "zbv"):
+        return min(ranks, parts)
+    in_round = parts // max(1, parts // ranks)
+    ahead = (chunks - 1) * in_round + (2 if schedule == "interleaved" else 1) * (ranks - 1)
+    return min(ahead + 1, parts * chunks) / chunks
+
+
+class Through(Around):
+    """Another objective whose predictions go through all stages. What follows from them (losses, scores) is known to
+    the last stage, and told to all. While a stage runs by itself, this is the objective as it is."""
+
+    line: Line | None = None
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        self.line = line_of(model)
+        if self.line.running:
+            return self.inner.predict(model, batch)
+        if torch.is_grad_enabled():
+            raise UsageError("gradients of a pipeline come from its schedule alone", fix="predict under no_grad")
+        return self.line.predict(self.inner, model, batch)
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self._told(self.inner.losses, prediction, batch)
+
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self._told(self.inner.scores, prediction, batch)
+
+    def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return self._told(self.inner.normalizers, prediction, batch)
+
+    def _told(self, find: Any, prediction: Prediction, batch: Batch) -> Tensor:
+        assert self.line is not None
+        if self.line.running:
+            return find(prediction, batch)
+        return self.line.tell(find(prediction, batch) if self.line.has_last else None)
+
+
+class Scheduled(Around):
+    """Another objective whose losses come with their gradients: asking for them runs the schedule, backward passes
+    included, for the weights that the batch says each will count with. They are leaves of the autograd graph, so that
+    the backward pass of whoever asked ends there."""
+
+    def __init__(self, inner: Objective, parts: int):
+        super().__init__(inner)
+        self.parts = parts
+        self.model: nn.Module | None = None
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        if not torch.is_grad_enabled():
+            return super().predict(model, batch)
+        self.model = model
+        return Prediction()
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        if not torch.is_grad_enabled():
+            return super().losses(prediction, batch)
+        assert self.model is not None
+        return line_of(self.model).train(self.inner, self.model, batch, self.parts).requires_grad_()
+
+
+def line_of(model: nn.Module) -> Line:
+    return model.pipeline  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Pipeline(Technique):
+    stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"distribution of blocks"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "parameters of several blocks": "blocks that share their parameters would be on different ranks",
+        "which examples are trained on": "each stage would draw examples of its own",
+        "one plan for all ranks": "each stage has other blocks to plan for",
+    }
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
+    parts: Positive = 4
+    """Micro-batches."""
+    chunks: Positive = 2
+    """Stages on each rank; of meaning for interleaved and zero_bubble alone."""
+    recompute: bool = False
+    """Whether stages keep only the blocks' inputs, of all micro-batches but the one that goes back first."""
+    blocks: tuple[int, ...] = ()
+    """How many each stage has, in their order; empty divides them by what they cost."""
+    costs: Literal["counted", "measured"] = "counted"
+    """What they cost: FLOPs, so that a resumed run has the same stages, or seconds of a real forward pass on the first
+    rank."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recompute:
+            object.__setattr__(self, "claims", self.claims | {"recomputation"})
+        if self.schedule in ("zero_bubble", "zbv"):
+            halves = f"{self.schedule} takes backward passes in halves, which"
+            refused = {
+                "compiled blocks": f"{halves} a compiler puts together",
+                "parameters in pieces": f"{halves} go past what sums up the gradients",
+            }
+            object.__setattr__(self, "clashes", {**self.clashes, **refused})
+
+    def model(self, model: nn.Module) -> nn.Module:
+        ranks = axis("pipeline").size
+        if ranks == 1:
+            return model
+        self._check(ranks)
+        parts = parts_of(model, timed=self.costs == "measured")
+        places = stage_places(self.schedule, ranks, self._chunks)
+        counts = self._counts(model, parts.costs, len(places))
+        device = next(model.parameters()).device
+        stages, loans = cut(model, parts, counts, places)
+        line = Line(stages, loans, places, device, self._schedule, self._keeps)
+        if self.recompute:
+            for block in present(model.get_submodule(parts.stack).children()):
+                wrap_forward(block, line.block)
+        model.pipeline = line  # type: ignore[assignment]
+        note(
+            f"{', '.join(map(str, counts))} blocks in {len(counts)} stages; this rank has stage "
+            f"{' and '.join(str(stage.index) for stage in stages)}"
+        )
+        return model
+
+    def objective(self, objective: Objective) -> Objective:
+        return Through(objective) if axis("pipeline").size > 1 else objective
+
+    def backward(self, backward: Backward) -> Backward:
+        if axis("pipeline").size == 1:
+            return backward
+
+        def in_stages(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+            return backward(model, Scheduled(objective, self.parts), batch)
+
+        return in_stages
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        ranks = axis("pipeline").size
+        if ranks == 1 or not footprint.parameters:
+            return footprint
+        depth = round((footprint.parameters - footprint.outside) / footprint.block) if footprint.block else ranks
+        blocks = max(self._per_rank(ranks)) if self.blocks else -(-depth // ranks)
+        share = blocks / depth
+        held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
+        alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.parts, self._chunks)
+        return footprint.scale(
+            parameters=held,
+            gradients=held,
+            optimizer=held,
+            activations=share * alive / self.parts,
+            temporary=1 / self.parts,
+        )
+
+    def _per_rank(self, ranks: int) -> list[int]:
+        """The blocks that were given, by rank."""
+        places = stage_places(self.schedule, ranks, self._chunks)
+        given = list(zip(self.blocks, places, strict=True))
+        return [sum(count for count, at in given if at == place) for place in range(ranks)]
+
+    @property
+    def _chunks(self) -> int:
+        return 1 if self.schedule in ONE_STAGE else 2 if self.schedule == "zbv" else self.chunks
+
+    def _check(self, ranks: int) -> None:
+        """Raises Refused for numbers of micro-batches that torch's schedules cannot take."""
+        if self.schedule == "1f1b" and self.parts < ranks:
+            raise Refused(f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more")
+        if self.schedule in ("interleaved", "zero_bubble") and self.parts % max(1, self.parts // ranks):
+            raise Refused(
+                f"{self.parts} micro-batches do not go in equal rounds over {ranks} ranks",
+                fix=f"set parts = {-(-self.parts // ranks) * ranks}",
+            )
+
+    def _counts(self, model: nn.Module, costs: Sequence[float], stages: int) -> list[int]:
+        depth = len(costs) - 2
+        if not self.blocks:
+            counts = balanced(costs, stages)
+            if is_fake(next(model.parameters())):
+                return counts
+            return [int(count) for count in from_first_rank(torch.tensor(counts))]
+        if len(self.blocks) != stages or sum(self.blocks) != depth or 0 in self.blocks:
+            raise Refused(
+                f"blocks is {list(self.blocks)}, and there are {depth} for {stages} stages",
+                fix="say how many each stage has, at least one, or leave blocks out",
+            )
+        return list(self.blocks)
+
+    def _schedule(self, stages: list[PipelineStage]) -> Any:
+        kind = ONE_STAGE.get(self.schedule)
+        made = partial(kind, stages[0]) if kind else partial(SEVERAL_STAGES[self.schedule], stages)
+        return made(self.parts, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    def _keeps(self, stage: StageModel, part: int) -> bool:
+        return part == 0 or (stage.is_last and self.schedule != "gpipe")

@@ -1,0 +1,155 @@
+"""Tensor: every layer computed by several ranks together, each with a part of its weights, on the same data.
+
+Paper     Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3; along tokens between the layers after
+          Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2; engine: torch's DTensor.
+Promise   weights, gradients, optimizer state and most activations divided by the number of ranks; the single-process
+          run within the order of summation. The first of two matrices is split by its outputs, the second by its
+          inputs, attention by heads; embedding, head and loss by the vocabulary, and no rank ever has all logits.
+Cost      in each block two sums of hidden states (b, t, d) forward and two backward, which nothing hides. Along tokens
+          each sum is a reduce-scatter and a gather, of the same bytes.
+Does not  rename any parameter, or change what one is drawn as: the plain model is built, then cut.
+Avoid     where the model fits: sharding sends less. Between machines.
+Note      a layer that holds several slices (queries, keys and values) is kept in an order in which each rank's rows are
+          neighbours (`core/layout.py`); checkpoints and exports have the plain one. Norms, positions and biases of row
+          layers are whole on all ranks. Random numbers are drawn alike where activations are whole and apart where they
+          are not.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import IntegrityError
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis, submesh
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.pieces import local
+from thrifty.core.split_model import split_model
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Numerics, Technique
+
+STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
+"""The share of the activations that every rank has whole, measured on gpt and llama blocks: what split layers and norms
+are given; along tokens what the layers are given alone."""
+
+
+class DividedHead(Around):
+    """Another objective that is given a divided head as a bare linear layer, so that the loss works on each rank's part
+    of the vocabulary. Called as a module the head gives all logits."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        prediction = super().predict(model, batch)
+        head = prediction.head
+        if isinstance(head, nn.Linear) and isinstance(head.weight, DTensor):
+            bare = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
+            bare.weight, bare.bias = head.weight, head.bias
+            prediction.head = bare
+        return prediction
+
+
+@torch.no_grad()
+def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGroup | None) -> None:
+    """Makes gradients that are still parts of a sum the sum: of whole parameters that each rank used on its own part
+    only, and of DTensors that were left partial."""
+    partial: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if name in summed:
+            partial += local([parameter.grad])
+        elif isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
+            parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    for dtype in {gradient.dtype for gradient in partial}:
+        alike = [gradient for gradient in partial if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in alike])
+        dist.all_reduce(flat, group=group)
+        for gradient, values in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
+            gradient.copy_(values.view_as(gradient))
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Whether ranks of the tensor axis hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return any(
+        name == "tensor" and not place.is_replicate() for name, place in zip(names, parameter.placements, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class TensorParallel(Technique):
+    stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"distribution of layers"})
+
+    along_tokens: bool = False
+    """Whether hidden states between split layers are divided along tokens: norms and residuals, and what is saved of
+    them, divided too."""
+    plan: tuple[str, ...] = ()
+    """Entries "pattern=style" for layers of a model that is not known here, or to be split otherwise: column, row,
+    summed or whole (`core/split_plan.py`)."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        if axis("tensor").size > 1:
+            mesh = submesh("tensor", device=next(model.parameters()).device.type)
+            model.splitting = split_model(model, mesh, self.plan, self.along_tokens)
+        return model
+
+    def objective(self, objective: Objective) -> Objective:
+        return DividedHead(objective) if axis("tensor").size > 1 else objective
+
+    def backward(self, backward: Backward) -> Backward:
+        tensor = axis("tensor")
+
+        def settled(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+            outcome = backward(model, objective, batch)
+            settle_gradients(model, model.splitting.summed, tensor.group)
+            return outcome
+
+        return settled if tensor.size > 1 else backward
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """For N ranks: matrices are divided, vectors are not. Each of the sums of hidden states, four in a block and
+        two outside, sends 2 (1 - 1/N) of their bytes from each rank (a ring), once for each micro-batch."""
+        ranks = axis("tensor").size
+        if ranks == 1 or not footprint.parameters:
+            return footprint
+        held = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
+        stays = STAYS_ALONG_TOKENS if self.along_tokens else STAYS
+        blocks = (footprint.parameters - footprint.outside) / footprint.block if footprint.block else 0
+        return footprint.scale(
+            parameters=held,
+            outside=held,
+            block=held,
+            gradients=held,
+            optimizer=held,
+            activations=stays + (1 - stays) / ranks,
+            temporary=held,
+        ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden / axis("data").size)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        if hasattr(model, "splitting"):
+            model.splitting.undo.close()
+            del model.splitting
+        return model
+
+    @torch.no_grad()
+    def holds(self, state: TrainState) -> None:
+        tensor = axis("tensor")
+        assert state.model is not None
+        whole = {name: p for name, p in state.model.named_parameters() if not is_divided(p)}
+        if tensor.size == 1 or not whole:
+            return
+        sums = torch.stack([values.double().sum() for values in local([*whole.values()])])
+        least, most = sums.clone(), sums
+        dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)
+        for name, apart in zip(whole, (most - least > 1e-3 * most.abs()).tolist(), strict=True):
+            if apart:
+                raise IntegrityError(f"{self.name}: {name} should be the same on all ranks of the axis, and is not")

@@ -1,0 +1,275 @@
+"""Pipelines on real ranks: every schedule is the single process, and what a stage holds is what it should."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from parallel_work import digests
+from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, resumed, save_after
+from rank_processes import on_ranks
+from thrifty import techniques
+from thrifty.core.errors import Refused
+from thrifty.core.model_parts import balanced, parts_of
+from thrifty.techniques.parallelism import pipeline
+from thrifty.techniques.parallelism.pipeline import stage_places
+from thrifty.training import checkpoint
+from tiny_runs import advance, snapshot, tiny_model
+
+NAME = "parallelism.pipeline"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
+LAMB = {"optimizers.lamb": {"lr": 1e-2}, "optimizers.clip": {"largest": 0.5}, "large_batch.accumulate": {"parts": 2}}
+
+
+def piped(others: Mapping[str, Mapping[str, Any]] = LAMB, **settings: Any) -> dict[str, Mapping[str, Any]]:
+    """The pipeline, with costs that are the same on every machine, beside other techniques."""
+    return {NAME: {"costs": "counted"} | settings, **others}
+
+
+EXACT = {
+    **{f"{schedule}, tied": Case(piped(schedule=schedule), {"batch": 6, "style": "gpt"}, 20) for schedule in SCHEDULES},
+    **{f"{schedule}, free": Case(piped(schedule=schedule), {"batch": 6, "tied": False}, 20) for schedule in SCHEDULES},
+    "one micro-batch": Case(piped({}, schedule="gpipe", parts=1)),
+    "blocks given": Case(piped({}, blocks=(1, 3))),
+    "more micro-batches than rows": Case(piped({}, parts=6)),
+    "gpipe, recomputed": Case(piped({}, schedule="gpipe", recompute=True)),
+    "zbv, recomputed": Case(piped({}, schedule="zbv", recompute=True)),
+    "1f1b, blocks recomputed by another": Case(piped({"memory.recompute": {}})),
+    "conversations in a row": Case(piped({}), data="conversations"),
+    "conversations in a row, zbv": Case(piped({}, schedule="zbv"), data="conversations"),
+    "a growing model": Case(piped({"growth.stacking": {"at": (2,), "moments": "copy"}}), steps=4),
+    "longer and longer texts": Case(piped({"growth.sequence_length": {"start": 8, "until": 2, "phases": 2}})),
+    "masks that move": Case(piped({"sparsity.rigl": {"every": 2, "density": 0.5}}), steps=5),
+    "a llama of transformers": Case(piped({}), {"theirs": "llama"}),
+    "a gpt2 of transformers": Case(piped({}, schedule="interleaved"), {"theirs": "gpt2"}),
+}
+FOUR = {
+    "four stages, gpipe": Case(piped(schedule="gpipe"), {"batch": 6}, 20),
+    "four stages, 1f1b": Case(piped(schedule="1f1b"), {"batch": 6, "tied": False}, 20),
+    "four stages, zero bubble": Case(piped(schedule="zero_bubble"), {"batch": 6, "depth": 8}, 20),
+    "four stages, zbv": Case(piped(schedule="zbv"), {"batch": 6, "depth": 8}, 20),
+}
+REPLICATED = {
+    "two stages, twice": Case(piped(LAMB | {"parallelism.replicate": {}}), {"batch": 8}, 20),
+    "two stages, twice, zbv": Case(piped(LAMB | {"parallelism.replicate": {}}, schedule="zbv"), {"batch": 8}, 20),
+}
+
+
+STATE = {"parallelism.shard": {"zero": 1}}
+DIVIDED = {
+    "free": Case(piped(LAMB | STATE), {"batch": 8, "tied": False}, 20),
+    "tied": Case(piped(LAMB | STATE), {"batch": 8}, 20),
+    "in halves": Case(piped(STATE, schedule="zbv"), {"batch": 8}),
+}
+
+
+@pytest.fixture(scope="module")
+def divided() -> dict[str, list[Found]]:
+    return by_name(DIVIDED, on_ranks(4, on_mesh, {"pipeline": 2, "shard": 2}, list(DIVIDED.values())))
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, list[Found]]:
+    return by_name(EXACT, on_ranks(2, on_mesh, {"pipeline": 2}, list(EXACT.values())))
+
+
+@cache
+def four() -> dict[str, list[Found]]:
+    return by_name(FOUR, on_ranks(4, on_mesh, {"pipeline": 4}, list(FOUR.values())))
+
+
+@cache
+def two_by_two() -> dict[str, list[Found]]:
+    return by_name(REPLICATED, on_ranks(4, on_mesh, {"pipeline": 2, "replicate": 2}, list(REPLICATED.values())))
+
+
+def by_name(cases: Mapping[str, Case], ranks: Sequence[Sequence[Found]]) -> dict[str, list[Found]]:
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
+
+
+def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: float = 1e-10) -> None:
+    alone = found(case.without(NAME, "parallelism.replicate", "parallelism.shard"))
+    assert not any(rank.refused for rank in ranks), ranks[0].refused
+    for rank in ranks:
+        assert rank.losses == pytest.approx(alone.losses, rel=tolerance, abs=0)
+        assert rank.held_out == pytest.approx(alone.held_out, rel=tolerance, abs=0)
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-6)  # a record keeps float32
+        assert rank.losses == ranks[0].losses and rank.norms == ranks[0].norms
+    assert set().union(*(rank.tensors for rank in ranks)) == alone.tensors.keys()
+    for rank in ranks:
+        for name, tensor in rank.tensors.items():
+            np.testing.assert_allclose(tensor, alone.tensors[name], rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_two_stages_are_the_single_process(two: dict[str, list[Found]], name: str) -> None:
+    assert_the_single_process(two[name], EXACT[name])
+    first, second = (rank.tensors.keys() for rank in two[name])
+    assert first and second and not first & second  # also of a tied head there is one, on the first
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_stages_are_the_single_process(name: str) -> None:
+    assert_the_single_process(four()[name], FOUR[name])
+
+
+@pytest.mark.parametrize("name", ("free", "tied"))
+def test_optimizer_state_is_divided_beside_the_stages(divided: dict[str, list[Found]], name: str) -> None:
+    assert_the_single_process(divided[name], DIVIDED[name])
+
+
+def test_gradients_in_halves_and_in_pieces_do_not_go_together(divided: dict[str, list[Found]]) -> None:
+    assert all("cannot go together" in rank.refused for rank in divided["in halves"])
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_pipelines_side_by_side_are_the_single_process(name: str) -> None:
+    assert_the_single_process(two_by_two()[name], REPLICATED[name])
+
+
+def test_dropout_comes_back_when_stages_compute_again() -> None:
+    model = {"style": "gpt", "dropout": 0.3}
+    cases = [
+        Case(piped({}, schedule=schedule, recompute=again), model)
+        for schedule in ("gpipe", "zbv")
+        for again in (False, True)
+    ]
+    for kept, again, kept_v, again_v in on_ranks(2, on_mesh, {"pipeline": 2}, cases):
+        for one, other in ((kept, again), (kept_v, again_v)):
+            assert one.losses == other.losses
+            assert all(np.array_equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+def test_an_overflow_on_one_stage_is_answered_by_all() -> None:
+    mixed = {"precision.mixed": {"format": "float16", "init_scale": 2.0**18}}
+    case = Case(piped(mixed), {"tied": False}, steps=8, double=False)
+    first, second = (rank[0] for rank in on_ranks(2, on_mesh, {"pipeline": 2}, [case]))
+    assert any(first.skipped) and not all(first.skipped)
+    assert first.skipped == second.skipped and first.losses == second.losses
+
+
+def test_as_many_micro_batches_are_alive_as_the_schedule_says() -> None:
+    parts = {"gpipe": 4, "1f1b": 4, "interleaved": 4, "zero_bubble": 4, "zbv": 4}
+    cases = [Case(piped({}, schedule=schedule, parts=count), {"batch": 8}) for schedule, count in parts.items()]
+    again = Case(piped({}, schedule="gpipe", recompute=True), {"batch": 8})
+    first, second = on_ranks(2, most_alive, [*cases, again])
+    gpipe, one_each, interleaved, zero_bubble, zbv, recomputed = range(6)
+    assert first[gpipe] == [4, 4] and second[gpipe] == [4, 4]  # m
+    assert first[one_each] == [2, 2] and second[one_each] == [1, 1]  # p - i at stage i
+    assert max(first[recomputed] + second[recomputed]) <= 2  # the one that is kept, and one that is made again
+    for index, schedule in ((interleaved, "interleaved"), (zero_bubble, "zero_bubble"), (zbv, "zbv")):
+        most = max(sum(first[index]), sum(second[index]))
+        assert most / 2 >= pipeline.most_alive(schedule, 2, 4, 2) >= most / 3  # peaks of both stages, not at one time
+
+
+def test_a_checkpoint_of_two_stages_goes_on_with_one_process_and_with_four(tmp_path: Path) -> None:
+    case = Case(piped(), {"batch": 6}, steps=9)
+    alone = case.without(NAME)
+    expected = found(alone)
+    on_ranks(2, save_after, case, 3, tmp_path, 2)
+    run, state = resumed(alone, tmp_path)
+    assert digests(snapshot(state).tensors) == digests(checkpoint.load(tmp_path).tensors)
+    advance(run, state, 6)
+    checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
+    written = digests(snapshot(state).tensors)
+    read = on_ranks(4, save_after, case, 9, tmp_path, 4, True)
+    assert {name: digest for rank in read for name, digest in rank.items()} == written
+    assert sum(map(len, read)) == len(written)
+    for name, tensor in checkpoint.load(tmp_path).tensors.items():
+        np.testing.assert_allclose(tensor.double().numpy(), expected.tensors[name], rtol=0, atol=1e-10, err_msg=name)
+
+
+OTHERS = [name for name in techniques.names() if not name.startswith("parallelism.")]
+REFUSED = {
+    "adapters.intrinsic": "belongs to all blocks",
+    "adapters.prefix": "belongs to all blocks",
+    "adapters.prompt": "nothing on rank 1 of the pipeline would be trained",
+    "data_selection.gradient_norm_sampling": "cannot go together",
+    "growth.stacking": "do not make 2 stages",
+    "memory.activation_budget": "cannot go together",
+}
+LOOSE = {
+    "memory.compress_activations": 1e-2,
+    "optimizers.soap": 3e-3,
+    "precision.mixed": 3e-3,
+    "precision.bfloat16_weights": 3e-3,
+    "precision.float8": 1e-2,
+}
+"""Where micro-batches are rounded each by themselves, or the last bit of a sum decides more."""
+
+
+@pytest.fixture(scope="module")
+def with_each() -> dict[str, list[Found]]:
+    return by_name(WITH_EACH, on_ranks(2, on_mesh, {"pipeline": 2}, list(WITH_EACH.values())))
+
+
+WITH_EACH = {
+    name: Case(piped({name: {}}, parts=2), {"tied": name != "optimizers.lion"}, double=False) for name in OTHERS
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_technique_goes_through_stages_or_is_refused(with_each: dict[str, list[Found]], name: str) -> None:
+    first, second = with_each[name]
+    assert (name in REFUSED) == bool(first.refused) == bool(second.refused), first.refused
+    assert REFUSED.get(name, "") in first.refused
+    if name not in REFUSED:
+        alone = found(WITH_EACH[name].without(NAME))
+        assert first.losses == second.losses == pytest.approx(alone.losses, rel=LOOSE.get(name, 1e-5))
+        assert first.tensors.keys() | second.tensors.keys() == alone.tensors.keys()
+
+
+def test_blocks_are_divided_by_what_they_cost() -> None:
+    assert balanced([0, 1, 1, 1, 1, 0], 2) == [2, 2]
+    assert balanced([0, 1, 1, 1, 1, 2], 2) == [3, 1]
+    assert balanced([2, 1, 1, 1, 1, 1, 1, 0], 2) == [2, 4]
+    assert balanced([0, *[1] * 8, 9], 4) == [2, 2, 3, 1]
+    with pytest.raises(Refused, match="3 blocks do not make 4 stages"):
+        balanced([0, 1, 1, 1, 0], 4)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_stage_with_a_heavy_head_has_fewer_blocks(timed: bool) -> None:
+    model = tiny_model(depth=8)
+    model.head = nn.Linear(32, 30_000, bias=False)
+    parts = parts_of(model, timed)
+    assert (parts.stack, parts.front, parts.back) == ("blocks", ("embedding.token",), ("norm", "head"))
+    assert len(set(parts.costs[1:-1])) == 1  # blocks that are alike cost alike
+    first, last = balanced(parts.costs, 2)
+    assert first > last
+
+
+def test_stages_lie_round_and_round_or_in_a_v() -> None:
+    assert stage_places("1f1b", 3, 1) == [0, 1, 2]
+    assert stage_places("interleaved", 2, 3) == [0, 1, 0, 1, 0, 1]
+    assert stage_places("zbv", 3, 2) == [0, 1, 2, 2, 1, 0]
+
+
+def test_what_a_rank_holds_is_predicted() -> None:
+    cases = [Case(piped({}), double=False), Case(piped({}, blocks=(1, 3), schedule="gpipe"), double=False)]
+    for (plain, even), (_, uneven) in on_ranks(2, footprints, cases):
+        assert even.parameters == pytest.approx(plain.outside + 2 * plain.block)
+        assert uneven.parameters == pytest.approx(plain.outside + 3 * plain.block)
+        assert even.gradients == even.parameters and even.optimizer == 2 * even.parameters
+        assert even.activations == pytest.approx(plain.activations / 2 * 2 / 4)  # half of the blocks, two parts of four
+        assert uneven.activations == pytest.approx(plain.activations * 3 / 4)
+
+
+def test_several_processes_refuse_alike_what_does_not_fit() -> None:
+    cases = [
+        Case(piped({}, parts=1)),
+        Case(piped({}, schedule="interleaved", parts=5), {"depth": 8}),
+        Case(piped({}, schedule="zbv"), {"depth": 3}),
+        Case(piped({}, blocks=(1, 2))),
+        Case(piped({"memory.recompute": {}}, recompute=True)),
+        Case(piped({"parallelism.share_parameters": {}})),
+    ]
+    first, second = on_ranks(2, on_mesh, {"pipeline": 2}, cases)
+    words = ["1f1b needs as many micro-batches", "equal rounds", "3 blocks do not make 4 stages", "blocks is [1, 2]"]
+    words += ["both decide the recomputation", "cannot go together"]
+    for mine, theirs, word in zip(first, second, words, strict=True):
+        assert word in mine.refused and mine.refused == theirs.refused

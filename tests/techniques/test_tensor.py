@@ -1,0 +1,235 @@
+"""Tensor parallelism on two and four real ranks: the single process, in values, in what is drawn and what is saved."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tensor_work as work
+from rank_processes import on_ranks
+from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
+from thrifty import techniques
+from thrifty.kernels.cross_entropy import linear_cross_entropy_reference
+
+DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard", "parallelism.tensor")
+OTHERS = [name for name in techniques.names() if name not in DIVIDING]
+REFUSED = {
+    "adapters.bias_only": "more than a weight and a bias",
+    "adapters.intrinsic": "the projection needs all weights in one place",
+    "adapters.lora": "not computed from its weight alone",
+    "adapters.prefix": "nothing says on what",
+    "initializations.fixup": "more than a weight and a bias",
+    "memory.activation_budget": "those between ranks cannot be made again by one",
+    "memory.optimal_recompute": "its layers compute on several",
+    "precision.float8": "not computed from its weight alone",
+}
+LOOSE = {
+    "memory.compress_activations": 3e-2,
+    "optimizers.soap": 3e-3,
+    "precision.bfloat16_weights": 3e-3,
+    "precision.mixed": 3e-3,
+    "precision.optimizer_state": 1e-3,
+}
+"""Where the last bit of a sum decides more, or where the parts of a tensor are rounded one by one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def of_one(folder: Path) -> dict[str, str]:
+    return work.written(folder, "of one", ())
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, of_one: dict[str, str]) -> list[dict[str, Any]]:
+    return on_ranks(2, work.all_on_two, folder, OTHERS)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return on_ranks(4, work.all_on_four, folder)
+
+
+def assert_same_run(found: list[Run], alone: Run) -> None:
+    """To 1e-10 the single process, and the same on all ranks; a record has its numbers in float32."""
+    for run in found:
+        assert run.losses == pytest.approx(alone.losses, rel=1e-7)
+        assert run.norms == pytest.approx(alone.norms, rel=1e-6)
+        assert list(run.tensors) == list(alone.tensors)
+        for name, value in alone.tensors.items():
+            np.testing.assert_allclose(run.tensors[name], value, rtol=0, atol=1e-10, err_msg=name)
+            np.testing.assert_array_equal(run.tensors[name], found[0].tensors[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_train_every_known_model_as_one_process_does(two: list[dict[str, Any]], name: str) -> None:
+    build, _ = MODELS[name]
+    assert_same_run([rank["models"][name] for rank in two], trained(build, (), 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "others", "steps"),
+    [
+        ("gpt", lambda: model("gpt"), LAMB, work.STEPS),
+        ("gpt x shard", lambda: model("gpt"), LAMB, work.STEPS),
+        ("llama x replicate", lambda: model("llama", tied=False, kv_heads=2), LAMB, work.STEPS),
+        ("llama x shard", lambda: model("llama", tied=False, kv_heads=2), [], work.STEPS),
+        ("growing x replicate", lambda: model("gpt"), GROWING, 6),
+        ("growing x shard", lambda: model("gpt"), GROWING, 6),
+    ],
+)
+def test_four_ranks_along_one_axis_and_along_two_train_as_one_process_does(
+    four: list[dict[str, Any]], name: str, build: Callable[[], nn.Module], others: Any, steps: int
+) -> None:
+    assert_same_run([rank["runs"][name] for rank in four], trained(build, others, steps))
+
+
+@pytest.mark.parametrize("style", work.FAMILIES)
+def test_encoders_and_encoder_decoders_compute_the_same_with_the_same_gradients(
+    two: list[dict[str, Any]], style: str
+) -> None:
+    made, inputs = work.family(style)
+    expected = work.gradients(made, *inputs)
+    for rank in two:
+        for along_tokens in (False, True):
+            found = rank["families"][style, along_tokens]
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_the_loss_over_parts_of_the_vocabulary_is_the_reference_and_never_has_all_logits(
+    ranks: str, request: pytest.FixtureRequest
+) -> None:
+    hidden, weight, bias, targets, expected = loss_problem(torch.float64)
+    for index, factor in enumerate((0.0, 0.1)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
+        losses, lse = linear_cross_entropy_reference(leaves[0], leaves[1], targets, bias=leaves[2])
+        ((losses * expected).sum() * 3 + factor * lse.square().sum()).backward()
+        wanted = [losses, lse, *(leaf.grad for leaf in leaves), torch.from_numpy(loss_values(factor, False)[0][-1])]
+        for rank in request.getfixturevalue(ranks):
+            found, widths = rank["losses"][index]
+            for value, right in zip(found, wanted, strict=True):
+                assert right is not None
+                np.testing.assert_allclose(value, right.detach().numpy(), rtol=0, atol=1e-12)
+            assert len(weight) not in widths
+        assert len(weight) in loss_values(factor, False)[1]
+
+
+def assert_share(mask: np.ndarray, share: float) -> None:
+    """Within four standard deviations of independent draws."""
+    assert np.mean(mask) == pytest.approx(share, abs=4 * (share * (1 - share) / mask.size) ** 0.5)
+
+
+def test_masks_are_equal_where_activations_are_whole_and_differ_elsewhere(
+    two: list[dict[str, Any]],
+) -> None:
+    for along_tokens in (False, True):
+        first, second = (rank["dropped"][along_tokens, False][0] for rank in two)
+        for name, masks in first.items():
+            (mine,), (theirs,) = masks, second[name]
+            is_whole = "norm" in name and not along_tokens
+            assert np.array_equal(mine, theirs) == is_whole, name
+            if not is_whole:  # independent: both drop a number half as often as one does
+                assert_share(mine & theirs, 0.25)
+            assert_share(mine, 0.5)
+        for name, (mask,) in first.items():
+            assert ".1." in name or not np.array_equal(mask, first[name.replace(".0.", ".1.")][0])
+
+
+def test_masks_are_the_same_when_the_forward_pass_is_made_again(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        for along_tokens in (False, True):
+            (masks, once), (masks_again, again) = (rank["dropped"][along_tokens, each] for each in (False, True))
+            for name, ((mask,), both) in ((name, (masks[name], masks_again[name])) for name in masks):
+                assert len(both) == 2 and all(np.array_equal(mask, each) for each in both), name
+            assert once.losses == again.losses
+            assert all(np.array_equal(value, again.tensors[name]) for name, value in once.tensors.items())
+    for name, value in two[0]["dropped"][False, False][1].tensors.items():
+        np.testing.assert_array_equal(value, two[1]["dropped"][False, False][1].tensors[name], err_msg=name)
+
+
+def test_a_rank_holds_its_part_of_what_is_split_and_all_of_the_rest(two: list[dict[str, Any]]) -> None:
+    table, head, attention, mlp = 257 * 32, 257 * 32, 4 * 32 * 32 + 3 * 32, 2 * 32 * 64 + 64
+    positions, norms, row_biases = 24 * 32, 5 * 2 * 32, 2 * 2 * 32
+    assert (table + head + 2 * (attention + mlp) + positions + norms + row_biases) == sum(
+        parameter.numel() for parameter in model("gpt", tied=False).parameters()
+    )
+    for place, rank in enumerate(two):
+        ends = 2 * 32 * (129 if place == 0 else 128)
+        held = 8 * (ends + attention + mlp + positions + norms + row_biases)
+        for along_tokens in (False, True):
+            assert (rank["held"][along_tokens].parameters, rank["held"][along_tokens].optimizer) == (held, 2 * held)
+
+
+def test_each_block_sums_hidden_states_twice_forward_and_twice_backward(two: list[dict[str, Any]]) -> None:
+    blocks, chunks = 2, 1
+    for rank in two:
+        sent = rank["held"][False].sent  # beside the blocks: the embedding, and the gradient where the loss begins
+        assert sent == {"all_reduce": 4 * blocks + 2, "all_gather_into_tensor": chunks}
+        sent = rank["held"][True].sent  # besides: where hidden states are divided and put together
+        assert sent["reduce_scatter_tensor"] == 4 * blocks
+        assert sent["all_gather_into_tensor"] == 4 * blocks + 2 + chunks
+
+
+def test_what_each_rank_holds_and_sends_is_predicted(two: list[dict[str, Any]]) -> None:
+    blocks, hidden = 4, 4 * 17 * 32 * 4  # a row has the token behind the last one too
+    for rank in two:
+        footprint, held = rank["predicted"]
+        assert footprint.parameters == pytest.approx(held, rel=0.02)
+        assert footprint.optimizer == 2 * footprint.parameters == 2 * footprint.gradients
+        assert footprint.traffic == pytest.approx((4 * blocks + 2) * hidden)  # 2 (1 - 1/2) times each
+
+
+def test_a_model_put_together_again_is_the_plain_one(two: list[dict[str, Any]]) -> None:
+    assert [rank["finished"] for rank in two] == [(True, True)] * 2
+
+
+def test_whole_parameters_that_come_apart_are_noticed_on_every_rank(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert "parallelism.tensor: norm.weight should be the same on all ranks" in rank["noticed"]
+
+
+def test_a_checkpoint_does_not_know_over_how_many_ranks_layers_were_split(
+    folder: Path, of_one: dict[str, str], two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    written = two[0]["checkpoints"][0]
+    for rank in two:
+        assert rank["checkpoints"] == (written, of_one)
+    for rank in four:
+        assert rank["checkpoints"] == [written] * 3
+    for name in ("of two", "of four", "of two by two"):
+        assert work.read(folder, name, ()) == written
+
+
+def test_what_cannot_be_split_is_refused_with_what_is_missing(four: list[dict[str, Any]]) -> None:
+    for heads, no_plan, no_style, no_pair, tokens in (rank["refusals"] for rank in four):
+        assert (
+            "blocks.0.attention.qkv: 2 heads cannot be divided equally among 4 ranks" in heads and "tensor=2" in heads
+        )
+        assert "nothing says how the layers of HuggingFaceCausalLM are split" in no_plan and "plan = [" in no_plan
+        assert "the styles are column, row, summed, whole" in no_style
+        assert "is not what" in no_pair
+        assert "7 tokens cannot be divided equally among 4 ranks" in tokens
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_it_goes_together_with_each_other_technique_or_says_why_not(two: list[dict[str, Any]], name: str) -> None:
+    first, second = (rank["each"][name] for rank in two)
+    if name in REFUSED:
+        assert REFUSED[name] in first and first == second
+        return
+    torch._dynamo.reset()
+    alone = work.with_one(name)
+    assert (first.losses, first.norms) == (second.losses, second.norms)
+    assert first.losses == pytest.approx(alone.losses, rel=LOOSE.get(name, 1e-5))
+    assert first.norms == pytest.approx(alone.norms, rel=30 * LOOSE.get(name, 1e-5))
+    assert list(first.tensors) == list(alone.tensors)
