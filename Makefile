@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-slow lint bench clean
 
 demo: $(VENV)/installed
 	@if $(BIN)/thrifty data get kjv; then recipe=kjv; else recipe=stdlib; fi; \
@@ -13,6 +13,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/tested lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-slow: $(VENV)/tested
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .

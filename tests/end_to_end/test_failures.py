@@ -172,6 +172,7 @@ def test_a_restart_does_not_go_on_with_a_run_of_another_job(thrifty: CommandLine
     assert thrifty.records("run") == before
 
 
+@pytest.mark.slow
 def test_ten_kills_of_a_rank_lose_no_step_beyond_the_last_checkpoint(thrifty: CommandLine) -> None:
     """torchrun starts the ranks again each time, by the same words; the run ends bit-identical."""
     steps, every, kills, rng = 80, 4, 10, random.Random(0)

@@ -12,6 +12,8 @@ import pytest
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 
+pytestmark = pytest.mark.slow
+
 STARTING = 180.0
 """Seconds within which a run has started on both, on a machine that does much else."""
 STEPS = 100
