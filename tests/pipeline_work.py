@@ -1,5 +1,6 @@
 """What the tests of the pipeline let each rank do; here, so that a fresh process can import it."""
 
+import gc
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_work import digests
 from thrifty.core import mesh
+from thrifty.core.accounting import StepTrace
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch, Mapped
 from thrifty.core.compose import CPU, Composition, Plain, compose
@@ -169,6 +172,39 @@ def footprints(cases: Sequence[Case]) -> list[tuple[Footprint, Footprint]]:
         return [(each.plain, each.footprint) for each in explained]
     finally:
         mesh.lift()
+
+
+class Sent(TorchDispatchMode):
+    """While open, adds up what this rank sends to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.c10d.send.default:
+            self.bytes += sum(tensor.nbytes for tensor in args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
+    """For each case what this rank sends in a step that is not the first, and what stays beside the state."""
+    mesh.lay(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
+    measured = []
+    for case in cases:
+        run = case.compose()
+        with StepTrace() as live:
+            state = run.start()
+            assert state.model is not None and state.optimizer is not None
+            run.backward(state.model, run.objective, run.source.at(0))
+            with Sent() as sent:
+                run.backward(state.model, run.objective, run.source.at(0))
+            state.optimizer.zero_grad()
+            gc.collect()
+            slots = (tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
+            measured.append((sent.bytes, live.held_besides(*state.model.parameters(), *slots)))
+    mesh.lift()
+    return measured
 
 
 def most_alive(cases: Sequence[Case]) -> list[list[int]]:

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from parallel_work import digests
-from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, resumed, save_after
+from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, resumed, save_after, sent_and_buffered
 from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.core.errors import Refused
@@ -67,6 +67,23 @@ DIVIDED = {
 }
 
 
+SPLIT = {
+    "tied": Case(piped(LAMB | {"parallelism.tensor": {}}), {"batch": 8, "style": "gpt"}, 20),
+    "free, zbv": Case(piped(LAMB | {"parallelism.tensor": {}}, schedule="zbv"), {"batch": 8, "tied": False}, 20),
+    "along tokens": Case(piped(LAMB | {"parallelism.tensor": {"along_tokens": True}}), {"batch": 8}, 20),
+}
+ALL_AT_ONCE = {
+    "replicate": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.replicate": {}}), {"batch": 8}, 20),
+    "shard": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.shard": {"zero": 1}}), {"batch": 8}, 20),
+}
+"""By the axis that stands beside pipeline and tensor."""
+
+
+@cache
+def split() -> dict[str, list[Found]]:
+    return by_name(SPLIT, on_ranks(4, on_mesh, {"pipeline": 2, "tensor": 2}, list(SPLIT.values())))
+
+
 @pytest.fixture(scope="module")
 def divided() -> dict[str, list[Found]]:
     return by_name(DIVIDED, on_ranks(4, on_mesh, {"pipeline": 2, "shard": 2}, list(DIVIDED.values())))
@@ -92,7 +109,7 @@ def by_name(cases: Mapping[str, Case], ranks: Sequence[Sequence[Found]]) -> dict
 
 
 def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: float = 1e-10) -> None:
-    alone = found(case.without(NAME, "parallelism.replicate", "parallelism.shard"))
+    alone = found(case.without(*(name for name in case.techniques if name.startswith("parallelism."))))
     assert not any(rank.refused for rank in ranks), ranks[0].refused
     for rank in ranks:
         assert rank.losses == pytest.approx(alone.losses, rel=tolerance, abs=0)
@@ -129,6 +146,19 @@ def test_gradients_in_halves_and_in_pieces_do_not_go_together(divided: dict[str,
 @pytest.mark.parametrize("name", REPLICATED)
 def test_pipelines_side_by_side_are_the_single_process(name: str) -> None:
     assert_the_single_process(two_by_two()[name], REPLICATED[name])
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_stages_of_layers_that_are_split_are_the_single_process(name: str) -> None:
+    assert_the_single_process(split()[name], SPLIT[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ALL_AT_ONCE)
+def test_eight_ranks_along_three_axes_are_the_single_process(beside: str) -> None:
+    sizes = {"pipeline": 2, "tensor": 2, beside: 2}
+    ranks = on_ranks(8, on_mesh, sizes, [ALL_AT_ONCE[beside]])
+    assert_the_single_process([rank[0] for rank in ranks], ALL_AT_ONCE[beside])
 
 
 def test_dropout_comes_back_when_stages_compute_again() -> None:
@@ -257,6 +287,18 @@ def test_what_a_rank_holds_is_predicted() -> None:
         assert even.gradients == even.parameters and even.optimizer == 2 * even.parameters
         assert even.activations == pytest.approx(plain.activations / 2 * 2 / 4)  # half of the blocks, two parts of four
         assert uneven.activations == pytest.approx(plain.activations * 3 / 4)
+
+
+def test_what_ranks_send_each_other_and_hold_for_it_is_predicted() -> None:
+    names = ("gpipe", "1f1b", "interleaved", "zbv")
+    cases = [Case(piped({}, schedule=name), {"tied": False}, double=False) for name in names]
+    measured = on_ranks(2, sent_and_buffered, cases)
+    for index, (name, (plain, predicted)) in enumerate(zip(names, on_ranks(2, footprints, cases)[0], strict=True)):
+        sent, held = (max(values) for values in zip(*(rank[index] for rank in measured), strict=True))
+        assert sent == predicted.traffic > 0, name
+        # torch still has the last micro-batch; with zbv also what went from stage to stage on the rank
+        besides = plain.hidden / 4 + (plain.hidden if name == "zbv" else 0)
+        assert held == pytest.approx(predicted.buffers + besides, rel=0.01), name
 
 
 def test_several_processes_refuse_alike_what_does_not_fit() -> None:

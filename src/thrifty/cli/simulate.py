@@ -46,7 +46,7 @@ def cluster(
     **changes: Any,
 ) -> None:
     """One training step of a model on a cluster: its seconds and where they go, memory on each rank, FLOP/s, MFU."""
-    from thrifty.cli.layouts import find_workload, read_mesh, read_settings
+    from thrifty.cli.simulate_options import find_workload, read_mesh, read_settings
     from thrifty.cli.telling import print_json
     from thrifty.cluster.links import find_cluster
     from thrifty.cluster.published import RUNS

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from thrifty.cluster.links import Cluster, Group
 from thrifty.cluster.workload import Part, Recompute, Workload
+from thrifty.core.bounds import Positive, check_bounds
 from thrifty.core.errors import Infeasible, UsageError
 
 
@@ -13,18 +14,16 @@ class Mesh:
     """Sizes of the axes. Ranks are counted along tensor first, then shard, replicate, pipeline, so that the ranks of a
     tensor group are neighbours and stages far apart, as in Megatron-LM."""
 
-    replicate: int = 1
-    shard: int = 1
+    replicate: Positive = 1
+    shard: Positive = 1
     """Over how many ranks ZeRO divides; together with `replicate` these are the data ranks."""
-    tensor: int = 1
-    pipeline: int = 1
-    chunks: int = 1
+    tensor: Positive = 1
+    pipeline: Positive = 1
+    chunks: Positive = 1
     """Stages on each pipeline rank (Narayanan et al. 2021, section 2.2)."""
 
     def __post_init__(self) -> None:
-        for axis in ("replicate", "shard", "tensor", "pipeline", "chunks"):
-            if getattr(self, axis) < 1:
-                raise UsageError(f"mesh: {axis} is {getattr(self, axis)}", fix=f"give {axis} of 1 or more")
+        check_bounds(self, "mesh")
 
     @property
     def data(self) -> int:

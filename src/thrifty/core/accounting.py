@@ -158,24 +158,43 @@ class _Marking(Around):
 
     def __init__(self, inner: Objective, live: StepTrace):
         super().__init__(inner)
-        self.live, self.after_forward, self.hidden = live, -1, 0
+        self.live, self.after_forward = live, -1
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses = super().losses(prediction, batch)
         if self.after_forward < 0:  # later micro-batches have the gradients of earlier ones beside them
             self.after_forward = self.live.now
-            if prediction.hidden is not None:
-                longest = max(rows.shape[1] for rows in batch.fields.values() if rows.ndim > 1)
-                self.hidden = len(batch) * longest * prediction.hidden.shape[-1] * prediction.hidden.element_size()
         return losses
 
 
-def block_bytes(model: nn.Module) -> list[int]:
-    """Bytes of the parameters of each block, those that several share counted with the first; [0] without blocks."""
-    try:
-        blocks = [block for stack in find_stacks(model).values() for block in stack]
-    except Refused:
-        return [0]
+class _Handed:
+    """While open, knows the most bytes that one block hands to the next."""
+
+    def __init__(self, blocks: Sequence[nn.Module]):
+        self.blocks, self.bytes = blocks, 0
+
+    def __enter__(self) -> Self:
+        self.hooks = [block.register_forward_hook(self.see) for block in self.blocks]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def see(self, block: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.bytes = max(self.bytes, tensor_bytes(hidden))
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of all stacks; [] for a model that has none."""
+    with suppress(Refused):
+        return [block for stack in find_stacks(model).values() for block in stack]
+    return []
+
+
+def block_bytes(blocks: Sequence[nn.Module]) -> list[int]:
+    """Bytes of the parameters of each block, those that several share counted with the first."""
     seen: set[nn.Parameter] = set()
     sizes = []
     for block in blocks:
@@ -205,7 +224,8 @@ def count_step(
     model.train()
     state = [*model.parameters(), *(tensor for tensors in optimizer.slots.values() for tensor in tensors)]
     given = [*batch.fields.values(), batch.weight]
-    with uncollected(), built or StepTrace() as live:
+    blocks = blocks_of(model)
+    with uncollected(), _Handed(blocks) as handed, built or StepTrace() as live:
         live.know(*state, *model.buffers(), *given)
         buffers, before = live.held_besides(*state, *given), live.now
         live.peak = before
@@ -220,13 +240,13 @@ def count_step(
     gradients = sum(tensor_bytes(parameter) for parameter in optimizer.parameters)
     optimizer.zero_grad()
     parameters = sum(map(tensor_bytes, model.parameters()))
-    blocks = block_bytes(model)
+    sizes = block_bytes(blocks)
     return Footprint(
         parameters=parameters,
-        outside=parameters - sum(blocks),
-        block=max(blocks),
+        outside=parameters - sum(sizes),
+        block=max(sizes, default=0),
         vectors=sum(tensor_bytes(p) for name, p in model.named_parameters() if not is_matrix(name, p)),
-        hidden=marking.hidden,
+        hidden=handed.bytes,
         buffers=buffers,
         gradients=gradients,
         optimizer=sum(tensor_bytes(tensor) for tensors in optimizer.slots.values() for tensor in tensors),

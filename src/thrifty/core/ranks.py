@@ -1,7 +1,9 @@
 """Who this process is among its ranks, and what part of the data is its own."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.batches import BatchSource, Share
 from thrifty.core.mesh import axis
@@ -27,6 +29,19 @@ def own_draws() -> int:
     for the same examples."""
     data, pipeline = axis("data"), axis("pipeline")
     return pipeline.place * data.size + data.place
+
+
+def gathered(message: bytes, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
+    """What each rank of a group (None: all) has to say, in order of rank; blanks are added behind shorter messages."""
+    with unset_fake_temporarily():
+        size = dist.get_world_size(group)
+        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+        dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
+        longest = max(int(length) for length in lengths)
+        padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(device)
+        received = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(received, padded, group=group)
+        return [part.cpu().numpy().tobytes() for part in received]
 
 
 def from_first_rank(value: Tensor) -> Tensor:

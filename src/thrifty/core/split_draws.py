@@ -17,7 +17,7 @@ from thrifty.core.randomness import seed_of
 
 
 @contextmanager
-def own_draws(place: int) -> Iterator[None]:
+def drawing_apart(place: int) -> Iterator[None]:
     """Random numbers of the rank at this place alone, for as long as the block lasts."""
     common = int(torch.empty((), dtype=torch.int64).random_())
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -45,7 +45,7 @@ class Region:
     def enter(self) -> None:
         if not self._entered:
             self._entered = True
-            self._open.enter_context(own_draws(self.place))
+            self._open.enter_context(drawing_apart(self.place))
 
     def leave(self) -> None:
         self._open.close()

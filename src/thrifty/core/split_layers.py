@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from thrifty.core.branches import is_transposed
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.layout import Order, keep_orders
-from thrifty.core.split_draws import Region, own_draws
+from thrifty.core.split_draws import Region, drawing_apart
 from thrifty.core.state import full_value
 from thrifty.core.surgery import wrap_forward
 
@@ -119,7 +119,7 @@ class Splitting:
                     fix=f"take texts of a multiple of {self.mesh.size()} tokens, or set along_tokens = false",
                 )
             x = self._turn(x, WHOLE, TOKENS)
-        with own_draws(self.mesh.get_local_rank()) if draws and block.training else nullcontext():
+        with drawing_apart(self.mesh.get_local_rank()) if draws and block.training else nullcontext():
             result = inner(x, *args, **kwargs)
         if not last:
             return result

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.mesh import axis
+from thrifty.core.ranks import gathered
 
 _DTYPES = (
     torch.float32,
@@ -64,14 +64,7 @@ def over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
     stages, text = axis("pipeline"), json.dumps(dict(facts)).encode()
     if stages.size == 1:
         return dict(facts)
-    with unset_fake_temporarily():
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(stages.size)]
-        dist.all_gather(lengths, torch.tensor([len(text)]), group=stages.group)
-        longest = max(int(length) for length in lengths)
-        padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)  # blanks mean nothing in JSON
-        texts = [torch.empty_like(padded) for _ in range(stages.size)]
-        dist.all_gather(texts, padded, group=stages.group)
-        known = [json.loads(each.numpy().tobytes()) for each in texts]
+    known = map(json.loads, gathered(text, stages.group, torch.device("cpu")))  # blanks mean nothing in JSON
     return {name: value for facts in known for name, value in facts.items()}
 
 

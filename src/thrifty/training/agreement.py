@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError, UsageError
+from thrifty.core.ranks import gathered
 from thrifty.training.verdict import LostContact
 
 _KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, Infeasible, IntegrityError)}
@@ -58,16 +59,10 @@ class Together(Alone):
 
     def _gather(self, message: bytes) -> list[bytes]:
         try:
-            lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(message)], device=self.device), group=self.group)
-            longest = max(int(length) for length in lengths)
-            padded = torch.frombuffer(bytearray(message.ljust(longest)), dtype=torch.uint8).to(self.device)
-            received = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(received, padded, group=self.group)
+            return gathered(message, self.group, self.device)  # blanks behind it are nothing to JSON
         except RuntimeError as error:
             what = f"rank {self.rank} lost contact with the other ranks: {str(error).splitlines()[0]}"
             raise LostContact(what, "look at the first error printed by any rank, then `thrifty resume`") from error
-        return [part.cpu().numpy().tobytes() for part in received]  # the padding is blanks, which JSON ignores
 
 
 def _described(error: Exception) -> dict[str, str]:

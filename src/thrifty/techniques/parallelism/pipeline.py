@@ -23,13 +23,15 @@ Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wi
           and first out, keeps the last: the one whose backward pass comes first, and nothing is gained by computing it
           again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them again. Halved
           backward passes compute chunked losses, and what is recomputed, twice.
-          The footprint is that of a rank with as many blocks as any and with both ends, as with zbv or a tied head;
-          it does not know how large hidden states are, so their traffic and buffers are not in it.
+          The footprint is that of a rank with as many blocks as any and with both ends, as with zbv or a tied head.
+          Traffic and buffers are those of hidden states and their gradients, of one batch that goes through the
+          schedule; with zbv torch also keeps what goes from stage to stage on one rank, which is not counted.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -73,6 +75,15 @@ def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
     if schedule == "zbv":
         return [*range(ranks), *reversed(range(ranks))]
     return [*range(ranks)] * chunks
+
+
+def most_ends(places: Sequence[int]) -> tuple[int, int]:
+    """Of the rank that has most: ends of its stages where hidden states arrive, or from which they leave and their
+    gradients arrive, and how many of these have another rank behind them."""
+    between = list(pairwise(places))
+    ends = [(place, place != other) for pair in between for place, other in (pair, pair[::-1])]
+    own = [[is_apart for place, is_apart in ends if place == rank] for rank in set(places)]
+    return max(map(len, own)), max(map(sum, own))
 
 
 def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
@@ -221,13 +232,15 @@ class Pipeline(Technique):
         share = blocks / depth
         held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
         alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.parts, self._chunks)
+        hidden = footprint.hidden / axis("data").size
+        buffered, sent = most_ends(stage_places(self.schedule, ranks, self._chunks))
         return footprint.scale(
             parameters=held,
             gradients=held,
             optimizer=held,
             activations=share * alive / self.parts,
             temporary=1 / self.parts,
-        )
+        ).add(buffers=buffered * hidden, traffic=sent * hidden)
 
     def _per_rank(self, ranks: int) -> list[int]:
         """The blocks that were given, by rank."""
