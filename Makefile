@@ -11,11 +11,14 @@ demo: $(VENV)/installed
 	$(BIN)/thrifty train $$recipe --name $$run && $(BIN)/thrifty report $$run && \
 	$(BIN)/thrifty sample $$run --prompt "And the LORD said" --tokens 60
 
+# one thread for each of the two workers' processes, which would fight for the cores otherwise
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
+
 test: $(VENV)/tested lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(PYTEST) -n 2 --dist worksteal --durations=25
 
 test-slow: $(VENV)/tested
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .

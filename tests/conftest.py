@@ -1,5 +1,6 @@
 """Every test runs on one thread and keeps out of the user's own cache."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,12 @@ import torch
 import torch.distributed as dist
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays to the end: each of the thousands of collections that tests ask for need not look."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,6 +36,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adapters.visual_prompt": {"tokens": 4, "patch": 4},
     "attention.tiled": {"tile": 8},
     "compile": {"backend": "aot_eager"},
+    "growth.auto_grow": {"stages": 3, "until": 6, "search": 1, "depths": 2, "multiple": 4},
+    "growth.compound": {"at": (1, 3)},
+    "growth.layer_drop": {"settle": 2},
     "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
     "growth.stacking": {"at": (1, 3)},
     "large_batch.accumulate": {"parts": 2},
@@ -49,7 +52,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizers.muon": {"lr": 1e-2, "precision": "float32"},
     "optimizers.soap": {"every": 2},
     "precision.optimizer_state": {"smallest": 1},
+    "sparsity.early_bird": {"every": 1, "latest": 2},
+    "sparsity.n_of_m": {"every": 2},
+    "sparsity.gradual": {"every": 2, "density": 0.5},
+    "sparsity.grasp": {"density": 0.5},
     "sparsity.rigl": {"every": 2, "density": 0.5},
+    "sparsity.ticket": {
+        "file": str(Path(__file__).with_name("tiny_ticket.safetensors")),
+        "sha256": "a4c7e422566a030ece170893fdd73d3bf425c705005fd468cd649d38173b8b91",
+    },
+    "sparsity.set": {"every": 2, "density": 0.5},
+    "sparsity.snip": {"density": 0.5},
+    "sparsity.sparse_products": {"costs": "counted"},
+    "sparsity.static": {"density": 0.5},
 }
 """Only where the defaults make no sense in a run of a few steps of a tiny model."""
 LEAST_GAIN = {

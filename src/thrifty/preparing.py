@@ -24,10 +24,12 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.data.catalogue import entry_of_model
 from thrifty.data.corpus import TextData, open_data, say_on_stderr
+from thrifty.data.images import holds_images, open_images
 from thrifty.data.instructions import Learning, open_instructions
 from thrifty.data.pairs import holds_pairs
+from thrifty.data.run_data import RunData
 from thrifty.data.tokenizing import read_tokenizer
-from thrifty.models import build_model
+from thrifty.models import build_for, own_side
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
@@ -48,7 +50,7 @@ class Prepared:
     """A recipe with its data opened and its techniques composed: all that is needed to start or to resume."""
 
     recipe: Recipe
-    data: TextData
+    data: RunData
     run: Composition
 
 
@@ -97,7 +99,7 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
     """
     device = choose_device(recipe.device)
     if ranks() > 1:
-        mesh.lay(_sizes(recipe), device.type)
+        mesh.lay(mesh_sizes(recipe, ranks()), device.type)
     together().first(lambda: open_examples(recipe, _unsaid if quiet else say_on_stderr) and None)
     objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
 
@@ -105,17 +107,26 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
         torch.manual_seed(recipe.seed)
         if model:
             return model()
-        return build_model(recipe.model, data.vocabulary, recipe.data.length, recipe.seed, task=recipe.objective.name)
+        return build_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     plain = Plain(build, data.train, objective)
-    return Prepared(recipe, data, compose(plain, recipe.techniques, steps or _steps(recipe, plain, device), device))
+    steps = steps or _steps(recipe, plain, device, data.counted_as)
+    return Prepared(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
-def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, TextData]:
+def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
-    objective, settings = chosen_objective(recipe.objective), recipe.data
+    objective = chosen_objective(recipe.objective)
     if isinstance(objective, Answer):
         return _open_conversations(recipe, objective, say)
+    if objective.of_images and holds_images(recipe.data.source):
+        return objective, open_images(recipe.data, recipe.seed, own_side(recipe.model), say)
+    objective, data = _open_text(recipe, objective, say)
+    return objective, replace(data, length=recipe.data.length)
+
+
+def _open_text(recipe: Recipe, objective: Objective, say: Callable[[str], None]) -> tuple[Objective, TextData]:
+    settings = recipe.data
     if isinstance(objective, SequenceToSequence) and holds_pairs(settings.source):
         if set_in_vain := [name for name in ("rate", "mean_span") if getattr(recipe.objective, name) is not None]:
             raise UsageError(
@@ -146,29 +157,31 @@ def _open_conversations(recipe: Recipe, objective: Answer, say: Callable[[str], 
         together=objective.packed,
         template=objective.template,
     )
-    return objective, open_instructions(settings, recipe.seed, learning, say)
+    return objective, replace(open_instructions(settings, recipe.seed, learning, say), length=settings.length)
 
 
 def _unsaid(text: str) -> None:
     pass
 
 
-def _sizes(recipe: Recipe) -> dict[str, int]:
-    """The ranks along each axis of the recipe's mesh; raises UsageError where no technique would use an axis."""
+def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
+    """How many of so many ranks lie along each axis of the recipe's mesh; raises UsageError where no technique would
+    use an axis."""
     claims = {claim for technique in recipe.techniques for claim in technique.claims}
-    sizes = recipe.mesh.sizes(ranks(), sharded="parameters in pieces" in claims)
+    sizes = recipe.mesh.sizes(count, sharded="parameters in pieces" in claims)
     for axis, (claim, technique) in mesh.USED_BY.items():
         if sizes[axis] > 1 and claim not in claims:
             raise UsageError(
-                f"there are {ranks()} ranks, and no technique of the recipe divides the work among the {sizes[axis]} "
+                f"there are {count} ranks, and no technique of the recipe divides the work among the {sizes[axis]} "
                 f"along the {axis} axis",
                 fix=f"--with {technique}, or start fewer processes",
             )
     return sizes
 
 
-def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
-    """The number of steps that the budget pays for; raises Infeasible when it is none."""
+def _steps(recipe: Recipe, plain: Plain, device: torch.device, counted_as: int) -> int:
+    """The number of steps that the budget pays for, each example going as so many tokens; raises Infeasible when it is
+    none."""
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps
@@ -176,7 +189,7 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device) -> int:
         return _steps_in_seconds(budget.seconds, recipe, plain, device)
     if budget.tokens is None:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
-    per_step = recipe.data.batch * recipe.data.length
+    per_step = recipe.data.batch * counted_as
     if budget.tokens < per_step:
         raise Infeasible(
             f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",

@@ -13,8 +13,8 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
-from thrifty.data.tokenizing import read_tokenizer
-from thrifty.models import build_model
+from thrifty.data.kept import kept_ends
+from thrifty.models import build_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.toml import read_recipe
 from thrifty.training import checkpoint
@@ -36,15 +36,16 @@ def restore(
     or are left out, which gives the base that they were trained on.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
-    average, or with `trained` the weights in training. Needs no data: the vocabulary is the tokenizer's.
+    average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
+    outputs.
     """
     recipe = read_recipe(folder / "recipe.toml")
     found = checkpoint.load(folder / "checkpoints", step)
-    vocabulary = read_tokenizer(folder / "tokenizer.json").vocabulary
+    ends = kept_ends(folder, recipe.data.length)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        return build_model(recipe.model, vocabulary, recipe.data.length, recipe.seed, task=recipe.objective.name)
+        return build_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])

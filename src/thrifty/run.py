@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.explain import explain
+from thrifty.core.masks import SLOT
 from thrifty.core.mesh import AXES, USED_BY, axis
+from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
@@ -89,6 +92,21 @@ def resume(
             return _resume(opened, recipe, model, origins or {}, quiet)
 
 
+def rewind(
+    folder: Path,
+    step: int,
+    recipe: Recipe,
+    *,
+    model: BuildModel | None = None,
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
+    schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
+    with ranked():
+        return _fork(folder, recipe, folder.parent / recipe.name, model, origins or {}, quiet, step)
+
+
 def _resume(
     folder: RunFolder, recipe: Recipe, model: BuildModel | None, origins: Mapping[str, str], quiet: bool
 ) -> dict[str, Any]:
@@ -141,25 +159,33 @@ def _newest(folder: RunFolder) -> checkpoint.Found | None:
 
 
 def _fork(
-    old: Path, recipe: Recipe, target: Path, model: BuildModel | None, origins: Mapping[str, str], quiet: bool
+    old: Path,
+    recipe: Recipe,
+    target: Path,
+    model: BuildModel | None,
+    origins: Mapping[str, str],
+    quiet: bool,
+    rewound_to: int | None = None,
 ) -> dict[str, Any]:
-    """A new run from an old state: what has the same name and shape is taken over, the rest starts fresh."""
-    found = checkpoint.find(old / "checkpoints", ranks=together())
+    """A new run from an old state: what has the same name and shape is taken over, the rest starts fresh. A run that is
+    rewound has masks of its own, and nothing else of it starts fresh for that."""
+    found = checkpoint.find(old / "checkpoints", rewound_to, ranks=together())
     tensors = checkpoint.load(found.path.parent, found.step).tensors
+    own = _is_mask if rewound_to is not None else lambda name: False
+    tensors = {name: tensor for name, tensor in tensors.items() if not own(name)}
 
     def fill(state: TrainState) -> list[str]:
-        fresh = []
-        for name, tensor in state.tensors().items():
-            if name in tensors and tensors[name].shape == tensor.shape:
-                fill_tensor(tensor, tensors[name])
-            else:
-                fresh.append(name)
+        _take_over(state.tensors(), tensors)
+        # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
+        assert state.model is not None
+        state.optimizer = TransformOptimizer(state.model.named_parameters(), prepared.run.transform())
+        fresh = [name for name in _take_over(state.tensors(), tensors) if not own(name)]
         state.load_scalars(found.scalars)
         for name in ("best_held_out_loss", "best_saved_loss"):
             state.counters.pop(name, None)
-        assert state.optimizer is not None
         if any(name.startswith("optimizer/") for name in fresh):
             state.optimizer.born = state.optimizer.updates
+        state.optimizer.impose()
         try:
             prepared.run.verify(state)
         except IntegrityError as broken:
@@ -167,10 +193,10 @@ def _fork(
                 f"the changed recipe promises what the old state does not keep: {broken.what}",
                 fix="leave that technique out of the fork, or start a new run with it",
             ) from None
-        taken = f"forked from {found.path} at step {found.step}"
+        taken = f"{'forked from' if rewound_to is None else 'rewound to'} {found.path} at step {found.step}"
         return [*found.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
 
-    with claimed(target, RunFolder.create) as folder:
+    with claimed(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if together().first(lambda: bool(shelf.checkpoints(folder.checkpoints))):
             return _resume(folder, recipe, model, origins, quiet)
         prepared = prepare(recipe, model, quiet=quiet)
@@ -179,13 +205,29 @@ def _fork(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {found.step}",
                 fix=f"--set budget.steps={2 * found.step}, counted from the first step of {old.name}",
             )
-        if found.scalars["data"]["tokenizer.json"] != prepared.data.identity["tokenizer.json"]:
-            raise UsageError(
-                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
-                fix=f"--set data.tokenizer={(old / 'tokenizer.json').resolve()}",
-            )
+        prepared.data.check_meaning(found.scalars["data"], old)
         inherited = {**_kept(RunFolder(old), "origins"), **origins}
         return _run(prepared, folder, quiet, inherited, read_log(found.scalars), fill)
+
+
+def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
+    return RunFolder.open(path).lock(agents) if (path / "recipe.toml").is_file() else RunFolder.create(path, agents)
+
+
+def _is_mask(name: str) -> bool:
+    """Whether a tensor of a state is the mask of a weight."""
+    return name.startswith("optimizer/") and name.split("/")[1].endswith(SLOT)
+
+
+def _take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """Fills tensors with what was found by the same name and shape; the names of the rest."""
+    fresh = []
+    for name, tensor in tensors.items():
+        if name in found and found[name].shape == tensor.shape:
+            fill_tensor(tensor, found[name])
+        else:
+            fresh.append(name)
+    return fresh
 
 
 def _run(
@@ -201,18 +243,21 @@ def _run(
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     same_machine = all(before["environment"].get(name) == here[name] for name in MACHINE)
-    known = same_machine and bool(before["explanation"] and before["summary"])
-    explanation = None if known else explain(run)
-    peak = before["summary"]["peak_flops_per_second"] if known else _peak(recipe, run.device)
+    is_known = same_machine and bool(before["explanation"] and before["summary"])
+    explanation = None if is_known else explain(run)
+    peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
     meter = MemoryMeter(run.device)
     state = run.start() if log is None else run.place(log)
     notices = fill(state)
     explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
+    known = dict(data.facts)
+    if recipe.objective.name != "next_token" and "bytes_per_token" in known:
+        # only a model that predicts every token from those before it says how far the text could be compressed
+        known["bytes_per_token"] = None
     facts = {
         "folder": str(folder.path),
-        "unigram_entropy": data.unigram_entropy,
-        # only a model that predicts every token from those before it says how far the text could be compressed
-        "bytes_per_token": data.bytes_per_token if recipe.objective.name == "next_token" else None,
+        **known,
+        **({"measured": list(run.judged_by.measured)} if run.judged_by.measured else {}),
         "predicted_memory": explained["footprint"]["memory"],
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
@@ -223,7 +268,7 @@ def _run(
         folder.write_json("origins", {**before["origins"], **origins})
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
-        data.tokenizer.save(folder.tokenizer)
+        data.keep(folder.path)
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))

@@ -17,6 +17,7 @@ from thrifty import techniques
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.explain import count, count_built, explain
+from thrifty.core.masks import masks_in
 from thrifty.core.mesh import USED_BY
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
@@ -181,9 +182,17 @@ def test_a_broken_promise_is_noticed(one: Technique) -> None:
     if one.claims & {claim for claim, _ in USED_BY.values()}:
         pytest.skip("what it promises is among ranks, and tested there")
     noticed = []
-    for break_it in (every_weight_is_one, nothing_is_logged, what_was_frozen_is_trained, what_was_shared_is_apart):
-        run = compose(plain_run(), with_optimizer([one]), 2)
+    for break_it in (
+        every_weight_is_one,
+        every_mask_is_full,
+        nothing_is_logged,
+        what_was_frozen_is_trained,
+        what_was_shared_is_apart,
+    ):
+        run = compose(plain_run(), with_optimizer([one]), STEPS)
         state = run.start()
+        if masks_that_wait(state):
+            advance(run, state)
         run.verify(state)
         break_it(state)
         try:
@@ -194,11 +203,24 @@ def test_a_broken_promise_is_noticed(one: Technique) -> None:
     assert all(one.name in message for message in noticed)
 
 
+def masks_that_wait(state: TrainState) -> bool:
+    """Whether masks are full until gradients have been seen, so that nothing is promised yet."""
+    masks = masks_in(state)
+    return bool(masks) and all(bool(mask.all()) for mask in masks.values())
+
+
 @torch.no_grad()
 def every_weight_is_one(state: TrainState) -> None:
     assert state.model is not None
     for parameter in state.model.parameters():
         parameter.fill_(1.0)
+
+
+def every_mask_is_full(state: TrainState) -> None:
+    assert state.model is not None
+    for buffer in state.model.buffers():
+        if buffer.dtype == torch.bool:
+            buffer.fill_(True)
 
 
 def nothing_is_logged(state: TrainState) -> None:

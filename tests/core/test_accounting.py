@@ -1,5 +1,7 @@
 """Bytes and FLOPs of a step, counted by hand."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from thrifty.core.accounting import StepTrace, count_step, tensor_bytes
+from thrifty.core.accounting import StepTrace, count_step, settled, tensor_bytes
 from thrifty.core.compose import compose
 from thrifty.core.explain import count
 from thrifty.core.footprint import Footprint
@@ -117,3 +119,16 @@ def test_memory_is_states_plus_the_larger_of_gradients_and_activations_plus_temp
 def test_bytes_of_a_tensor_are_those_of_its_elements() -> None:
     assert tensor_bytes(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30
     assert tensor_bytes(nn.Parameter(torch.zeros(2))) == 8
+
+
+def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends() -> None:
+    gc.unfreeze()
+    try:
+        with settled():
+            there = gc.get_freeze_count()
+            with settled():
+                assert gc.get_freeze_count() == there > 0
+            assert gc.get_freeze_count() == there
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as all other tests have it

@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.core.errors import UsageError
-from thrifty.core.sparsity import layer_densities, random_mask
+from thrifty.core.sparsity import (
+    global_count,
+    largest,
+    largest_of_all,
+    layer_counts,
+    layer_densities,
+    like_parameter,
+    masked_shapes,
+    random_mask,
+    replaced,
+)
 
 SHAPES = some.lists(some.tuples(some.integers(1, 64), some.integers(1, 64)), min_size=1, max_size=8).map(
     lambda shapes: {f"layer {index}": shape for index, shape in enumerate(shapes)}
@@ -55,3 +65,46 @@ def test_different_keys_give_different_masks_spread_over_all_places() -> None:
     assert not torch.equal(masks[0], masks[1])
     often = torch.stack(masks).float().mean(0)
     assert often.min() > 0.1 and often.max() < 0.9
+
+
+def test_counts_are_rounded_densities() -> None:
+    shapes = {"a": (3, 5), "b": (7, 11)}
+    assert layer_counts(shapes, 0.5, "uniform") == {"a": 8, "b": 38}
+    assert global_count(shapes, 0.5) == 46
+    weights = {"a": torch.zeros(3, 5), "vector": torch.zeros(3), "kernel": torch.zeros(2, 2, 2)}
+    assert masked_shapes(weights) == {"a": (3, 5)}
+
+
+@given(scores=some.lists(some.integers(-3, 3), min_size=1, max_size=30), share=some.floats(0, 1))
+def test_the_largest_are_those_of_a_stable_sort(scores: list[int], share: float) -> None:
+    count = round(share * len(scores))
+    kept = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+    found = largest(torch.tensor(scores, dtype=torch.float32), count)
+    assert found.nonzero().flatten().tolist() == sorted(kept)
+
+
+@given(
+    sizes=some.lists(some.tuples(some.integers(1, 4), some.integers(1, 4)), min_size=1, max_size=4),
+    share=some.floats(0, 1),
+    seed=some.integers(0, 999),
+)
+def test_over_all_layers_the_largest_do_not_depend_on_the_order_of_layers(
+    sizes: list[tuple[int, int]], share: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scores = {f"{i}": torch.randint(-2, 3, size, generator=generator).float() for i, size in enumerate(sizes)}
+    count = round(share * sum(values.numel() for values in scores.values()))
+    found = largest_of_all(scores, count)
+    ranked = [(-float(x), name, i) for name in sorted(scores) for i, x in enumerate(scores[name].flatten())]
+    kept = {(name, place) for name, mask in found.items() for place in mask.flatten().nonzero().flatten().tolist()}
+    assert kept == {(name, place) for _, name, place in sorted(ranked)[:count]}
+    backwards = largest_of_all(dict(reversed(scores.items())), count)
+    assert all(torch.equal(mask, backwards[name]) for name, mask in found.items())
+
+
+def test_a_full_mask_stays_full_and_nothing_moved_is_the_same_mask() -> None:
+    full, some_of_it = torch.ones(3, 3, dtype=torch.bool), torch.eye(3, dtype=torch.bool)
+    worth = torch.rand(3, 3)
+    assert replaced(full, worth, worth, 0.5) is full
+    assert replaced(some_of_it, worth, worth, 0.1) is some_of_it
+    assert torch.equal(like_parameter(some_of_it, worth), some_of_it)

@@ -16,14 +16,15 @@ def test_every_entry_is_whole(name):
     assert bool(item.packages) == bool(item.members)
     hashes = [*item.members.values(), *(package.sha256 for package in item.packages)]
     assert all(re.fullmatch("[0-9a-f]{64}", sha256) for sha256 in hashes)
-    assert all(package.client in ("pip", "npm") and package.folder.endswith("/") for package in item.packages)
+    assert all(package.client in ("pip", "npm", "apt") and package.folder.endswith("/") for package in item.packages)
 
 
 @pytest.mark.parametrize("name", [name for name, item in entries().items() if item.packages])
 def test_fetching_never_runs_code_of_a_package(name):
     for package in entry(name).packages:
         command = package.command()
-        assert {"--only-binary=:all:", "--no-deps"} <= set(command) or "--ignore-scripts" in command
+        of_pip = {"--only-binary=:all:", "--no-deps"} <= set(command)
+        assert of_pip or "--ignore-scripts" in command or command[:2] == ["apt-get", "download"]
 
 
 def test_only_the_python_sources_are_there_from_the_start():

@@ -17,6 +17,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from end_to_end.forked import Forked
 from thrifty.training.checkpoint import load
 
 MODULES = ("bisect", "heapq", "queue", "sched", "shlex", "textwrap")
@@ -46,23 +47,36 @@ def settings(**changed: Any) -> list[str]:
     return [word for path, value in values.items() for word in ("--set", f"{path}={json.dumps(value)}")]
 
 
+Running = subprocess.Popen[str] | Forked
+"""A command that was started."""
+
+
 @dataclass
 class CommandLine:
     """Runs `thrifty` in `folder`; environment variables of `environment` come on top of the test's own."""
 
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    """Whether each command, and each rank, starts a Python of its own, as from a shell, and not only a process of its
+    own. One that is given more than pipes always does."""
 
     def variables(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         return {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **self.environment}
 
-    def start(self, *words: str | Path, ranks: int = 0, restarts: int = 0, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *words: str | Path, ranks: int = 0, restarts: int = 0, **options: Any) -> Running:
         """A running process, under torchrun where `ranks` are given, which starts them again so many times."""
+        launch: list[str] = []
+        if ranks:
+            launch = ["--nnodes=1", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
+            launch += [f"--master-port={free_port()}", f"--max-restarts={restarts}"]
+        if not (self.fresh or options.keys() - {"stdout", "stderr"}):
+            anew = bool(self.environment.keys() - {"THRIFTY_CACHE"})
+            return Forked([*map(str, words)], self.folder, self.variables(), launch, anew, **options)
         command = [sys.executable, "-m"]
         if ranks:
-            launch = ["torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
-            command += [*launch, f"--master-port={free_port()}", f"--max-restarts={restarts}", "-m"]
+            command += ["torch.distributed.run", *launch, "-m"]
         return subprocess.Popen(
             [*command, "thrifty", *map(str, words)],
             cwd=self.folder,
@@ -111,7 +125,7 @@ class CommandLine:
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
-def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def family(process: Running) -> list[psutil.Process]:
     """The process and all it started: torchrun gives each rank a session of its own."""
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
@@ -119,12 +133,12 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return []
 
 
-def rank_processes(process: subprocess.Popen[str]) -> list[int]:
+def rank_processes(process: Running) -> list[int]:
     """The process numbers of the ranks that torchrun has started, which it starts in order."""
     return sorted(member.pid for member in family(process) if member.pid != process.pid)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: Running) -> None:
     """SIGKILL to a process and all that it started."""
     members = family(process)
     for member in members:
@@ -137,7 +151,7 @@ def kill(process: subprocess.Popen[str]) -> None:
             pipe.close()
 
 
-def wait_until(there: Callable[[], Any], process: subprocess.Popen[str] | None = None, seconds: float = 60) -> bool:
+def wait_until(there: Callable[[], Any], process: Running | None = None, seconds: float = 60) -> bool:
     """Whether something came true before the process ended; fails when neither happens in time."""
     end = time.monotonic() + seconds
     while not there():

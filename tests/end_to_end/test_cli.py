@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.command_line import CommandLine
+from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.cli.main import ABOUT
 
 
@@ -27,6 +27,7 @@ def trained(common_folder: Path) -> tuple[CommandLine, dict[str, Any]]:
 
 def test_help_answers_within_half_a_second_without_torch(thrifty: CommandLine) -> None:
     seconds = []
+    thrifty.fresh = True
     for _ in range(5):
         began = time.perf_counter()
         assert "Verbs" in thrifty("--help").stdout
@@ -77,6 +78,22 @@ def test_train_and_explain_print_json_on_stdout_and_progress_elsewhere(
     words = [word for word in thrifty.recipe("other")[1:] if word != "--quiet"]
     found = thrifty.json("explain", *words)
     assert found["refused"] == {} and found["origins"]["budget.steps"] == "--budget"
+
+
+def test_a_python_of_its_own_trains_as_a_fork_does(thrifty: CommandLine) -> None:
+    """What the other tests start is the command that a person starts."""
+    fresh = CommandLine(thrifty.folder, fresh=True)
+    told = [shell(*fresh.recipe(name)) for name, shell in (("own", fresh), ("fork", thrifty))]
+    assert_equal(thrifty.tensors("fork"), thrifty.tensors("own"))
+    assert told[0].stdout.replace("runs/own", "runs/fork") == told[1].stdout
+    commands, environments = [], []
+    for name in ("own", "fork"):
+        environment = json.loads((thrifty.run(name) / "environment.json").read_text())
+        commands.append([word.replace(name, "run") for word in environment.pop("command")])
+        environments.append({key: value for key, value in environment.items() if key != "started"})
+    assert environments[0] == environments[1] and commands[0] == commands[1]
+    for shell in (fresh, thrifty):
+        assert "did you mean" in shell("train", "--with", "optimizers.lyon", exit_code=2).stderr
 
 
 def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
@@ -131,6 +148,7 @@ def test_nothing_but_a_named_hub_set_opens_a_connection(thrifty: CommandLine) ->
     site, log = thrifty.folder / "site", thrifty.folder / "addresses.txt"
     site.mkdir()
     (site / "sitecustomize.py").write_text(textwrap.dedent(NO_NETWORK).format(log=str(log)))
+    thrifty.fresh = True
     thrifty.environment["PYTHONPATH"] = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
     assert thrifty.train("run", steps=4)["status"] == "finished"
     thrifty("report", "run")

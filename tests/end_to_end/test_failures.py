@@ -87,6 +87,7 @@ def saved(thrifty: CommandLine, name: str) -> list[int]:
 @contextmanager
 def running(thrifty: CommandLine, *words: str, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
     """A command on two ranks, of which nothing is left afterwards."""
+    thrifty.fresh = True
     process = thrifty.start(*words, ranks=2, restarts=restarts)
     try:
         yield process

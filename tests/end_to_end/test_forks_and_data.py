@@ -12,6 +12,7 @@ from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings
 from thrifty.restoring import restore
 from thrifty.run import train
 from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training import checkpoint
 
 
 def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:
@@ -52,8 +53,24 @@ def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: 
 
 def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
-    refused = thrifty("resume", "run", "--fork", "sparse", "--with", "sparsity.rigl", exit_code=2)
+    refused = thrifty("resume", "run", "--fork", "scored", "--with", "sparsity.snip", exit_code=2)
     assert "promises what the old state does not keep" in refused.stderr
+
+
+def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_weights(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    sparse = "sparsity.static:by=magnitude,distribution=uniform,density=0.5"
+    thrifty("resume", "run", "--fork", "sparse", "--with", sparse)
+    old, new = (
+        checkpoint.load(thrifty.run(name) / "checkpoints", step).tensors for name, step in (("run", 4), ("sparse", 8))
+    )
+    masks = {name.removeprefix("optimizer/masks.mask/"): m for name, m in new.items() if "masks.mask" in name}
+    masks = {name: mask for name, mask in masks.items() if mask.numel()}
+    for name, mask in masks.items():
+        sizes = old[f"parameters/{name}"].abs()
+        assert sizes[mask].min() >= sizes[~mask].max()
+        assert not new[f"parameters/{name}"][~mask].any()
+    assert masks
 
 
 def test_a_time_budget_can_be_prolonged_by_a_fork(thrifty: CommandLine) -> None:

@@ -24,6 +24,11 @@ PUBLISHED = {
     "t5-small": 60_506_624,
     "t5-v1.1-small": 76_961_152,
     "marian-base": 73_886_208 + 58_101,  # the bias of the logits is trained here
+    "vit-tiny": 5_717_416,
+    "vit-small": 22_050_664,
+    "vit-base": 86_567_656,
+    "deit-tiny": 5_717_416,
+    "deit-small": 22_050_664,
 }
 OURS = {
     "gpt-nano": 1.3e6,
@@ -40,6 +45,8 @@ OURS = {
     "llama-micro": 4e6,
     "llama-mini": 16e6,
     "llama-small": 124e6,
+    "vit-nano": 0.81e6,
+    "vit-micro": 2.7e6,
 }
 
 

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from image_runs import PIXELS, tiny_vit
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.data.digits import Digits
 from thrifty.objectives.classify import Classify
+from thrifty.training.evaluate import evaluate
 
 
 def model(seed: int = 0) -> nn.Module:
@@ -36,6 +38,44 @@ def test_a_model_that_answers_with_an_attribute_logits_is_understood() -> None:
     logits = model()(batch["inputs"])
     answering = lambda inputs: SimpleNamespace(logits=logits)  # noqa: E731
     assert torch.equal(objective.predict(answering, batch).logits, logits)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_may_come_in_shares_that_sum_to_one(smoothing: float) -> None:
+    batch, objective = Digits("train", 8).at(0), Classify(label_smoothing=smoothing)
+    one, other = (F.one_hot(labels, 10).float() for labels in (batch["labels"], batch["labels"].roll(1)))
+    shared = Batch({"inputs": batch["inputs"], "labels": 0.7 * one + 0.3 * other}, batch.weight)
+    prediction = objective.predict(model(), shared)
+    parts = [
+        objective.losses(prediction, Batch({"labels": labels}, batch.weight))
+        for labels in (batch["labels"], batch["labels"].roll(1))
+    ]
+    torch.testing.assert_close(objective.losses(prediction, shared), 0.7 * parts[0] + 0.3 * parts[1])
+    logits = prediction.logits.detach().requires_grad_()
+    F.cross_entropy(logits, shared["labels"], reduction="sum", label_smoothing=smoothing).backward()
+    torch.testing.assert_close(objective.scores(prediction, shared), logits.grad.norm(dim=1))
+    whole = Batch({"labels": one}, batch.weight)
+    torch.testing.assert_close(objective.losses(prediction, whole), parts[0])
+
+
+def test_accuracy_is_the_share_of_most_likely_labels_that_are_right() -> None:
+    batch, objective = Digits("train", 64).at(0), Classify()
+    learner = model()
+    right = (learner(batch["inputs"]).argmax(1) == batch["labels"]).float()
+    prediction = objective.predict(learner, batch)
+    assert torch.equal(objective.measures(prediction, batch)["accuracy"], right)
+    halves = [batch.rows(0, 48), batch.rows(48, 64)]
+    found = evaluate(learner, objective, halves, torch.device("cpu"))
+    assert found["accuracy"] == pytest.approx(float(right.mean()))
+    wanted = F.cross_entropy(learner(batch["inputs"]), batch["labels"]).detach()
+    assert found["loss"] == pytest.approx(float(wanted), rel=1e-6)
+    assert list(evaluate(learner, objective, halves, torch.device("cpu"))) == ["loss", *objective.measured]
+
+
+def test_a_vit_of_ours_gives_its_pooled_hidden_states_to_its_head() -> None:
+    vit, objective = tiny_vit(1), Classify()
+    batch = Batch({"inputs": PIXELS, "labels": torch.tensor([1, 2])}, torch.ones(2) / 2)
+    assert torch.equal(objective.predict(vit, batch).logits, vit.logits(PIXELS))
 
 
 def test_two_hundred_steps_read_the_digits_of_the_test_split() -> None:

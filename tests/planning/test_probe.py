@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import thrifty
+from thrifty.planning import rates
 from thrifty.planning.cgroups import cgroup_limits
 from thrifty.planning.probe import EXTRAS, Machine, peak_flops, probe, try_compile
-from thrifty.planning.rates import disk_rate, matmul_rate, memory_rate
+from thrifty.planning.rates import Rate, disk_rate, matmul_rate, memory_rate
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +121,18 @@ def test_compiling_is_really_tried(monkeypatch):
 def test_a_trial_that_hangs_is_given_up():
     trial = try_compile(timeout=0.2)
     assert not trial.works and "0 s" in trial.message
+
+
+def test_a_product_whose_repeats_would_take_longer_than_there_is_time_is_left_out(monkeypatch):
+    tried = []
+
+    def repeated(function, work, seconds, device):
+        tried.append(work)
+        return Rate(1e9, 1e9, 1e9, 3)
+
+    monkeypatch.setattr(rates, "_repeated", repeated)
+    repeats = (1 + rates.LEAST_REPEATS) * 2 * 2048**3 / 1e9
+    matmul_rate("cpu", torch.float32, seconds=0.9 * repeats)
+    assert tried == [2 * 1024**3]
+    matmul_rate("cpu", torch.float32, seconds=1.1 * repeats)
+    assert tried[1:] == [2 * 1024**3, 2 * 2048**3]

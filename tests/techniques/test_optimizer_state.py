@@ -291,8 +291,8 @@ def test_where_a_mask_moved_away_no_moment_stays(form: str) -> None:
     advance(run, state, 3)  # the mask moves in the third step, which makes no other update
     slots = state.optimizer.slots  # type: ignore[union-attr]
     seen = 0
-    for slot in ("rigl.rest.scale_by_adam.mean", "rigl.rest.scale_by_adam.square"):
-        for mask, moment in zip(slots["rigl.mask"], slots[slot], strict=True):
+    for slot in ("masks.rest.scale_by_adam.mean", "masks.rest.scale_by_adam.square"):
+        for mask, moment in zip(slots["masks.mask"], slots[slot], strict=True):
             if mask.numel():
                 seen += 1
                 assert moment.dtype != torch.float32 and not moment[~mask].any() and moment[mask].any()

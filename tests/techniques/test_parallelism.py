@@ -33,6 +33,7 @@ TOUCHY = [
     "optimizers.lars",
     "precision.mixed",
     "precision.optimizer_state",
+    "sparsity.n_of_m",
     "sparsity.rigl",
 ]
 """What looks at gradients, parameters or saved tensors while they may be whole."""

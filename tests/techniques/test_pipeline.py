@@ -44,6 +44,7 @@ EXACT = {
     "a growing model": Case(piped({"growth.stacking": {"at": (2,), "moments": "copy"}}), steps=4),
     "longer and longer texts": Case(piped({"growth.sequence_length": {"start": 8, "until": 2, "phases": 2}})),
     "masks that move": Case(piped({"sparsity.rigl": {"every": 2, "density": 0.5}}), steps=5),
+    "masks chosen over all stages": Case(piped({"sparsity.snip": {"density": 0.3}}), steps=3),
     "a llama of transformers": Case(piped({}), {"theirs": "llama"}),
     "a gpt2 of transformers": Case(piped({}, schedule="interleaved"), {"theirs": "gpt2"}),
 }

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.masks import Masks
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.sparsity import drop_fraction
 from thrifty.core.state import TrainState
 from thrifty.core.transforms import Numbers, Slots, Transform
-from thrifty.techniques.sparsity.rigl import Masked, Rigl, drop_fraction, moved_mask
+from thrifty.techniques.sparsity.rigl import Rigl, moved_mask
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 STEPS = 8
@@ -53,7 +55,7 @@ def test_the_share_moved_anneals_by_cosine_to_nothing() -> None:
 
 def counts(state: TrainState) -> dict[str, int]:
     assert state.optimizer is not None
-    masks = zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True)
+    masks = zip(state.optimizer.names, state.optimizer.slots["masks.mask"], strict=True)
     return {name: int(mask.sum()) for name, mask in masks if mask.numel()}
 
 
@@ -61,7 +63,7 @@ def assert_dense_as_promised(run: Composition, state: TrainState) -> None:
     run.verify(state)
     assert state.model is not None and state.optimizer is not None
     parameters = dict(state.model.named_parameters())
-    for name, mask in zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True):
+    for name, mask in zip(state.optimizer.names, state.optimizer.slots["masks.mask"], strict=True):
         if mask.numel():
             assert not parameters[name][~mask].any(), name
             for slot, tensors in state.optimizer.slots.items():
@@ -89,7 +91,7 @@ def test_the_density_holds_at_every_step(others: tuple[str, ...], distribution: 
         advance(run, state, step)
         assert_dense_as_promised(run, state)
         assert state.optimizer is not None
-        seen.append([mask.clone() for mask in state.optimizer.slots["rigl.mask"]])
+        seen.append([mask.clone() for mask in state.optimizer.slots["masks.mask"]])
         assert {name: count for name, count in counts(state).items() if name in first} == first
     if "growth.stacking" not in others:
         moved = [
@@ -105,9 +107,9 @@ def test_the_step_that_moves_makes_no_other_update_and_grows_at_zero() -> None:
     advance(run, state, 2)
     assert state.model is not None and state.optimizer is not None
     before = {name: parameter.clone() for name, parameter in state.model.named_parameters()}
-    old = dict(zip(state.optimizer.names, [m.clone() for m in state.optimizer.slots["rigl.mask"]], strict=True))
+    old = dict(zip(state.optimizer.names, [m.clone() for m in state.optimizer.slots["masks.mask"]], strict=True))
     advance(run, state, 3)
-    for name, mask in zip(state.optimizer.names, state.optimizer.slots["rigl.mask"], strict=True):
+    for name, mask in zip(state.optimizer.names, state.optimizer.slots["masks.mask"], strict=True):
         now = dict(state.model.named_parameters())[name]
         if mask.numel():
             assert torch.equal(now[mask & old[name]], before[name][mask & old[name]])
@@ -153,9 +155,9 @@ class Spreading(Transform):
 
 def test_an_update_that_spreads_over_all_weights_does_not_leave_the_mask() -> None:
     weight = torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
-    optimizer = TransformOptimizer([("blocks.0.weight", weight)], Masked(Spreading(), Rigl(density=0.5, until=10)))
+    optimizer = TransformOptimizer([("blocks.0.weight", weight)], Masks(Spreading(), Rigl(density=0.5, until=10)))
     for _ in range(3):
         weight.grad = torch.ones(6, 6)
         optimizer.step()
     assert int(weight.count_nonzero()) <= 18
-    assert not weight[~optimizer.slots["rigl.mask"][0]].any()
+    assert not weight[~optimizer.slots["masks.mask"][0]].any()

@@ -11,9 +11,10 @@ from thrifty.core.batches import Batch
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused
 from thrifty.core.explain import explain
+from thrifty.core.growing import stacked_origin
 from thrifty.core.objective import Objective, Prediction
-from thrifty.techniques.growth.sequence_length import SequenceLength, length_at
-from thrifty.techniques.growth.stacking import stacked_origin
+from thrifty.core.phases import phased_size
+from thrifty.techniques.growth.sequence_length import SequenceLength
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
 from thrifty.techniques.large_batch.accumulate import accumulated
 from thrifty.techniques.memory.recompute import Recompute
@@ -51,7 +52,7 @@ def test_gains_multiply_each_residual_branch() -> None:
 def test_lengths_rise_in_equal_phases_of_multiples_up_to_the_full_length(
     start: int, full: int, until: int, phases: int, multiple: int
 ) -> None:
-    found = [length_at(step, min(start, full), full, until, multiple, phases) for step in range(until + 3)]
+    found = [phased_size(step, min(start, full), full, until, multiple, phases) for step in range(until + 3)]
     assert found == sorted(found) and found[until:] == [full] * 3
     assert all(length % multiple == 0 or length == full for length in found)
     assert all(0 < length <= full for length in found)

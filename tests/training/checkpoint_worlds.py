@@ -1,7 +1,6 @@
 """States, and disks that fail on purpose, shared by the checkpoint tests."""
 
 import errno
-import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,12 +9,6 @@ import torch
 
 from thrifty.training.checkpoint import save
 from thrifty.training.durable import Durable
-
-PROCESSES = multiprocessing.get_context("forkserver")
-"""Real processes that start in milliseconds: each is a fork of a server in which torch is imported but never used."""
-PROCESSES.set_forkserver_preload(
-    ["thrifty.training.checkpoint", "torch.distributed.tensor", "torch.distributed.checkpoint"]
-)
 
 
 class Crash(BaseException):

@@ -1,6 +1,5 @@
 """Ranks that meet in a store that outlives them, and end without putting anything away."""
 
-import multiprocessing
 import os
 from multiprocessing.connection import Connection
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rank_processes import PROCESSES
 from thrifty.training.meeting import Meeting
-
-PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def meet_and_die(port: int, ranks: int) -> list[dict[str, Any]]:

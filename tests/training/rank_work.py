@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from rank_processes import PROCESSES
 from thrifty.core.errors import ThriftyError
 from thrifty.training.agreement import Together
 from thrifty.training.checkpoint import fill, find, save
-from training.checkpoint_worlds import PROCESSES, FailingDisk, assert_same, names
+from training.checkpoint_worlds import FailingDisk, assert_same, names
 
 SECONDS = 30
 """Within which all ranks must have ended, whatever happens to one."""

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from rank_processes import PROCESSES
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training.checkpoint import Loaded, load, save
 from thrifty.training.durable import Durable
 from thrifty.training.manifest import verify
 from thrifty.training.shelf import BEST, LATEST, checkpoints, step_of
-from training.checkpoint_worlds import PROCESSES, Crash, FailingDisk, assert_same, names, save_without_end, state_of
+from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
 
 HISTORIES = {
     "the first save": ([], 1, 2),

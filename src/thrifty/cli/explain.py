@@ -12,7 +12,10 @@ from thrifty.cli.options import put_together, recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, **options: Any) -> None:
     """Show what RECIPE will do: each technique in order of stage, what it touches, memory and work before and after
-    it, what is refused and why, and where every value that is not a default came from. Nothing is trained."""
+    it, what is refused and why, and where every value that is not a default came from. Nothing is trained.
+
+    With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
+    started."""
     from thrifty.cli.telling import print_json
 
     layers = put_together(**options)
@@ -25,37 +28,53 @@ def command(as_json: bool, **options: Any) -> None:
 
 def explained(layers: Any) -> dict[str, Any]:
     """The explanation of a recipe as plain data; a technique that refuses is named, the others are explained."""
-    from dataclasses import replace
-
-    from thrifty.core.errors import Refused
-    from thrifty.core.explain import explain, touched
-    from thrifty.preparing import prepare
+    from thrifty.core.absent_ranks import as_rank, ranks_of_stages
+    from thrifty.core.explain import explain, held, touched
+    from thrifty.preparing import mesh_sizes, prepare
 
     recipe = layers.recipe()
     prepared = prepare(recipe, steps=recipe.budget.steps or 1000)
-    run, refused = prepared.run, {}
-    while True:
-        try:
-            notes = touched(run)
-            break
-        except Refused as reason:
-            name = reason.what.partition(":")[0]
-            if name not in (technique.name for technique in run.techniques):
-                raise  # the model itself is refused
-            refused[name] = str(reason)
-            run = replace(run, techniques=tuple(t for t in run.techniques if t.name != name), notes={})
+    run, refused, places = prepared.run, {}, {}
+    if (count := recipe.mesh.least_ranks) > 1:
+        sizes, stages = mesh_sizes(recipe, count), []
+        for ranks in ranks_of_stages(sizes):
+            with as_rank(ranks[0], sizes):
+                run, also_refused, found = _without_refused(run, held)
+            refused |= also_refused
+            stages.append({"ranks": [*ranks], **vars(found)})
+        with as_rank(0, sizes):
+            explanation = explain(run)
+        notes, places = stages[0]["notes"], {"mesh": sizes, "stages": stages}
+    else:
+        run, refused, notes = _without_refused(run, touched)
+        explanation = explain(run)
     return {
         "recipe": recipe.name,
-        "data": {
-            "train_tokens": prepared.data.train_tokens,
-            "held_out_tokens": prepared.data.held_out_tokens,
-            "vocabulary": prepared.data.vocabulary,
-            "unigram_entropy": prepared.data.unigram_entropy,
-        },
-        **explain(run).as_dict(notes),
+        "data": prepared.data.described(),
+        **explanation.as_dict(notes),
+        **places,
         "refused": refused,
         "origins": layers.changed(),
     }
+
+
+def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
+    """What is left of a run when techniques that refuse its model are left out, their reasons, and what `look` then
+    finds. Raises Refused where the model itself is."""
+    from dataclasses import replace
+
+    from thrifty.core.errors import Refused
+
+    refused: dict[str, str] = {}
+    while True:
+        try:
+            return run, refused, look(run)
+        except Refused as reason:
+            name = reason.what.partition(":")[0]
+            if name not in (technique.name for technique in run.techniques):
+                raise
+            refused[name] = str(reason)
+            run = replace(run, techniques=tuple(t for t in run.techniques if t.name != name), notes={})
 
 
 def _tell(found: dict[str, Any]) -> None:
@@ -66,10 +85,7 @@ def _tell(found: dict[str, Any]) -> None:
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     data = found["data"]
-    console.print(
-        f"{found['recipe']}: {found['parameters']:,} parameters, {data['train_tokens']:,} training tokens, "
-        f"vocabulary {data['vocabulary']:,}, unigram entropy {data['unigram_entropy']:.3f} nats/token\n"
-    )
+    console.print(f"{found['recipe']}: {found['parameters']:,} parameters, {_in_words(data)}\n")
     table = Table(
         "stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP", box=None, pad_edge=False
     )
@@ -92,6 +108,8 @@ def _tell(found: dict[str, Any]) -> None:
         f"{name} {_bytes(total[name])}" for name in ("parameters", "buffers", "gradients", "optimizer", "activations")
     )
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
+    if "mesh" in found:
+        _tell_ranks(console, found)
     if found["decisions"]:
         console.print("\ndecided when the first batch is seen")
     for decision in found["decisions"]:
@@ -101,6 +119,30 @@ def _tell(found: dict[str, Any]) -> None:
     console.print("\nvalues that are not defaults")
     for path, origin in found["origins"].items():
         console.print(f"  {path}  from {origin}", markup=False)
+
+
+def _in_words(data: dict[str, Any]) -> str:
+    if "train_images" in data:
+        side, channels = data["side"], data["channels"]
+        left_out = f", {data['left_out']:,} files left out" if data["left_out"] else ""
+        return (
+            f"{data['train_images']:,} training images of {side} x {side} x {channels}, {len(data['labels'])} labels, "
+            f"entropy of their frequencies {data['label_entropy']:.3f} nats{left_out}"
+        )
+    return (
+        f"{data['train_tokens']:,} training tokens, vocabulary {data['vocabulary']:,}, "
+        f"unigram entropy {data['unigram_entropy']:.3f} nats/token"
+    )
+
+
+def _tell_ranks(console: Any, found: dict[str, Any]) -> None:
+    along = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
+    console.print(f"\neach of the ranks of {along} sends {_bytes(found['footprint']['traffic'])} a step, and keeps")
+    for stage in found["stages"]:
+        first, last = stage["ranks"][0], stage["ranks"][-1]
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        kept = ", ".join(f"{name} {_bytes(stage[name])}" for name in ("parameters", "gradients", "optimizer"))
+        console.print(f"  {ranks}: {kept}")
 
 
 def _bytes(value: float) -> str:

@@ -13,15 +13,15 @@ import click
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option(
     "--only",
-    type=click.Choice(["adapter", "base"]),
-    help="The adapter alone, in PEFT's layout, or the model that it was trained on.",
+    type=click.Choice(["adapter", "base", "ticket"]),
+    help="The adapter alone, in PEFT's layout; the model that it was trained on; a sparse run's masks as a file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
     run: Path, folder: Path, step: int | None, trained: bool, dtype: str, only: str | None, as_json: bool
 ) -> None:
-    """Write the model of RUN to FOLDER: config.json, safetensors, tokenizer. Adapters are merged, gains folded in;
-    with --only the adapter and the base can be had apart.
+    """Write the model of RUN to FOLDER: config.json, safetensors, and the tokenizer or what images must go through.
+    Adapters are merged, gains folded in; with --only the adapter and the base can be had apart.
 
     FOLDER must not exist or be empty: nothing is overwritten.
     """
@@ -30,24 +30,47 @@ def command(
     import torch
 
     from thrifty.cli.telling import print_json, run_path
-    from thrifty.core.surgery import find_blocks
-    from thrifty.data.tokenizing import read_tokenizer
-    from thrifty.models import export_model, model_shape
+    from thrifty.core.ends import ImageEnds
+    from thrifty.core.surgery import find_blocks, noting
+    from thrifty.data.kept import kept_ends
+    from thrifty.models import export_model, shape_for
+    from thrifty.models.evened import FILLED_UP
     from thrifty.peft_files import save_adapter
     from thrifty.restoring import Adapters, restore
 
     path = run_path(run)
+    if only == "ticket":
+        _keep_ticket(path, folder, step, as_json)
+        return
     adapters: Adapters = "merged" if only is None else "kept" if only == "adapter" else "left out"
     model, recipe = restore(path, step, trained, adapters=adapters)
-    vocabulary = read_tokenizer(path / "tokenizer.json").vocabulary
-    shape = model_shape(recipe.model, vocabulary, recipe.data.length)
+    ends = kept_ends(path, recipe.data.length)
+    shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(model)[1]))
-    if only == "adapter":
-        save_adapter(model, folder, shape=shape, base=recipe.model.folder or None, dtype=getattr(torch, dtype))
-    else:
-        export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype))
+    with noting() as notes:
+        if only == "adapter":
+            save_adapter(model, folder, shape=shape, base=recipe.model.folder or None, dtype=getattr(torch, dtype))
+        elif isinstance(ends, ImageEnds):
+            export_model(model, shape, folder, dtype=getattr(torch, dtype), images=ends)
+        else:
+            export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype))
+    said = [text for text in notes if FILLED_UP in text]
+    files = sorted(file.name for file in folder.iterdir())
     if as_json:
-        print_json({"run": str(path), "folder": str(folder), "files": sorted(p.name for p in folder.iterdir())})
+        print_json({"run": str(path), "folder": str(folder), "files": files, "notes": said})
+        return
+    for text in said:
+        click.echo(text)
+    click.echo(f"{folder}: {', '.join(files)}")
+
+
+def _keep_ticket(run: Path, file: Path, step: int | None, as_json: bool) -> None:
+    from thrifty.cli.telling import print_json
+    from thrifty.lottery import keep_ticket
+
+    density, sha256 = keep_ticket(run, file, step)
+    if as_json:
+        print_json({"run": str(run), "file": str(file), "density": density, "sha256": sha256})
     else:
-        click.echo(f"{folder}: {', '.join(sorted(p.name for p in folder.iterdir()))}")
+        click.echo(f"{file}: density {density:.4g}\n--with 'sparsity.ticket:file=\"{file}\",sha256={sha256}'")

@@ -64,7 +64,10 @@ def _presets() -> list[tuple[str, str]]:
     for name, shape in PRESETS.items():
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in assemble(shape).parameters())
-        about = f"{shape.depth} blocks, width {shape.width}, vocabulary {shape.vocabulary:,}, {parameters:,} parameters"
+        ends = f"vocabulary {shape.vocabulary:,}"
+        if shape.style == "vit":
+            ends = f"images of {shape.image} pixels in patches of {shape.patch}, {shape.vocabulary:,} labels"
+        about = f"{shape.depth} blocks, width {shape.width}, {ends}, {parameters:,} parameters"
         rows.append((name, about))
     return rows
 

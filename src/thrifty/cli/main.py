@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 ABOUT = {
     "train": "Train by a recipe, or a study: a name or a TOML file, with anything changed.",
     "resume": "Go on with a run that ended early, exactly where it was.",
+    "lottery": "Lottery tickets: train, prune, rewind, again; stopped, it goes on.",
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",
     "plan": "Model size and tokens for a compute budget: size, fit.",

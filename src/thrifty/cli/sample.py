@@ -76,9 +76,11 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 
     from thrifty.core.errors import Refused
     from thrifty.models.interchange import import_folder
+    from thrifty.models.sampling import check_task
 
     try:
         model, shape = import_folder(path)
+        check_task(model)
         return model, path / "tokenizer.json", shape.length
     except Refused:  # not one of our two families
         from thrifty.models.huggingface import load_causal_lm
@@ -89,9 +91,11 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
     from thrifty.data.tokenizing import read_tokenizer
     from thrifty.models import model_shape
+    from thrifty.models.sampling import check_task
     from thrifty.restoring import restore
 
     model, recipe = restore(run, plain=False)
+    check_task(model)
     tokenizer_json, length = run / "tokenizer.json", recipe.data.length
     shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)
     return model, tokenizer_json, length if shape is None else shape.length

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import BatchSource, Mapped
+from thrifty.core.carrying import carry_over
 from thrifty.core.change import Change
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.layout import keep_orders
@@ -17,11 +18,10 @@ from thrifty.core.moments import resolve_moments
 from thrifty.core.objective import Objective
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.stages import HOW, Stage
-from thrifty.core.state import Decision, TrainState, fill_tensor, full_value
+from thrifty.core.state import Decision, TrainState, full_value
 from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
 from thrifty.core.transforms import Transform
-from thrifty.core.transit import values_over_stages
 
 CPU = torch.device("cpu")
 
@@ -153,24 +153,12 @@ class Composition:
         updates, born = state.optimizer.updates, state.optimizer.born
         state.log.append(decision)
         placed = self.place(state.log)
-        tensors, sources = placed.tensors(), {}
-        for name, tensor in tensors.items():
-            kind, _, rest = name.partition("/")
-            prefix, _, parameter = rest.rpartition("/")
-            # a mask is no moment: it belongs to the weight whatever happens to the optimizer
-            is_moment = kind == "optimizer" and tensor.dtype != torch.bool
-            if kind == "techniques" or (is_moment and change.moments == "reset"):
-                continue
-            if origin := change.origin(parameter):
-                sources[name] = "/".join(part for part in (kind, prefix, origin) if part)
-        found = values_over_stages(old, set(sources.values()))
-        for name, source in sources.items():
-            if source in found:
-                fill_tensor(tensors[name], found[source])
+        carry_over(change, old, placed)
         state.model, state.optimizer = placed.model, placed.optimizer
         assert state.optimizer is not None
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
+        state.optimizer.impose()  # what started afresh (an average) knows nothing of masks that were carried along
         gc.collect()  # the old model is in cycles with what was wrapped around its modules
 
     def verify(self, state: TrainState) -> None:

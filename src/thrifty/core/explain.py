@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import StepTrace, count_step, one_thread
+from thrifty.core.accounting import StepTrace, count_step, one_thread, settled, tensor_bytes
 from thrifty.core.batches import Batch
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.pieces import InPieces, Piece, Tail
+from thrifty.core.pieces import InPieces, Piece, Tail, local
 from thrifty.core.surgery import noting
 from thrifty.core.tails import InOrder, Members
 from thrifty.core.technique import Technique
@@ -72,6 +72,11 @@ class Explanation:
 
 def explain(run: Composition) -> Explanation:
     """Footprints of the plain run and after each technique, at the run's full structure and last batch."""
+    with settled():
+        return _explained(run)
+
+
+def _explained(run: Composition) -> Explanation:
     parameters, counted = count(run, ())
     plain, before = counted, counted
     rows: list[Row] = []
@@ -161,3 +166,33 @@ def touched(run: Composition) -> dict[str, list[str]]:
         trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU, notes={})
         trial.build_model()
     return trial.notes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank keeps from step to step, and what techniques' surgery touched on it."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    notes: Mapping[str, Sequence[str]]
+
+
+def held(run: Composition) -> Held:
+    """What this rank of a mesh holds with all techniques, found on fake tensors. Raises Refused where one refuses.
+
+    Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
+    nothing, such as an adapter, is made.
+    """
+    fake, plain = FakeTensorMode(allow_non_fake_inputs=True), run.plain
+
+    def build() -> nn.Module:
+        with fake:
+            return _faked(plain.build(), fake)
+
+    trial = replace(run, plain=replace(plain, build=build), device=CPU, notes={})
+    model = trial.build_model()
+    optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
+    state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
+    kept = ([*model.parameters()], optimizer.parameters, state)
+    return Held(*(sum(map(tensor_bytes, local(tensors))) for tensors in kept), trial.notes)

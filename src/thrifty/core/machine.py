@@ -1,4 +1,4 @@
-"""What this machine has that decides whether a technique pays: a compiler, bfloat16 units."""
+"""What this machine has that decides whether a technique pays, and where what was found out of it is kept."""
 
 import os
 import platform
@@ -8,6 +8,12 @@ import sysconfig
 from pathlib import Path
 
 import torch
+
+
+def cache_folder() -> Path:
+    """$THRIFTY_CACHE, or ~/.cache/thrifty."""
+    given = os.environ.get("THRIFTY_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "thrifty"
 
 
 def cpp_compiler() -> str | None:

@@ -44,11 +44,16 @@ class Mesh:
     def __post_init__(self) -> None:
         check_bounds(self, "mesh")
 
+    @property
+    def least_ranks(self) -> int:
+        """The fewest with which it can be laid out."""
+        return math.prod(size for size in vars(self).values() if size)
+
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
         """Ranks along each axis where there are so many in all; `sharded` says whether the state is to be divided.
         Raises UsageError where they cannot be so arranged."""
         replicate, shard = self.replicate, self.shard
-        left, rest = divmod(ranks, math.prod(size for size in (replicate, shard, self.tensor, self.pipeline) if size))
+        left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:
             replicate, shard = replicate or 1, left
         elif not replicate:

@@ -39,8 +39,9 @@ class Parts:
 
 
 def parts_of(model: nn.Module, timed: bool) -> Parts:
-    """The parts of a model of tokens. Fake tensors are counted, never timed. Raises Refused where one of its parameters
-    belongs to no part, or its blocks are not one list called in order."""
+    """The parts of a model of tokens, or of one whose `example` says what it takes. Fake tensors are counted, never
+    timed. Raises Refused where one of its parameters belongs to no part, or its blocks are not one list called in
+    order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise Refused(f"there are {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="take a model with one")
@@ -135,7 +136,7 @@ class _Watch:
             self.calls.clear()
             began = now()
             try:
-                return began, self.model(torch.zeros(1, self.length, dtype=torch.int64, device=self.device))
+                return began, self.model(self._inputs())
             except Refused:
                 raise
             except UsageError:  # longer than the model was built for
@@ -146,6 +147,11 @@ class _Watch:
                 raise Refused(
                     f"{type(self.model).__name__} does not take tokens alone: {error}", fix="take a language model"
                 ) from error
+
+    def _inputs(self) -> Tensor:
+        if (example := getattr(self.model, "example", None)) is not None:
+            return example(self.device)
+        return torch.zeros(1, self.length, dtype=torch.int64, device=self.device)
 
     def _head(self, output: Any) -> None:
         """The head, where the forward pass leaves it to the loss; raises Refused for what else has not run."""

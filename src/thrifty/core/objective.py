@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -50,8 +50,13 @@ class Tokens(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
+    `measured` are the names of what `measures` tells besides the loss; `of_images` says whether it learns from images.
+
     The last four methods say how plain text is made into examples; they change nothing unless overridden.
     """
+
+    of_images: ClassVar[bool] = False
+    measured: tuple[str, ...] = ()
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         raise NotImplementedError
@@ -67,6 +72,10 @@ class Objective:
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         """The logarithm of the softmax's normaliser of each prediction, (b, …) in float32."""
         raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
+
+    def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        """What people judge a model by, per example (b,) by the names in `measured`; its weighted mean is evaluated."""
+        return {}
 
     def tokens(self, batch: Batch) -> int:
         """How many tokens of the data this batch goes through, as a budget counts them."""
@@ -102,6 +111,7 @@ class Around(Objective):
 
     def __init__(self, inner: Objective):
         self.inner = inner
+        self.measured = inner.measured
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return self.inner.predict(model, batch)
@@ -114,6 +124,9 @@ class Around(Objective):
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         return self.inner.normalizers(prediction, batch)
+
+    def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return self.inner.measures(prediction, batch)
 
     def tokens(self, batch: Batch) -> int:
         return self.inner.tokens(batch)

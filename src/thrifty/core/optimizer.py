@@ -18,6 +18,9 @@ from thrifty.core.transforms import Chain, Numbers, Slots, Transform, chain
 class Site:
     """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
 
+    behind = False
+    """Whether the parameters are an update behind the state."""
+
     def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor]):
         self.transform, self.parameters = transform, parameters
         self.state: Slots = transform.init(names, parameters)
@@ -46,6 +49,9 @@ class Site:
 
     def judged(self, numbers: Numbers) -> list[Tensor] | None:
         return self.transform.judged(self.state, self.parameters, numbers)
+
+    def impose(self) -> None:
+        self.transform.impose(self.state, self.parameters)
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -97,6 +103,12 @@ class TransformOptimizer(torch.optim.Optimizer):
         """The values to evaluate and to export where those are not the parameters being trained (an average of them),
         one for each of `names`; None where they are."""
         return self.site.judged(self.numbers())
+
+    @torch.no_grad()
+    def impose(self) -> None:
+        """Brings parameters and state in line with what the state demands (masks); whoever has filled either with
+        values from elsewhere calls this."""
+        self.site.impose()
 
     @contextmanager
     def judging(self) -> Iterator[None]:

@@ -7,9 +7,10 @@ The sections below are plain values. What they mean is known where they are used
 import math
 from dataclasses import dataclass, field
 
-from thrifty.core.bounds import Positive, check_bounds
+from thrifty.core.bounds import Natural, Positive, Probability, Rate, check_bounds
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
+from thrifty.core.moments import Moment
 from thrifty.core.technique import Technique
 
 
@@ -30,6 +31,33 @@ class ModelSettings:
     """Inner width of the feed-forward network."""
     tied: bool | None = None
     """Whether the head shares the token embedding's weights."""
+    patch: int | None = None
+    """Of a vit: height and width of a patch in pixels."""
+    pool: str | None = None
+    """Of a vit: what the head is given, "class" for the class token or "mean" for the mean of all patches."""
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images are changed, each time in another way; see `data/augment.py`. All off unless set."""
+
+    crop: Natural = 0
+    """Pixels of padding around an image, out of which a piece of the old size is cut at random."""
+    flip: bool = False
+    """Whether half of the images are mirrored, left for right."""
+    operations: Natural = 0
+    """How many of the operations on colours and geometry are made, one after the other."""
+    magnitude: Probability = 0.3
+    """How strong they are, from nothing to the strongest."""
+    erase: Probability = 0.0
+    """The share of images in which a rectangle is erased."""
+    mixup: Rate = 0.0
+    """Shape a of the Beta(a, a) distribution by which two images are mixed; 0 mixes none."""
+    cutmix: Rate = 0.0
+    """The same for a rectangle of another image in the place of the image's own."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "data.augment")
 
 
 @dataclass(frozen=True)
@@ -37,7 +65,8 @@ class DataSettings:
     source: str = "python-stdlib"
     """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
     sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for answer a .jsonl or
-    .json of conversations, or a known set of them."""
+    .json of conversations, or a known set of them; for classify "digits", a known set of images, or a folder with a
+    folder of images for each label."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text."""
     tokenizer: str = ""
@@ -48,7 +77,11 @@ class DataSettings:
     batch: int = 32
     """Effective batch: examples per step over all ranks and micro-batches."""
     held_out: float = 0.05
-    """Fraction of documents kept for evaluation, chosen by the hash of their text."""
+    """Fraction of documents kept for evaluation, chosen by the hash of their text; of images by that of their file,
+    where the source does not say itself which to test on."""
+    size: int | None = None
+    """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
+    augment: Augmentation | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +144,8 @@ class Checkpoints:
     """Steps between checkpoints; one at the end is always made."""
     keep: Positive = 2
     """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
+    also: tuple[Moment, ...] = ()
+    """Further moments of the run at which a checkpoint is made, and those always stay."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "checkpoints")

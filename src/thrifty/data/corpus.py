@@ -4,21 +4,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from thrifty.core.batches import BatchSource
+from thrifty.core.ends import TextEnds
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.epochs import Epochs, HeldOutExamples
 from thrifty.data.packing import HeldOut, PackedTokens
 from thrifty.data.pairs import Pairs
-from thrifty.data.prepare import Prepared, prepare
+from thrifty.data.prepare import TOKENIZER, Prepared, prepare
 from thrifty.data.splitting import Part
 from thrifty.data.tokenizing import TextTokenizer
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Training examples, held-out examples, and what is known about the text."""
+    """Training examples, held-out examples, and what is known about the text (see `run_data.RunData`)."""
 
     train: BatchSource
     held_out: HeldOutExamples
@@ -34,6 +36,34 @@ class TextData:
     """The sha256 of the token files and the tokenizer: what a resumed run must find again."""
     folder: Path
     """The prepared tokens, with tokenizer.json and manifest.json."""
+    length: int = 0
+    """Tokens of an example, as the recipe has it."""
+
+    @property
+    def ends(self) -> TextEnds:
+        return TextEnds(self.vocabulary, self.length)
+
+    @property
+    def counted_as(self) -> int:
+        return self.length
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"unigram_entropy": self.unigram_entropy, "bytes_per_token": self.bytes_per_token}
+
+    def described(self) -> dict[str, Any]:
+        names = ("train_tokens", "held_out_tokens", "vocabulary", "unigram_entropy")
+        return {name: getattr(self, name) for name in names}
+
+    def keep(self, folder: Path) -> None:
+        self.tokenizer.save(folder / TOKENIZER)
+
+    def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
+        if before.get(TOKENIZER) != self.identity[TOKENIZER]:
+            raise UsageError(
+                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
+                fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
+            )
 
 
 def say_on_stderr(text: str) -> None:

@@ -23,6 +23,7 @@ TRAIN = 1300
 """Images to train on; the other 497 are for testing."""
 SPLIT_KEY = 0x44494749
 BRIGHTEST = 16
+STORED = Path(__file__).with_name("digits.safetensors")
 
 
 class Labelled(NamedTuple):
@@ -35,7 +36,7 @@ class Labelled(NamedTuple):
 @cache
 def digits() -> Labelled:
     """All 1,797 of them."""
-    stored = load_file(Path(__file__).with_name("digits.safetensors"))
+    stored = load_file(STORED)
     return Labelled(stored["images"].float() / BRIGHTEST, stored["labels"].long())
 
 

@@ -128,12 +128,22 @@ class HubSource:
         return _hash(HUB + self.dataset)
 
 
+_NO_TEXT = {
+    "model": ("a pretrained model", "name a text set: see `thrifty data list`"),
+    "chats": ("a set of conversations", "set objective.name = answer"),
+    "images": (
+        "a set of images",
+        "set objective.name = classify, and a model of images such as model.preset = vit-nano",
+    ),
+}
+"""Kinds of entries that are no text, and what to do about each."""
+
+
 def _named(entry: Entry) -> Source:
     if entry.name == PYTHON_STDLIB:
         return FileSource(python_files(), folder=True)
     if entry.kind != "text":
-        what = "a pretrained model" if entry.kind == "model" else "a set of conversations"
-        fix = "set objective.name = answer" if entry.kind == "chats" else "name a text set: see `thrifty data list`"
+        what, fix = _NO_TEXT[entry.kind]
         raise UsageError(f"{entry.name} is {what}, not text", fix=fix)
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")

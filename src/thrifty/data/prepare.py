@@ -63,17 +63,23 @@ def prepare(
 
 
 def prepared_once(key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Prepared:
-    """Open the prepared folder of this key, building it first where it is missing or damaged."""
+    """Open the prepared tokens of this key, building them first where they are missing or damaged."""
+    return _open(built_once(key, f"the tokens of {source}", build, say))
+
+
+def built_once(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+    """The prepared folder of this key, built first where it is missing or damaged: its files have the sizes and hashes
+    that its manifest says."""
     folder = cache_folder() / "prepared" / key
     if not _damage(folder):
-        return _open(folder)
+        return folder
     with locked(folder):
         found = _damage(folder)  # again: another process may have built it in the meantime
         if found:
             again = f" again, since {found}" if folder.exists() else ", once"
-            say(f"preparing the tokens of {source}{again}: {folder}")
+            say(f"preparing {what}{again}: {folder}")
             build(folder)
-    return _open(folder)
+    return folder
 
 
 def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
@@ -98,15 +104,18 @@ def _key(settings: DataSettings, source: Source, special: Sequence[str]) -> str:
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 
+def read_manifest(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
 def _open(folder: Path) -> Prepared:
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    return Prepared(folder, manifest, read_tokenizer(folder / TOKENIZER))
+    return Prepared(folder, read_manifest(folder), read_tokenizer(folder / TOKENIZER))
 
 
 def _damage(folder: Path) -> str:
     """What is wrong with a prepared folder, absence included, or nothing."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_manifest(folder)["files"]
         small = sum(file["size"] for file in files.values()) < HASHED
         for name, file in files.items():
             path = folder / name

@@ -8,18 +8,23 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from thrifty.core.ends import Ends, ImageEnds, TextEnds
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
+from thrifty.core.slimming import is_arranged
+from thrifty.models.evened import evened
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.interchange import export_folder, folder_shape, import_folder
 from thrifty.models.presets import PRESETS, resized, shape_of
 from thrifty.models.shape import Shape
 from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer, initialize
+from thrifty.models.vision import VisionTransformer, refit
 
 _SEES = {
     "next_token": "no token sees later ones",
     "masked_token": "a token can see later ones",
     "sequence_to_sequence": "it reads a source and writes a target",
+    "classify": "it reads images",
 }
 _KIND_FOR = {"answer": "next_token"}
 """Objectives that need the same kind of model as another one."""
@@ -28,41 +33,67 @@ _KIND_FOR = {"answer": "next_token"}
 def build_model(
     settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task | Literal["answer"] = "next_token"
 ) -> nn.Module:
+    """The plain model of a run on text, see `build_for`."""
+    return build_for(TextEnds(vocabulary, length), settings, seed, task)
+
+
+def build_for(
+    ends: Ends, settings: ModelSettings, seed: int, task: Task | Literal["answer"] = "next_token"
+) -> nn.Module:
     """The plain model of a run with its first values, the same at every call.
 
     A preset, or a folder: what a family of ours computes becomes one of our models, anything else a wrapper around the
-    model of `transformers` that learns `task`. Raises UsageError for a model of another kind than the task needs, and
-    where the data's vocabulary or length does not fit weights that exist.
+    model of `transformers` that learns `task`. A trained model of images is refitted to the images and labels of the
+    data. Raises UsageError for a model of another kind than the task needs, and where the data does not fit weights
+    that exist.
     """
     task = _KIND_FOR.get(task, task)
-    shape = model_shape(settings, vocabulary, length)
+    shape = shape_for(ends, settings)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
     if shape is None or (settings.folder and not settings.fresh):
         # values from files are real even where everything else is being counted on fake tensors
         with unset_fake_temporarily():
             if shape is None:
-                return _build_other(settings, vocabulary, length, seed, task)
-            return import_folder(Path(settings.folder))[0]
+                return _build_other(settings, ends, seed, task)
+            model, _ = import_folder(Path(settings.folder))
+            if isinstance(model, VisionTransformer) and refit(model, shape.vocabulary, shape.image):
+                initialize(model, seed, within="head.")
+            return model
     model = assemble(shape)
     initialize(model, seed)
     return model
 
 
 def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> Shape | None:
+    """The shape of a model of text, see `shape_for`."""
+    return shape_for(TextEnds(vocabulary, length), settings)
+
+
+def shape_for(ends: Ends, settings: ModelSettings) -> Shape | None:
     """The shape of the run's model; None for an architecture that only `transformers` knows."""
+    images = ends if isinstance(ends, ImageEnds) else None
+    vocabulary, length = (len(ends.labels), 1) if isinstance(ends, ImageEnds) else (ends.vocabulary, ends.length)
     if not settings.folder:
-        return shape_of(settings, vocabulary, length)
+        return shape_of(settings, vocabulary, length, images)
     _refuse_sizes_of_a_trained_model(settings)
     try:
         shape = folder_shape(Path(settings.folder), settings.fresh)
     except Refused:  # a variant our model does not compute, which transformers may
         return None
     if settings.fresh:
-        return replace(resized(shape, settings), vocabulary=vocabulary, length=length)
+        return replace(resized(shape, settings, images), vocabulary=vocabulary, length=length)
+    if shape.style == "vit":
+        return shape if images is None else _seeing(settings.folder, shape, images)
     limit = shape.length if FAMILIES[shape.style].bounded else length
     _check_fit(settings.folder, shape.vocabulary, limit, vocabulary, length)
     return shape
+
+
+def own_side(settings: ModelSettings) -> int | None:
+    """Height and width of the images that a model was made for; None where it does not take images."""
+    shape = shape_of(settings) if not settings.folder else folder_shape(Path(settings.folder), fresh=True)
+    return shape.image if shape.style == "vit" else None
 
 
 def export_model(
@@ -71,12 +102,15 @@ def export_model(
     folder: Path,
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
+    images: ImageEnds | None = None,
 ) -> None:
-    """A model of `build_model` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
+    """A model of `build_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
     if isinstance(model, EncoderDecoder) and shape is not None:
         shape = replace(shape, depth=len(model.encoder.blocks), decoder_depth=len(model.decoder.blocks))
-    if isinstance(model, Transformer | Encoder | EncoderDecoder) and shape is not None:
-        export_folder(model, shape, folder, tokenizer_json, dtype)
+    if isinstance(model, Transformer | Encoder | EncoderDecoder | VisionTransformer) and shape is not None:
+        if is_arranged(model):
+            model, shape = evened(model, shape)
+        export_folder(model, shape, folder, tokenizer_json, dtype, images)
         return
     from thrifty.models.huggingface import HuggingFaceModel, export_wrapped
 
@@ -85,7 +119,12 @@ def export_model(
     export_wrapped(model, folder, tokenizer_json, dtype)
 
 
-def _build_other(settings: ModelSettings, vocabulary: int, length: int, seed: int, task: Task) -> nn.Module:
+def _build_other(settings: ModelSettings, ends: Ends, seed: int, task: Task) -> nn.Module:
+    if not isinstance(ends, TextEnds):
+        raise UsageError(
+            f"the model in {settings.folder} is none of ours that read images",
+            fix="give the folder of a ViTForImageClassification, without a teacher's token, or a preset: vit-nano",
+        )
     from thrifty.models.huggingface import WRAPPERS, load_model
 
     given = _given_sizes(settings)
@@ -99,6 +138,7 @@ def _build_other(settings: ModelSettings, vocabulary: int, length: int, seed: in
             f"a language model such as the one in {settings.folder} cannot learn {task}",
             fix=f"set objective.name to {' or '.join(WRAPPERS)}",
         )
+    vocabulary, length = ends.vocabulary, ends.length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = load_model(Path(settings.folder), task, settings.fresh, vocabulary, length)
@@ -120,7 +160,7 @@ def _refuse_another_kind(settings: ModelSettings, shape: Shape, task: Task) -> N
 
 
 def _given_sizes(settings: ModelSettings) -> list[str]:
-    names = ("depth", "width", "heads", "kv_heads", "hidden", "tied")
+    names = ("depth", "width", "heads", "kv_heads", "hidden", "tied", "patch", "pool")
     return [name for name in names if getattr(settings, name) is not None]
 
 
@@ -131,6 +171,16 @@ def _refuse_sizes_of_a_trained_model(settings: ModelSettings) -> None:
             f"model.{given[0]} is given, and the weights in {settings.folder} have their own",
             fix=f"leave model.{given[0]} out, or set model.fresh = true to start from random weights",
         )
+
+
+def _seeing(folder: str, shape: Shape, images: ImageEnds) -> Shape:
+    """The shape of a trained model once it is refitted to these images."""
+    if shape.channels != images.channels:
+        raise UsageError(
+            f"the images have {images.channels} channels and the model in {folder} takes {shape.channels}",
+            fix="set model.fresh = true to start from random weights, or choose another model",
+        )
+    return replace(shape, vocabulary=len(images.labels), image=images.side)
 
 
 def _check_fit(folder: str, own_vocabulary: int, own_length: int, vocabulary: int, length: int) -> None:

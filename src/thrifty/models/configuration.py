@@ -49,11 +49,7 @@ def _accepted(family: Family, key: str, value: Any) -> bool:
 def write_config(shape: Shape) -> dict[str, Any]:
     """Raises Refused for a shape that the family's format has no word for."""
     family = FAMILIES[shape.style]
-    shared = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": shape.vocabulary,
-        "tie_word_embeddings": shape.tied,
-        "use_cache": True,
-    }
+    shared = {"architectures": [family.architecture], "model_type": family.model_type}
+    if family.task != "classify":
+        shared |= {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "use_cache": True}
     return shared | family.config(shape)

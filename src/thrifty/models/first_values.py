@@ -70,3 +70,14 @@ def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: i
     if name.endswith("relative.scores"):
         return Normal(width**-0.5)
     return Normal((columns * head_width) ** -0.5 if name.endswith("attention.q") else columns**-0.5)
+
+
+def vit_uniform(name: str, size: torch.Size, std: float) -> Normal | Uniform:
+    """ViT: matrices by Glorot and Bengio 2010, equation 16; class token, positions and head with one standard
+    deviation; patches as torch draws any convolution, by how many pixels they have. DeiT draws matrices with 0.02 too,
+    which Glorot's law gives at a width of 2500, and narrow models then stand still for long."""
+    if name.endswith("embedding.patch"):
+        return Uniform(1 / math.sqrt(math.prod(size[1:])))
+    if name.startswith("blocks"):
+        return Uniform(math.sqrt(6 / sum(size)))
+    return Normal(std)

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.slimming import is_arranged
+from thrifty.models.evened import evened_wrapped
 from thrifty.models.folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
 from thrifty.models.transformer import Task
 from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
@@ -85,6 +87,8 @@ def export_wrapped(
     model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """The model's folder as `save_pretrained` writes it, complete or not at all, with its tokenizer."""
+    if is_arranged(model):
+        model = evened_wrapped(model)
     values = {
         name: value.to("cpu", dtype if value.is_floating_point() else value.dtype)
         for name, value in _untied(model.lm).items()

@@ -7,10 +7,12 @@ stores its matrices transposed. No number is changed, so a round trip in the sto
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.models.configuration import read_shape, write_config
 from thrifty.models.families import FAMILIES, assemble, tie
@@ -117,8 +119,10 @@ def export_folder(
     folder: Path,
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
+    images: ImageEnds | None = None,
 ) -> None:
-    """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all.
+    """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all; a model of images
+    with the names of its labels and what its image processor must do, where `images` says so.
 
     Raises Refused when the model holds parameters the format has no place for, UsageError when the folder exists.
     """
@@ -126,14 +130,41 @@ def export_folder(
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
     task = FAMILIES[shape.style].task
-    special = special_ids(tokenizer_json, task)
+    special = {} if task == "classify" else special_ids(tokenizer_json, task)
+    if images is not None:
+        config |= label_names(images)
     with written_aside(folder) as aside:
         write_weights(aside, tensors)
         write_json(aside / "config.json", config | special | {"dtype": str(dtype).removeprefix("torch.")})
-        if special["eos_token_id"] is not None and task != "masked_token":
+        if special.get("eos_token_id") is not None and task != "masked_token":
             write_json(aside / "generation_config.json", special)
         if tokenizer_json is not None:
             write_tokenizer(aside, tokenizer_json, shape.length)
+        if images is not None:
+            write_json(aside / "preprocessor_config.json", image_processor(images))
+
+
+def label_names(images: ImageEnds) -> dict[str, Any]:
+    """What config.json says of labels."""
+    return {
+        "id2label": {str(number): name for number, name in enumerate(images.labels)},
+        "label2id": {name: number for number, name in enumerate(images.labels)},
+    }
+
+
+def image_processor(images: ImageEnds) -> dict[str, Any]:
+    """preprocessor_config.json for transformers' image processor of ViT: sizes, and pixels of 0 … 255 normalised."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": images.side, "width": images.side},
+        "resample": 2,  # bilinear
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(images.mean),
+        "image_std": list(images.std),
+    }
 
 
 def _written_tensors(model: Model, table: list[Packing], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ behind the sums, where the first GPT had them.
 import math
 from dataclasses import fields, replace
 
+from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import assemble
@@ -23,6 +24,12 @@ def _shape(style: Style, depth: int, width: int, heads: int, vocabulary: int, le
 
 def _gpt(depth: int, width: int, heads: int, vocabulary: int = 50_257, length: int = 1024) -> Shape:
     return _shape("gpt", depth, width, heads, vocabulary, length)
+
+
+def _vit(depth: int, width: int, heads: int, image: int = 224, patch: int = 16, labels: int = 1000) -> Shape:
+    return Shape(
+        "vit", depth, width, heads, heads, 4 * width, labels, 0, tied=False, norm_eps=1e-6, image=image, patch=patch
+    )
 
 
 _SMALL = {"vocabulary": 4096, "length": 256}
@@ -70,28 +77,45 @@ PRESETS: dict[str, Shape] = {
     ),
     "marian-nano": _shape("marian", 2, 128, 4, **_SMALL),
     "marian-base": _shape("marian", 6, 512, 8, 58_101, 512),  # opus-mt-en-de: the base model of the first Transformer
+    "vit-nano": _vit(4, 128, 4, 32, 4, 10),
+    "vit-micro": _vit(6, 192, 3, 32, 4, 10),
+    "vit-tiny": _vit(12, 192, 3),
+    "vit-small": _vit(12, 384, 6),
+    "vit-base": _vit(12, 768, 12),  # ViT-B/16
+    "deit-tiny": _vit(12, 192, 3),  # DeiT's sizes are ViT's: the difference is in how they are trained
+    "deit-small": _vit(12, 384, 6),
 }
 
 
-def resized(shape: Shape, settings: ModelSettings) -> Shape:
+def resized(shape: Shape, settings: ModelSettings, images: ImageEnds | None = None) -> Shape:
     """A shape with the sizes that the settings name. The inner width follows the width, and the number of key-value
-    heads follows the heads, in the same proportion unless given."""
+    heads follows the heads, in the same proportion unless given. A vit is made for the images that are given."""
     given = {field.name: getattr(settings, field.name, None) for field in fields(Shape)}
     changes = {name: value for name, value in given.items() if value is not None}
     if "width" in changes and "hidden" not in changes:
         changes["hidden"] = 32 * math.ceil(changes["width"] * shape.hidden / shape.width / 32)
     if "heads" in changes and "kv_heads" not in changes:
         changes["kv_heads"] = max(1, changes["heads"] * shape.kv_heads // shape.heads)
+    if images is not None and shape.style == "vit":
+        changes |= {"vocabulary": len(images.labels), "image": images.side, "channels": images.channels}
     return replace(shape, **changes)
 
 
-def shape_of(settings: ModelSettings, vocabulary: int | None = None, length: int | None = None) -> Shape:
-    """The preset's shape with the settings' changes; vocabulary and length as published where not given."""
+def shape_of(
+    settings: ModelSettings,
+    vocabulary: int | None = None,
+    length: int | None = None,
+    images: ImageEnds | None = None,
+) -> Shape:
+    """The preset's shape with the settings' changes; vocabulary and length, or the images, as published where not
+    given."""
     if settings.preset not in PRESETS:
         raise UsageError(
             f"model.preset: there is no preset {settings.preset!r}", fix=did_you_mean(settings.preset, PRESETS)
         )
-    shape = resized(PRESETS[settings.preset], settings)
+    shape = resized(PRESETS[settings.preset], settings, images)
+    if shape.style == "vit":
+        return shape
     return replace(
         shape,
         vocabulary=shape.vocabulary if vocabulary is None else vocabulary,

@@ -82,13 +82,18 @@ def context_limit(model: nn.Module) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
-def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_task(model: nn.Module) -> None:
+    """Raises UsageError for a model that does not predict the token that follows."""
     task = getattr(model, "task", "next_token")
     if task != "next_token":
         raise UsageError(
             f"a model that learned {task} does not predict the token that follows, so it cannot continue text",
             fix="give a decoder, such as a model of the GPT or Llama family",
         )
+
+
+def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    check_task(model)
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise UsageError(
             f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="give one or more"

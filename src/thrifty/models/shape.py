@@ -3,14 +3,14 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.models.scaled_rotary import Llama3Scaling
 
-Style = Literal["llama", "gpt", "gpt1", "bert", "t5", "marian"]
+Style = Literal["llama", "gpt", "gpt1", "bert", "t5", "marian", "vit"]
 
 _SIZES = (
     "depth", "width", "heads", "kv_heads", "hidden", "vocabulary", "length", "token_types", "decoder_depth",
-    "fixed_head_width",
+    "fixed_head_width", "image", "patch", "channels",
 )  # fmt: skip
 _PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
 
@@ -21,6 +21,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "bert": _PLAIN,
     "t5": ("relu", "gelu", "gelu_tanh", "silu", "gated-relu", "gated-gelu_tanh", "gated-silu"),
     "marian": ("silu", "gelu", "gelu_tanh", "relu"),
+    "vit": _PLAIN,
 }
 """What each style's feed-forward network may have; the first is its own."""
 
@@ -41,8 +42,10 @@ class Shape:
     hidden: int
     """Inner width of the feed-forward network."""
     vocabulary: int
+    """Tokens that there are; of a vit the labels."""
     length: int
-    """Tokens of context: the positions of gpt, bert and marian, the trained context of llama and t5."""
+    """Tokens of context: the positions of gpt, bert and marian, the trained context of llama and t5. Of a vit it
+    follows from the image and the patches, whatever is given."""
     tied: bool
     norm_eps: float = 1e-5
     activation: str = ""
@@ -52,24 +55,35 @@ class Shape:
     token_types: int = field(default=2, metadata={"of": "bert"})
     decoder_depth: int | None = field(default=None, metadata={"of": "t5 marian"})
     """Blocks of the decoder where they are not as many as the encoder's."""
-    fixed_head_width: int | None = field(default=None, metadata={"of": "t5"})
+    fixed_head_width: int | None = field(default=None, metadata={"of": "t5 llama"})
     """Width of a head where the heads together are not as wide as the model."""
     buckets: int = field(default=32, metadata={"of": "t5"})
     distance: int = field(default=128, metadata={"of": "t5"})
     """Distances between tokens up to this one are told apart, in so many buckets."""
     scaled_embedding: bool = field(default=True, metadata={"of": "marian"})
     """Whether token embeddings are multiplied by the root of the width."""
+    image: int = field(default=224, metadata={"of": "vit"})
+    """Height and width of the images that positions are for, in pixels."""
+    patch: int = field(default=16, metadata={"of": "vit"})
+    """Height and width of a patch, in pixels."""
+    channels: int = field(default=3, metadata={"of": "vit"})
+    pool: str = field(default="class", metadata={"of": "vit"})
+    """What the head is given: "class" for the class token, "mean" for the mean of all patches."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", self.activation or ACTIVATIONS[self.style][0])
         self._check_sizes()
         self._check_heads()
         self._check_choices()
+        if self.style == "vit":
+            self._check_image()
+            object.__setattr__(self, "length", (self.image // self.patch) ** 2 + (self.pool == "class"))
 
     def _check_sizes(self) -> None:
         for name in _SIZES:
             size = getattr(self, name)
-            if size is not None and size < 1:
+            follows = name == "length" and self.style == "vit"
+            if size is not None and size < 1 and not follows:
                 raise UsageError(f"model: {name} is {size}", fix=f"give a {name} of 1 or more")
         if self.style == "marian" and self.width % 2:
             raise UsageError(
@@ -116,6 +130,17 @@ class Shape:
             styles = each.metadata.get("of", self.style).split()
             if self.style not in styles and getattr(self, each.name) != each.default:
                 raise UsageError(f"model: {each.name} is given, and a {self.style} model has none", fix="leave it out")
+
+    def _check_image(self) -> None:
+        if self.image % self.patch:
+            divisors = [size for size in range(1, self.image + 1) if self.image % size == 0]
+            near = min(divisors, key=lambda size: abs(size - self.patch))
+            raise UsageError(
+                f"model: images of {self.image} x {self.image} pixels cannot be cut into patches of {self.patch}",
+                fix=f"set model.patch = {near}, or data.size to a multiple of {self.patch}",
+            )
+        if self.pool not in ("class", "mean"):
+            raise UsageError(f"model: pool is {self.pool!r}", fix=did_you_mean(self.pool, ("class", "mean")))
 
     @property
     def head_width(self) -> int:

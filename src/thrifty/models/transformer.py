@@ -18,9 +18,10 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.kernels.attention import segment_mask
 from thrifty.models.attention import RelativePositions, padding_mask
 from thrifty.models.first_values import Law, gpt2_normal, normal, xavier_uniform
+from thrifty.models.vision import VisionTransformer
 
-Task = Literal["next_token", "masked_token", "sequence_to_sequence"]
-"""What a model can learn, by what its tokens can see."""
+Task = Literal["next_token", "masked_token", "sequence_to_sequence", "classify"]
+"""What a model can learn, by what its tokens can see and what they are."""
 
 
 class Transformer(nn.Module):
@@ -141,14 +142,19 @@ class EncoderDecoder(nn.Module):
 
 
 @torch.no_grad()
-def initialize(model: Transformer | Encoder | EncoderDecoder, seed: int, std: float = 0.02) -> None:
+def initialize(
+    model: Transformer | Encoder | EncoderDecoder | VisionTransformer, seed: int, std: float = 0.02, within: str = ""
+) -> None:
     """First values by the model's law: matrices are drawn, gains are one, biases zero. `std` is for those laws that
     have one.
 
     Each parameter draws from a generator keyed by (seed, its name), so that what it draws does not depend on how
-    many blocks the model has, in which order they were built or on which rank.
+    many blocks the model has, in which order they were built or on which rank. With `within` only parameters whose
+    names begin so are drawn.
     """
     for name, parameter in model.named_parameters():
+        if not name.startswith(within):
+            continue
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
@@ -165,7 +171,8 @@ def initialize(model: Transformer | Encoder | EncoderDecoder, seed: int, std: fl
 def _parts(model: nn.Module, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices of a parameter, by name: itself, or the parts of a product of several layers."""
     owner = name.removesuffix(".weight")
-    parts = getattr(model.get_submodule(owner), "parts", None)
+    # a parameter that is no layer's weight, such as a class token, has no parts
+    parts = None if owner == name else getattr(model.get_submodule(owner), "parts", None)
     if parts is None:
         yield owner, parameter
         return

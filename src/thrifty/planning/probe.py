@@ -1,6 +1,6 @@
 """This machine: what it has, what of that this process may use, and what is installed."""
 
-import importlib.util
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -25,8 +25,9 @@ EXTRAS = {
     "hub": ("datasets", "huggingface_hub"),
     "huggingface": ("transformers",),
     "gguf": ("gguf",),
+    "images": ("pillow",),
 }
-"""Optional parts of Thrifty and the modules each one needs."""
+"""Optional parts of Thrifty and the packages each one needs."""
 
 INSTRUCTIONS = {
     "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16",
@@ -216,7 +217,16 @@ def _backends() -> tuple[str, ...]:
 
 def _missing_extras() -> dict[str, tuple[str, ...]]:
     missing = {
-        extra: tuple(module for module in modules if importlib.util.find_spec(module) is None)
-        for extra, modules in EXTRAS.items()
+        extra: tuple(package for package in packages if not _is_installed(package))
+        for extra, packages in EXTRAS.items()
     }
-    return {extra: modules for extra, modules in missing.items() if modules}
+    return {extra: packages for extra, packages in missing.items() if packages}
+
+
+def _is_installed(package: str) -> bool:
+    """By the name under which it is installed, which is not always that under which it is imported."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -25,14 +25,19 @@ class Rate:
     repeats: int
 
 
+LEAST_REPEATS = 3
+"""Timed of a function, however long they take."""
+
+
 def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> Rate:
-    """FLOP/s of the fastest of a few square matrix products; one that takes longer than `seconds` is left out."""
+    """FLOP/s of the fastest of a few square matrix products; one whose repeats would take longer than `seconds` is
+    left out."""
     device = torch.device(device)
     sizes = (1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: Rate | None = None
     for size in sizes:
         work = 2 * size**3
-        if best is not None and work / best.high > seconds:
+        if best is not None and (1 + LEAST_REPEATS) * work / best.high > seconds:
             break
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         rate = _repeated(lambda a=a, b=b: a @ b, work, seconds / len(sizes), device)
@@ -72,10 +77,10 @@ def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> Rate | No
 
 
 def _repeated(function: Callable[[], object], work: float, seconds: float, device: torch.device) -> Rate:
-    """Time `function` until `seconds` are used, at least three times, after one run that is not counted."""
+    """Time `function` until `seconds` are used, some times at least, after one run that is not counted."""
     _timed(function, device)
     times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
+    while len(times) < LEAST_REPEATS or sum(times) < seconds:
         times.append(_timed(function, device))
     return _rate(work, times)
 

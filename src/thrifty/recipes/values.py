@@ -68,6 +68,8 @@ def _convert_tuple(arguments: tuple, value: Any, path: str) -> tuple:
 def _fits(kind: Any, value: Any) -> bool:
     if kind in (int, float) and isinstance(value, bool):
         return False
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)
     return isinstance(value, (int, float) if kind is float else kind)
 
 

@@ -57,8 +57,9 @@ class _Look:
 
 def figures(record: RunRecord, key: KeyFigures) -> list[Figure]:
     """The charts for which there are records, most important first."""
-    made = [loss(record, key), throughput(record), gradient_norm(record), learning_rate(record), memory(record, key)]
-    return [figure for figure in (*made, noise_scale(record)) if figure is not None]
+    first = [loss(record, key), *(share(record, name) for name in key.measured), throughput(record, key)]
+    others = [gradient_norm(record), learning_rate(record), memory(record, key), noise_scale(record)]
+    return [figure for figure in (*first, *others) if figure is not None]
 
 
 def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
@@ -78,16 +79,23 @@ def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
     if key.unigram_entropy is not None:
         layers += _reference(key.unigram_entropy, f"unigram entropy {significant(key.unigram_entropy)}")
         summary += f" The unigram entropy is {significant(key.unigram_entropy)}."
-    return Figure("loss", "Loss", "nats per token", summary, _together(layers, 320), points, held_out, trained)
+    return Figure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
 
 
-def throughput(record: RunRecord) -> Figure | None:
+def share(record: RunRecord, name: str) -> Figure:
+    """Something that evaluations measure beside the loss."""
+    points, title = curve(record.evaluations, name), f"Held-out {name}"
+    layers = _curve_layers(points, _Look(number_format=".0%"))
+    return Figure(name, title, "share of the examples", _describe(title, points), _together(layers), points)
+
+
+def throughput(record: RunRecord, key: KeyFigures) -> Figure | None:
     points = curve(record.steps, "tokens_per_second")
     if not points:
         return None
     layers = _curve_layers(points, _Look(_legend(points)))
     summary = _describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
-    return Figure("throughput", "Throughput", "tokens/s", summary, _together(layers), points)
+    return Figure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
 
 
 def learning_rate(record: RunRecord) -> Figure | None:

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from thrifty.report.record import RunRecord, number
-from thrifty.report.units import significant
+from thrifty.report.units import percent, significant
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ class KeyFigures:
     """Examples per step above which larger batches buy little, as last measured."""
     batch: float | None
     """Examples per step, as the recipe has it."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Shares that were last measured on held-out data beside the loss, such as the accuracy."""
+    label_entropy: float | None = None
+    """Nats per image for who answers by how frequent labels are."""
+    unit: str = "tokens"
+    """What examples are counted in."""
+
+    @property
+    def nats(self) -> str:
+        """What a loss is in."""
+        return "nats per token" if self.unit == "tokens" else f"nats per {self.unit.removesuffix('s')}"
 
     @property
     def share_of_peak(self) -> float | None:
@@ -85,11 +96,16 @@ def key_figures(record: RunRecord) -> KeyFigures:
         predicted_memory=predicted,
         noise_scale=noise_scales[-1] if noise_scales else None,
         batch=number(_mapping(record.recipe.get("data")).get("batch")),
+        measured=_measured(record),
+        label_entropy=number(summary.get("label_entropy")),
+        unit="images" if summary.get("unit") == "images" else "tokens",
     )
 
 
 def verdict(key: KeyFigures) -> str:
     """One sentence: held-out loss against what frequencies of single tokens would give."""
+    if key.unit != "tokens":
+        return _verdict_on_labels(key)
     loss, entropy = key.held_out_loss, key.unigram_entropy
     if loss is None:
         seen = f"; the last training loss is {significant(key.loss)} nats per token" if key.loss is not None else ""
@@ -107,12 +123,35 @@ def verdict(key: KeyFigures) -> str:
     return f"{opening}, {significant(entropy - loss)} below the unigram entropy of {unigram}; {ending}"
 
 
+def _verdict_on_labels(key: KeyFigures) -> str:
+    """The same against how frequent labels are."""
+    loss, entropy = key.held_out_loss, key.label_entropy
+    if loss is None:
+        seen = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
+        return f"Nothing has been measured on held-out {key.unit} yet{seen}."
+    shares = "".join(f", {name} {percent(value)}" for name, value in key.measured.items())
+    opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {key.nats}{shares}"
+    if entropy is None:
+        return f"{opening}."
+    if loss >= entropy:
+        return f"{opening}; the frequencies of labels alone give {significant(entropy)}: it has learned nothing yet."
+    return f"{opening}; the frequencies of labels alone give {significant(entropy)}."
+
+
 def batch_advice(key: KeyFigures) -> str | None:
     """One sentence on where larger batches stop paying; None where that was not measured."""
     if key.noise_scale is None:
         return None
     batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""
     return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: batches well above it buy little"
+
+
+def _measured(record: RunRecord) -> dict[str, float]:
+    """The latest of what the summary says is measured beside the loss, by name."""
+    names = record.summary.get("measured")
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    found = {name: _values(record.evaluations, name) for name in names if name.isidentifier()}
+    return {name: values[-1] for name, values in found.items() if values}
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

@@ -32,13 +32,15 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
     bits = key.bits_per_byte(key.held_out_loss)
     pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
     noise = [("Gradient noise scale", significant(key.noise_scale), "examples: batches well above it buy little")]
+    of_text = [("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}")]
+    shares = [(f"Held-out {name}", percent(value), f"of the {key.unit}") for name, value in key.measured.items()]
     return [
-        ("Held-out loss", significant(key.held_out_loss), f"nats per token, {best}"),
-        ("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}"),
+        ("Held-out loss", significant(key.held_out_loss), f"{key.nats}, {best}"),
+        *(of_text if key.unit == "tokens" else shares),
         ("Steps", whole(key.steps), f"{key.skipped_steps:,} skipped" if key.skipped_steps else "none skipped"),
-        ("Tokens", scaled(key.tokens), "trained on"),
+        (key.unit.capitalize(), scaled(key.tokens), "trained on"),
         ("Training time", duration(key.seconds), f"{duration(pace)} per step" if pace is not None else "not measured"),
-        ("Throughput", scaled(key.tokens_per_second), "tokens/s, median"),
+        ("Throughput", scaled(key.tokens_per_second), f"{key.unit}/s, median"),
         (
             "Share of matmul peak",
             percent(key.share_of_peak),

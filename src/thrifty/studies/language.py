@@ -2,7 +2,7 @@
 came of it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -84,6 +84,8 @@ class Trained:
     seconds: float
     """Spent in the steps."""
     length: int
+    notes: Sequence[Mapping[str, float]] = ()
+    """Of each step that was made, what techniques noted."""
 
     def mean_loss(self, last: int) -> float:
         """The mean over the last so many steps."""
@@ -103,9 +105,12 @@ def train_on_bytes(
     run = compose(plain, techniques, steps)
     state = run.start()
     losses: list[float] = []
+    notes: list[Mapping[str, float]] = []
     try:
         with closing(train(run, state, seed)) as records:
-            losses += (record.loss if math.isfinite(record.loss) else math.inf for record in records)
+            for record in records:
+                losses.append(record.loss if math.isfinite(record.loss) else math.inf)
+                notes.append(record.notes)
     except IntegrityError:
         raise
     except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
@@ -119,4 +124,5 @@ def train_on_bytes(
         tokens=int(state.counters["tokens"]),
         seconds=state.counters["seconds"],
         length=length,
+        notes=notes,
     )

@@ -8,7 +8,8 @@ import importlib
 import inspect
 import os
 import pkgutil
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
 from thrifty.core.errors import UsageError, did_you_mean
@@ -31,7 +32,13 @@ def _walk(paths: list[str], prefix: str = "") -> list[str]:
 def third_party() -> dict[str, EntryPoint]:
     """Entry points by the name of their technique, not loaded; a name that exists here is not theirs to take."""
     own = set(_walk(list(__path__)))
-    return {entry.name: entry for entry in entry_points(group="thrifty.techniques") if entry.name not in own}
+    return {entry.name: entry for entry in _installed() if entry.name not in own}
+
+
+@cache
+def _installed() -> EntryPoints:
+    """What is installed does not change while a process runs, and takes long to ask."""
+    return entry_points(group="thrifty.techniques")
 
 
 def names() -> list[str]:
@@ -41,10 +48,10 @@ def names() -> list[str]:
 
 def find(name: str) -> type[Technique]:
     """The technique class of this name; raises UsageError with the nearest name when there is none."""
-    if name not in names():
-        raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
-    outside = third_party().get(name)
-    if outside is not None:
+    if name not in _walk(list(__path__)):  # only then is it worth asking everything that is installed
+        outside = third_party().get(name)
+        if outside is None:
+            raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
         technique = outside.load()
         technique.name = name
         return technique

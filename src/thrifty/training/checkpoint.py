@@ -67,13 +67,15 @@ def save(
     files: Durable | None = None,
     best: bool = False,
     keep: int = 2,
+    also: Collection[int] = (),
     ranks: Alone | None = None,
 ) -> Saved:
     """Saves a state; once it returns, the state survives anything but the loss of the disk.
 
-    Keeps `keep` verified checkpoints in all, and the last one saved as `best`. With `ranks=Together()` all ranks call
-    it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's. Raises `ThriftyError` when it does not fit
-    or the disk fails, `UsageError` for a state that cannot be stored; earlier checkpoints remain in every case.
+    Keeps `keep` verified checkpoints in all, the last one saved as `best`, and those of the steps in `also`. With
+    `ranks=Together()` all ranks call it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's. Raises
+    `ThriftyError` when it does not fit or the disk fails, `UsageError` for a state that cannot be stored; earlier
+    checkpoints remain in every case.
     """
     started, files, ranks = time.monotonic(), files or Durable(), ranks or Alone()
     if keep < 1:
@@ -90,7 +92,7 @@ def save(
         if ranks.rank == 0:
             attempt.discard()
         raise
-    notices = ranks.first(lambda: attempt.finish(name, best, keep))
+    notices = ranks.first(lambda: attempt.finish(name, best, keep, also))
     return Saved(folder / name, size, time.monotonic() - started, tuple(notices))
 
 

@@ -1,7 +1,8 @@
 """What a person sees while a run goes on: one live line on a terminal, a plain line now and then elsewhere."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.live import Live
@@ -21,13 +22,18 @@ class Progress:
     memory: float
     predicted_memory: float | None
     seconds_left: float
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Shares that were measured on held-out data beside the loss, by name."""
+    unit: str = "tokens"
+    """What examples are counted in."""
 
 
 def line(p: Progress) -> str:
     parts = [f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
     if p.held_out is not None:
         parts.append(f"held-out {p.held_out:.3f}")
-    parts.append(f"{p.tokens_per_second:,.0f} tokens/s")
+    parts += [f"{name} {value:.1%}" for name, value in p.measured.items()]
+    parts.append(f"{p.tokens_per_second:,.0f} {p.unit}/s")
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")
     predicted = f" (predicted {p.predicted_memory / 1e9:.2f})" if p.predicted_memory else ""

@@ -1,4 +1,4 @@
-"""Loss on held-out data."""
+"""Loss, and whatever else an objective measures, on held-out data."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,28 @@ from thrifty.core.objective import Objective
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:
-    """The mean loss over all examples of the batches by their weights, in nats per prediction. Every rank evaluates the
-    same data, so that all agree to the last bit; randomness (dropout) is off."""
+def evaluate(
+    model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device
+) -> dict[str, float]:
+    """The means over all examples of the batches by their weights: the "loss", in nats per prediction, and what the
+    objective `measures`. Every rank evaluates the same data, so that all agree to the last bit; randomness (dropout) is
+    off."""
     was_training = model.training
     model.eval()
-    total, weights = 0.0, 0.0
+    totals, weights = dict.fromkeys(("loss", *objective.measured), 0.0), 0.0
     for batch in batches:
-        losses = objective.losses(objective.predict(model, batch.to(device)), batch.to(device))
-        weight = batch.weight.double()
-        total += float(losses.double().cpu() @ weight)
+        here, weight = batch.to(device), batch.weight.double()
+        prediction = objective.predict(model, here)
+        found = {"loss": objective.losses(prediction, here)}
+        if objective.measured:
+            found |= objective.measures(prediction, here)
+        for name in totals:
+            totals[name] += float(found[name].double().cpu() @ weight)
         weights += float(weight.sum())
     model.train(was_training)
-    return total / weights
+    return {name: total / weights for name, total in totals.items()}
+
+
+def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:
+    """The loss alone, see `evaluate`."""
+    return evaluate(model, objective, batches, device)["loss"]

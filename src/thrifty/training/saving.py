@@ -1,6 +1,6 @@
 """One attempt to save: the order of the writes, and what a failing disk means to the user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
@@ -94,11 +94,11 @@ class Attempt:
         return [name, sum(file.bytes for file in written.values())]
 
     @_explained
-    def finish(self, name: str, best: bool, keep: int) -> list[str]:
+    def finish(self, name: str, best: bool, keep: int, also: Collection[int] = ()) -> list[str]:
         """Points at the new checkpoint, then lets old ones go; returns notices."""
         for hint in (shelf.LATEST, shelf.BEST) if best else (shelf.LATEST,):
             self.files.swap_text(self.folder / hint, name + "\n")
-        return shelf.remove_old(self.folder / name, keep, self.files)
+        return shelf.remove_old(self.folder / name, keep, self.files, also)
 
     def discard(self) -> None:
         """Takes back what was written aside; what cannot be removed now goes at the next save."""

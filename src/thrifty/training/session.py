@@ -12,13 +12,14 @@ from typing import Any
 from thrifty.core.batches import Batch
 from thrifty.core.compose import Composition
 from thrifty.core.errors import ThriftyError
+from thrifty.core.moments import in_steps
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.agreement import Alone, Together
 from thrifty.training.display import Display, Progress
-from thrifty.training.evaluate import held_out_loss
+from thrifty.training.evaluate import evaluate
 from thrifty.training.loop import Record, train
 from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
@@ -35,8 +36,8 @@ class Session:
     held_out: Sequence[Batch]
     folder: RunFolder
     facts: dict[str, Any] = field(default_factory=dict)
-    """What is known beforehand and belongs in the summary: unigram_entropy, bytes_per_token, predicted_memory,
-    peak_flops_per_second, flops_per_step."""
+    """What is known beforehand and belongs in the summary: the data's own facts (unigram_entropy, bytes_per_token;
+    label_entropy, unit), predicted_memory, peak_flops_per_second, flops_per_step."""
     notices: Sequence[str] = ()
     """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
     quiet: bool = False
@@ -67,10 +68,13 @@ class _Observer:
         self.recipe, self.folder = session.recipe, session.folder
         self.display = Display(quiet=True)
         self.held_out: float | None = None
+        self.measured: dict[str, float] = {}
+        """What the last evaluation found beside the loss."""
         self.last: Record | None = None
         self.saved_step = state.step if state.step else None
         self.evaluated_step: int | None = None
         self.rate = 0.0
+        self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.also}
 
     def follow(self, stop: StopRequest) -> str:
         if self.recipe.evaluation.at_start and self.state.step == 0:
@@ -82,7 +86,7 @@ class _Observer:
             self.record(record)
             done = record.step == self.session.run.steps
             stopping = stop.agreed()
-            due = done or record.step % self.recipe.checkpoints.every == 0
+            due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
             if due or record.step % self.recipe.evaluation.every == 0:
                 self.evaluate()
@@ -131,6 +135,8 @@ class _Observer:
                 steps=self.session.run.steps,
                 loss=record.loss,
                 held_out=self.held_out,
+                measured=self.measured,
+                unit=self.session.facts.get("unit", "tokens"),
                 tokens_per_second=self.rate,
                 of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
                 memory=memory,
@@ -143,19 +149,20 @@ class _Observer:
     def evaluate(self) -> None:
         assert self.state.optimizer is not None
         with self.state.optimizer.judging():
-            self.held_out = self.measure()
+            self.measured = self.measure()
+        self.held_out = self.measured.pop("loss")
         self.evaluated_step = self.state.step
         best = self.state.counters.get("best_held_out_loss", math.inf)
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
         # where an average is judged, the weights in training are measured beside it
-        trained = {} if self.state.optimizer.judged() is None else {"trained_loss": _finite(self.measure())}
-        self.note("evaluation", loss=_finite(self.held_out), **trained)
+        trained = {} if self.state.optimizer.judged() is None else {"trained_loss": _finite(self.measure()["loss"])}
+        self.note("evaluation", loss=_finite(self.held_out), **self.measured, **trained)
 
-    def measure(self) -> float:
+    def measure(self) -> dict[str, float]:
         assert self.state.model is not None
         run = self.session.run
         batches = heartbeat.through(self.session.held_out, f"the evaluation after step {self.state.step}")
-        return held_out_loss(self.state.model, run.judged_by, batches, run.device)
+        return evaluate(self.state.model, run.judged_by, batches, run.device)
 
     def _is_best_saved(self) -> bool:
         """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""
@@ -177,6 +184,7 @@ class _Observer:
             {**self.state.scalars(), **self.session.kept},
             best=best,
             keep=self.recipe.checkpoints.keep,
+            also=self.also,
             ranks=Together() if ranks() > 1 else Alone(),
         )
         self.saved_step = self.state.step
@@ -209,6 +217,7 @@ class _Observer:
             "seconds": counters.get("seconds", 0.0),
             "loss": _finite(self.last.loss) if self.last else None,
             "held_out_loss": _finite(self.held_out),
+            **({"held_out": self.measured} if self.measured else {}),
             "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
             "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
             "peak_memory": self.meter.peak(),

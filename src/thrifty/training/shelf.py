@@ -5,6 +5,7 @@ step saved again, by a run that was resumed before it, gets an attempt suffix (`
 """
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from uuid import uuid4
 
@@ -60,11 +61,12 @@ def remove_leftovers(folder: Path, files: Durable) -> None:
             (files.remove_tree if path.is_dir() else files.remove_file)(path)
 
 
-def remove_old(saved: Path, keep: int, files: Durable) -> list[str]:
-    """Keeps `saved`, the newest others that verify up to `keep` in all, and the best; returns notices."""
+def remove_old(saved: Path, keep: int, files: Durable, also: Collection[int] = ()) -> list[str]:
+    """Keeps `saved`, the newest others that verify up to `keep` in all, the best, and those of the steps in `also`;
+    returns notices."""
     folder, kept, notices, old = saved.parent, 1, [], []
     for path in reversed(checkpoints(folder)):
-        if path == saved:
+        if path == saved or step_of(path) in also:
             continue
         if kept < keep:
             try:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from thrifty.core.errors import UsageError
 from thrifty.models.shape import Shape
 from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer
+from thrifty.models.vision import VisionTransformer
 
 Config = Mapping[str, Any]
-Model = Transformer | Encoder | EncoderDecoder
+Model = Transformer | Encoder | EncoderDecoder | VisionTransformer
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -58,6 +59,11 @@ class Family:
     task: ClassVar[Task]
     bounded: ClassVar[bool] = True
     """Whether the model takes no more tokens than its length."""
+
+    free_heads: ClassVar[bool] = False
+    """Whether config.json can say how wide a head is, so that heads together need not be as wide as the model."""
+    free_hidden: ClassVar[bool] = True
+    """Whether config.json can say how wide feed-forward networks are inside."""
 
     read: ClassVar[frozenset[str]]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

@@ -40,6 +40,7 @@ class GPT1(Family):
     """Radford et al. 2018, Improving Language Understanding by Generative Pre-Training: a post-norm decoder."""
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
+    free_hidden = False
     read = frozenset(
         {"n_embd", "n_head", "n_layer", "vocab_size", "n_positions", "tie_word_embeddings", "layer_norm_epsilon"}
     )
@@ -100,6 +101,7 @@ class GPT2(GPT1):
     """Radford et al. 2019, Language Models are Unsupervised Multitask Learners: pre-norm, and a norm at the end."""
 
     style, model_type, architecture = "gpt", "gpt2", "GPT2LMHeadModel"
+    free_hidden = True
     read = GPT1.read | {"n_inner"}
     only: ClassVar = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,)}
     ignored = frozenset()

@@ -27,7 +27,7 @@ def _rotary(shape: Shape) -> Rotary:
 def _block(shape: Shape, position: Rotary) -> Block:
     return Block(
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
-        Attention(shape.width, shape.heads, shape.kv_heads, position=position),
+        Attention(shape.width, shape.heads, shape.kv_heads, position=position, head_width=shape.head_width),
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
         GatedFeedForward(shape.width, shape.hidden, nn.SiLU()),
     )
@@ -35,6 +35,7 @@ def _block(shape: Shape, position: Rotary) -> Block:
 
 class Llama(Family):
     style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
+    free_heads = True
     read = frozenset({
         "num_attention_heads", "hidden_size", "head_dim", "num_hidden_layers", "num_key_value_heads",
         "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps",
@@ -57,7 +58,8 @@ class Llama(Family):
     def shape(self, config: Config) -> Shape:
         heads, width = number(config, "num_attention_heads", int), number(config, "hidden_size", int)
         head_width = number(config, "head_dim", int, width // heads)
-        if head_width * heads != width:
+        is_narrower = config.get("head_dim") is not None and head_width * heads < width  # heads were taken out
+        if head_width * heads != width and not is_narrower:
             raise Refused(f"config.json: {heads} heads of head_dim {head_width} do not make up the width {width}")
         base, scaling = _rope(config)
         return Shape(
@@ -70,6 +72,7 @@ class Llama(Family):
             vocabulary=number(config, "vocab_size", int),
             length=number(config, "max_position_embeddings", int, 2048),
             tied=flag(config, "tie_word_embeddings", False),
+            fixed_head_width=head_width if is_narrower else None,
             norm_eps=number(config, "rms_norm_eps", float, 1e-6),
             rope_base=base,
             rope_scaling=scaling,
@@ -104,7 +107,7 @@ class Llama(Family):
 
     def table(self, shape: Shape) -> Iterator[Packing]:
         yield Packing("embedding.token.weight", (self.token,))
-        heads = (shape.width, shape.kv_heads * shape.head_width, shape.kv_heads * shape.head_width)
+        heads = tuple(each * shape.head_width for each in (shape.heads, shape.kv_heads, shape.kv_heads))
         for index in range(shape.depth):
             ours, theirs = f"blocks.{index}", f"model.layers.{index}"
             qkv = tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")

@@ -13,16 +13,9 @@ from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused
 from thrifty.core.moments import Moment
+from thrifty.core.phases import phased_size
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-
-
-def length_at(step: int, start: int, full: int, until: int, multiple: int, phases: int) -> int:
-    """Tokens per example at this step: from `start` to `full` in `phases` equal phases over `until` steps."""
-    if step >= until:
-        return full
-    wanted = start + (full - start) * (step * phases // until) / phases
-    return min(max(round(wanted / multiple), 1) * multiple, full)
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class SequenceLength(Technique):
                     fix="use it on plain text",
                 )
             full = batch["tokens"].shape[1] - 1
-            length = length_at(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
+            length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight)
 
         return Mapped(source, shorten)

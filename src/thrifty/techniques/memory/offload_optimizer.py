@@ -127,6 +127,12 @@ class OnCopies(Site):
         self.tier.landed()
         self.known = [version(parameter) for parameter in local(self.on_device)]
 
+    def impose(self) -> None:
+        self.refresh()
+        super().impose()
+        self.bring(range(len(self.on_device)))
+        self.landed()
+
 
 class Delayed(OnCopies):
     """From step `after` on an update is made while the next step is computed, and reaches the parameters after it.
@@ -134,6 +140,8 @@ class Delayed(OnCopies):
     The copies, ahead of the parameters by an update, are state then: slot `next`. Updates keep the numbers of the step
     whose gradients they are made of.
     """
+
+    behind = True
 
     def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Beside, after: int):
         self.after = after
@@ -170,6 +178,12 @@ class Delayed(OnCopies):
     def judged(self, numbers: Numbers) -> list[Tensor] | None:
         self.join()
         return super().judged(numbers)
+
+    def impose(self) -> None:
+        # both, since they are different values: the copies may be ahead
+        self.join()
+        for parameters in (self.parameters, self.on_device):
+            self.transform.impose(self.state, parameters)
 
     def join(self) -> None:
         if self.work is not None:

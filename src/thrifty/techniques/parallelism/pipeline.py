@@ -121,6 +121,12 @@ class Through(Around):
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         return self._told(self.inner.normalizers, prediction, batch)
 
+    def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        def find(name: str) -> Any:
+            return lambda prediction, batch: self.inner.measures(prediction, batch)[name]
+
+        return {name: self._told(find(name), prediction, batch) for name in self.measured}
+
     def _told(self, find: Any, prediction: Prediction, batch: Batch) -> Tensor:
         assert self.line is not None
         if self.line.running:
@@ -186,6 +192,7 @@ class Pipeline(Technique):
             halves = f"{self.schedule} takes backward passes in halves, which"
             refused = {
                 "compiled blocks": f"{halves} a compiler puts together",
+                "dropped blocks": f"{halves} a stage does not have when all of its blocks are dropped",
                 "parameters in pieces": f"{halves} go past what sums up the gradients",
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})

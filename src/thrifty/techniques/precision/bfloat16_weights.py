@@ -33,7 +33,7 @@ from thrifty.core.randomness import seed_of
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Chain, Numbers, Partition, Reach, Slots, Transform, chain, moves
+from thrifty.core.transforms import Chain, Content, Numbers, Partition, Reach, Slots, Transform, chain, moves
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
@@ -102,6 +102,9 @@ class InFloat32(Transform):
     def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
         return self.inner.judged(slots, parameters, numbers)
 
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        self.inner.impose(slots, parameters)
+
     def only(self, indices: Sequence[int]) -> Transform:
         some = copy(self)
         some.inner = chain(self.inner.only(indices))
@@ -109,6 +112,9 @@ class InFloat32(Transform):
         before, some.kernel = fused_tail(some.inner) or (some.inner, None)
         some.before = by_kernels(before)
         return some
+
+    def content(self, slot: str) -> Content:
+        return "moments" if slot in self.weights else self.inner.content(slot)
 
     def rate(self, numbers: Numbers) -> float:
         return self.inner.rate(numbers)

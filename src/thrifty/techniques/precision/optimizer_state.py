@@ -129,6 +129,12 @@ class Stored(Transform):
             return None
         return self.element.judged(self._open(slots), parameters, numbers)
 
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        if type(self.element).impose is not Transform.impose:
+            opened = self._open(slots)
+            self.element.impose(opened, parameters)
+            self._close(opened, slots, {"rounding_seed": 0.0})
+
     def only(self, indices: Sequence[int]) -> Transform:
         some = copy(self)
         # parts are run by kernels where there are some; what is compiled is not divided into parts

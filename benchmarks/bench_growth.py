@@ -1,0 +1,87 @@
+"""Wall-clock to equal loss: a model that grows against the full model, each with a rate that is decayed to its own end.
+
+The full model is trained for several budgets, which gives a curve of loss against seconds; the loss that a growing run
+ends at is looked up on it. Above 1, the full model takes longer to get there. Promise: none; this is a measurement, and
+"no faster" is an answer. On a quiet machine, with one thread for each core.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from side_by_side import write
+from thrifty.core.technique import Technique
+from thrifty.studies.language import llama, train_on_bytes
+from thrifty.techniques.growth.auto_grow import AutoGrow
+from thrifty.techniques.growth.compound import Compound
+from thrifty.techniques.growth.layer_drop import LayerDrop
+from thrifty.techniques.growth.sequence_length import SequenceLength
+from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.optimizers.clip import Clip
+from thrifty.techniques.schedules.cosine import Cosine
+
+DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 64, 64, 16, 2e-3
+STEPS = 600
+CURVE = (0.5, 0.75, 1.0, 1.5, 2.0)
+"""Budgets of the full model, in growing runs."""
+WAYS: Mapping[str, Sequence[Technique]] = {
+    "stacking": [Stacking()],
+    "stacking, silent copies": [Stacking(start="zeroed")],
+    "compound": [Compound()],
+    "compound, pooled": [Compound(shorten="pool")],
+    "automatic": [AutoGrow(search=0.05)],
+    "shorter texts first": [SequenceLength(start=16)],
+    "dropped blocks": [LayerDrop()],
+}
+
+
+def run(ways: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]:
+    """Seconds in steps, and the held-out loss."""
+    trained = train_on_bytes(
+        lambda: llama(DEPTH, WIDTH, LENGTH, seed),
+        [AdamW(lr=RATE), Cosine(warmup=0.05), Clip(), *ways],
+        steps=steps,
+        seed=seed,
+        length=LENGTH,
+        batch=BATCH,
+    )
+    return trained.seconds, trained.held_out_loss(1024)
+
+
+def seconds_to(loss: float, curve: Sequence[tuple[float, float]]) -> float:
+    """When a curve of (seconds, loss) reaches a loss, straight between its points in the logarithm of seconds; infinite
+    where it does not get there, the first of it where it begins below."""
+    if loss >= curve[0][1]:
+        return curve[0][0]
+    for (earlier, above), (later, below) in pairwise(curve):
+        if below <= loss <= above:
+            share = (above - loss) / (above - below) if above > below else 1.0
+            return math.exp(math.log(earlier) + share * math.log(later / earlier))
+    return math.inf
+
+
+def main() -> None:
+    steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
+    seeds = range(int(sys.argv[3]) if len(sys.argv) > 3 else 2)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    for seed in seeds:
+        curve = [run([], round(share * steps), seed) for share in CURVE]
+        print(f"seed {seed}, full:", ", ".join(f"{loss:.3f} in {seconds:.0f} s" for seconds, loss in curve))
+        for name, ways in WAYS.items():
+            seconds, loss = run(ways, steps, seed)
+            ratio = seconds_to(loss, curve) / seconds
+            found[name].append({"seconds": seconds, "loss": loss, "full_over_grown": ratio})
+            print(f"  {name:<26} {loss:.3f} in {seconds:6.1f} s; the full model takes {ratio:.2f} of that")
+    print()
+    for name, each in found.items():
+        print(f"{name:<28} median {median(one['full_over_grown'] for one in each):.2f}")
+    if len(sys.argv) > 1:
+        write(Path(sys.argv[1]) / "growth.json", {"benchmark": "growth", "steps": steps, "runs": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What N:M training adds to a step where products are emulated: masks, decay, masking; interleaved, in one process.
+
+    python benchmarks/bench_n_of_m.py [--width 256] [--rounds 9] [--json FILE]
+
+First the making of masks alone, by magnitude (as here, by topk and by a sort) and transposable; then whole training
+steps of a small Llama-style model: dense, masks made at every step or every 40, and unbiased estimates of gradients.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from side_by_side import rows, side_by_side, tell, write
+from thrifty.core.compose import Plain, compose
+from thrifty.core.technique import Technique
+from thrifty.data.packing import PackedTokens
+from thrifty.kernels.n_of_m import n_of_m_mask
+from thrifty.kernels.transposable import transposable_mask
+from thrifty.objectives.next_token import NextToken
+from thrifty.studies.language import llama, source_text
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.sparsity.n_of_m import NOfM
+
+DEPTH, LENGTH, BATCH, STEPS = 4, 128, 8, 100_000
+
+
+def mask_making(width: int) -> dict[str, Callable[[], object]]:
+    """Masks of one weight of (4 width, width)."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, width, generator=generator) for size in (4 * width, 1024))
+    return {
+        "a matrix product of 1024 tokens": lambda: x @ weight.T,
+        "2 of 4 by comparison": lambda: n_of_m_mask(weight, 2, 4),
+        "2 of 4 by topk": lambda: weight.abs().view(-1, 4).topk(2, -1).indices,
+        "2 of 4 by stable sort": lambda: weight.abs().view(-1, 4).sort(dim=-1, descending=True, stable=True).indices,
+        "transposable, 90 patterns": lambda: transposable_mask(weight, 2, 4),
+    }
+
+
+def one_step(width: int, *chosen: Technique) -> Callable[[], object]:
+    """A training step, without the loop around it."""
+    source = PackedTokens(source_text()[0], LENGTH, BATCH, 0)
+    plain = Plain(lambda: llama(DEPTH, width, LENGTH, 0), source, NextToken())
+    run = compose(plain, [*chosen, AdamW(lr=1e-3)], STEPS)
+    state, batch = run.start(), source.at(0)
+    examples = run.plain.objective.examples(batch)
+    model, optimizer = state.model, state.optimizer
+    assert model is not None and optimizer is not None
+
+    def step() -> None:
+        run.backward(model.train(), run.objective, examples)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    making = side_by_side(mask_making(options.width), options.rounds)
+    baseline = "a matrix product of 1024 tokens"
+    tell(f"masks of one weight of {4 * options.width} x {options.width}", making, baseline)
+    steps = {
+        "dense": one_step(options.width),
+        "2:4, every 40 steps": one_step(options.width, NOfM(every=40)),
+        "2:4": one_step(options.width, NOfM()),
+        "2:4, transposable": one_step(options.width, NOfM(transposable=True)),
+        "2:4, mvue": one_step(options.width, NOfM(mvue=True)),
+    }
+    timings = side_by_side(steps, options.rounds)
+    title = f"a training step, {DEPTH} blocks of width {options.width}, {BATCH} x {LENGTH} tokens"
+    tell(title, timings, "dense", BATCH * LENGTH, "tokens/s")
+    if options.json:
+        facts: dict[str, Any] = {"benchmark": "n_of_m", "width": options.width}
+        write(options.json, {**facts, "masks": rows(making, baseline), "steps": rows(timings, "dense")})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""What data asks of a model's two ends: the kind of inputs that it takes, and how many things it can answer."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TextEnds:
+    vocabulary: int
+    """Tokens that there are."""
+    length: int
+    """Tokens of an example."""
+
+
+@dataclass(frozen=True)
+class ImageEnds:
+    labels: tuple[str, ...]
+    """What images are told apart by, in the order of the model's outputs."""
+    side: int
+    """Images are so many pixels high and wide."""
+    channels: int
+    mean: tuple[float, ...]
+    """Of each channel, pixels being 0 … 1: subtracted before a model sees an image."""
+    std: tuple[float, ...]
+    """Of each channel: divided by after that."""
+
+    def as_data(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "ImageEnds":
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+
+Ends = TextEnds | ImageEnds

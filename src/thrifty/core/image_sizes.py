@@ -1,0 +1,40 @@
+"""Images that have other sizes in some steps than in others."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.errors import Refused
+from thrifty.core.surgery import note
+
+IMAGES = "inputs"
+"""The field of a batch that has them: (b, c, h, w) or (b, h, w)."""
+
+
+def images_of(batch: Batch) -> Tensor | None:
+    """The images of a batch, None where it has none. Raises Refused for images that are not floats."""
+    images = batch.fields.get(IMAGES)
+    if images is None or images.ndim not in (3, 4):
+        return None
+    if not images.is_floating_point():
+        raise Refused(f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white")
+    return images
+
+
+def with_images(batch: Batch, images: Tensor) -> Batch:
+    return Batch({**batch.fields, IMAGES: images}, batch.weight, batch.last)
+
+
+def resized_images(source: BatchSource, resized: Callable[[int, Tensor], Tensor]) -> BatchSource:
+    """A source whose images at each step are `resized(step, images)`. Batches without images stay as they are, which
+    is noted: nothing of theirs has a resolution."""
+
+    def change(step: int, batch: Batch) -> Batch:
+        images = images_of(batch)
+        if images is None:
+            note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
+            return batch
+        return with_images(batch, resized(step, images))
+
+    return Mapped(source, change)

@@ -1,0 +1,98 @@
+"""Image files to arrays of one size, by Pillow (extra `images`), with limits: files come from anywhere.
+
+What a file says of its own size is looked at before any pixel is decoded; what is cut off or damaged is an error, never
+a half-grey image. Turned as the camera noted (EXIF), transparency on white, and other colour spaces and depths as RGB.
+"""
+
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
+MOST_PIXELS = 100_000_000
+"""Of one file; what is larger is taken for a decompression bomb."""
+DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+"""Pillow's modes for grey of 16 bits."""
+
+
+class Undecodable(Exception):
+    """An image file that cannot be used; says why."""
+
+
+def pillow() -> ModuleType:
+    """`PIL.Image`; raises UsageError where Pillow is not installed."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UsageError(
+            "reading image files needs Pillow, which is not installed", fix="pip install 'thrifty[images]'"
+        ) from None
+    return Image
+
+
+def decode(path: Path, side: int) -> np.ndarray:
+    """The middle of an image file, scaled so that its shorter side fits: uint8 (3, side, side).
+
+    Raises Undecodable for what is empty, no image, too large, cut off or damaged.
+    """
+    image = pillow()
+    if not path.stat().st_size:
+        raise Undecodable("it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of metadata that is damaged, and of sizes, which are looked at below
+            with image.open(path, formats=FORMATS) as opened:
+                check_size(*opened.size)
+                opened.draft("RGB", (side, side))
+                return np.asarray(_fitted(as_rgb(opened), side)).transpose(2, 0, 1)
+    except Undecodable:
+        raise
+    except image.UnidentifiedImageError:
+        raise Undecodable("it is no image of a known format") from None
+    except image.DecompressionBombError:
+        raise Undecodable(f"it has more than {MOST_PIXELS:,} pixels") from None
+    except Exception as error:  # a damaged file can raise anything in a decoder: struct.error, SyntaxError, …
+        raise Undecodable(f"it is damaged: {error or type(error).__name__}") from None
+
+
+def check_size(width: int, height: int) -> None:
+    if not width * height:
+        raise Undecodable("it has no pixels")
+    if width * height > MOST_PIXELS:
+        raise Undecodable(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
+
+
+def as_rgb(opened: "Image") -> "Image":
+    """Any image upright and in RGB: 16 bits scaled to 8, transparent parts on white."""
+    from PIL import ImageOps
+
+    opened.load()
+    upright = ImageOps.exif_transpose(opened)
+    if upright.mode in DEEP:
+        grey = np.asarray(upright).astype(np.int64).clip(0, 65_535)
+        upright = pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
+    if upright.mode == "F":
+        raise Undecodable("its pixels are floating-point numbers of no known range")
+    if upright.has_transparency_data:
+        clear = upright.convert("RGBA")
+        white = pillow().new("RGBA", clear.size, (255, 255, 255, 255))
+        upright = pillow().alpha_composite(white, clear)
+    return upright.convert("RGB")
+
+
+def _fitted(image: "Image", side: int) -> "Image":
+    """The middle square, as large as it fits, scaled."""
+    width, height = image.size
+    edge = min(width, height)
+    left, top = (width - edge) / 2, (height - edge) / 2
+    box = (left, top, left + edge, top + edge)
+    return image.resize((side, side), pillow().Resampling.BILINEAR, box=box)

@@ -1,0 +1,29 @@
+"""What a run folder keeps of its data, by which a trained model is used: a tokenizer, or labels and sizes of images."""
+
+import json
+from pathlib import Path
+
+from thrifty.core.ends import Ends, ImageEnds, TextEnds
+from thrifty.core.errors import IntegrityError
+from thrifty.data.prepare import TOKENIZER
+from thrifty.data.tokenizing import read_tokenizer
+
+LABELS = "images.json"
+
+
+def keep_images(folder: Path, ends: ImageEnds) -> None:
+    (folder / LABELS).write_text(json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def kept_ends(folder: Path, length: int) -> Ends:
+    """What a run folder says of its model's inputs and outputs; `length` is that of the run's examples of text.
+
+    Raises IntegrityError where what it says of images is damaged, UsageError where it holds neither.
+    """
+    path = folder / LABELS
+    if not path.is_file():
+        return TextEnds(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    try:
+        return ImageEnds.from_data(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{path} is damaged: {error}", fix="bring the file back, or train again") from None

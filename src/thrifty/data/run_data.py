@@ -1,0 +1,50 @@
+"""What a run's data is, of whatever kind: all that preparing, training, explaining and resuming ask of it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.ends import Ends
+from thrifty.data.epochs import HeldOutExamples
+
+
+class RunData(Protocol):
+    @property
+    def train(self) -> BatchSource: ...
+
+    @property
+    def held_out(self) -> HeldOutExamples: ...
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """The sha256 of each file that was opened: what a resumed run must find again."""
+        ...
+
+    @property
+    def ends(self) -> Ends:
+        """What is asked of a model's inputs and outputs."""
+        ...
+
+    @property
+    def counted_as(self) -> int:
+        """What one example counts as in a budget of tokens."""
+        ...
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What a run's summary says of it, to tell whether a loss is a good one."""
+        ...
+
+    def described(self) -> dict[str, Any]:
+        """Sizes and statistics, for `thrifty explain`."""
+        ...
+
+    def keep(self, folder: Path) -> None:
+        """Write into a run folder what a trained model is used with."""
+        ...
+
+    def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
+        """Raises UsageError where a model's inputs and outputs would mean something else than in the run folder `old`,
+        whose data had the identity `before`."""
+        ...

@@ -1,0 +1,90 @@
+"""Which places of a matrix (m, k) are kept, and the products that follow: what `Csr` and `Blocks` have in common."""
+
+from dataclasses import dataclass
+from typing import Protocol, Union
+
+from torch import Tensor
+
+
+class Pattern(Protocol):
+    """The kept places of a matrix S (m, k), whose values are given apart: by rows, or, turned, by columns."""
+
+    form: str
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def density(self) -> float: ...
+    @property
+    def T(self) -> Union["Pattern", "Turned"]: ...
+
+    def pick(self, matrix: Tensor) -> Tensor:
+        """The values of a dense matrix (m, k) at the kept places."""
+        ...
+
+    def place(self, values: Tensor) -> Tensor:
+        """A dense matrix (m, k) of the values, zero elsewhere."""
+        ...
+
+    def turn(self, values: Tensor) -> Tensor:
+        """The values of the transpose, in its order."""
+        ...
+
+    def turn_back(self, turned: Tensor) -> Tensor: ...
+
+    def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (n, k) Sᵀ + bias (m,), as (n, m)."""
+        ...
+
+    def spmm_turned(self, x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (n, m) S + bias (k,), as (n, k), of turned values."""
+        ...
+
+    def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
+        """The values of leftᵀ right at the kept places alone, for left (n, m) and right (n, k)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Turned:
+    """The transpose of a pattern, from the same tensors."""
+
+    whole: Pattern
+
+    @property
+    def form(self) -> str:
+        return self.whole.form
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.whole.shape
+        return columns, rows
+
+    @property
+    def density(self) -> float:
+        return self.whole.density
+
+    @property
+    def T(self) -> Pattern:
+        return self.whole
+
+    def pick(self, matrix: Tensor) -> Tensor:
+        return self.whole.turn(self.whole.pick(matrix.T))
+
+    def place(self, values: Tensor) -> Tensor:
+        return self.whole.place(self.whole.turn_back(values)).T
+
+    def turn(self, values: Tensor) -> Tensor:
+        return self.whole.turn_back(values)
+
+    def turn_back(self, turned: Tensor) -> Tensor:
+        return self.whole.turn(turned)
+
+    def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.whole.spmm_turned(x, values, bias)
+
+    def spmm_turned(self, x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.whole.spmm(x, turned, bias)
+
+    def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.whole.turn(self.whole.sddmm(right, left))

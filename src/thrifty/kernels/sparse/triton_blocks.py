@@ -1,0 +1,75 @@
+"""Block-sparse products in Triton, for GPUs: the same functions as `blocks.py` has, one program for each tile.
+
+Imported only where Triton is there. Run so far in Triton's interpreter alone, never on a GPU. Numbers are added up in
+float32 in the order of blocks or tokens; products of float32 are exact ones, not TF32. Blocks are 16 or a larger power
+of two wide.
+"""
+
+import torch
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
+
+TOKENS = 64
+"""Of a tile of results, and of those that an SDDMM takes at once."""
+
+
+@triton.jit
+def _spmm_kernel(
+    x, values, starts, columns, bias, y, tokens, inputs, outputs,
+    has_bias: tl.constexpr, block: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    row, t = tl.program_id(0), tl.program_id(1) * tile + tl.arange(0, tile)
+    lane = tl.arange(0, block)
+    is_token = t[:, None] < tokens
+    total = tl.zeros((tile, block), dtype=tl.float32)
+    for p in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        column = tl.load(columns + p).to(tl.int64) * block
+        rows_of_x = t.to(tl.int64)[:, None] * inputs + column + lane[None, :]
+        inside = tl.load(x + rows_of_x, mask=is_token, other=0.0)
+        # (inputs, outputs) of a block that is kept outputs by inputs
+        turned = tl.load(values + p * block * block + lane[None, :] * block + lane[:, None])
+        total += tl.dot(inside, turned, input_precision="ieee")
+    if has_bias:
+        total += tl.load(bias + row * block + lane).to(tl.float32)[None, :]
+    place = t.to(tl.int64)[:, None] * outputs + row * block + lane[None, :]
+    tl.store(y + place, total.to(y.dtype.element_ty), mask=is_token)
+
+
+@triton.jit
+def _sddmm_kernel(
+    left, right, rows, columns, values, tokens, inputs, outputs, block: tl.constexpr, tile: tl.constexpr
+):  # fmt: skip
+    p, lane = tl.program_id(0), tl.arange(0, block)
+    row, column = tl.load(rows + p).to(tl.int64) * block, tl.load(columns + p).to(tl.int64) * block
+    total = tl.zeros((block, block), dtype=tl.float32)
+    for first in range(0, tokens, tile):
+        t = (first + tl.arange(0, tile)).to(tl.int64)
+        of_row = left + t[None, :] * outputs + row + lane[:, None]
+        of_column = right + t[:, None] * inputs + column + lane[None, :]
+        given = tl.load(of_row, mask=t[None, :] < tokens, other=0.0)
+        taken = tl.load(of_column, mask=t[:, None] < tokens, other=0.0)
+        total += tl.dot(given, taken, input_precision="ieee")
+    place = p.to(tl.int64) * block * block + lane[:, None] * block + lane[None, :]
+    tl.store(values + place, total.to(values.dtype.element_ty))
+
+
+def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """`blocks.Blocks.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
+    tokens, inputs, block = *x.shape, values.shape[1]
+    y = x.new_empty(tokens, rows * block)
+    if y.numel():
+        grid = (rows, triton.cdiv(tokens, TOKENS))
+        given = x, values.contiguous(), starts, columns, x if bias is None else bias, y
+        _spmm_kernel[grid](*given, tokens, inputs, rows * block, bias is not None, block, TOKENS)
+    return y
+
+
+def sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: int) -> Tensor:
+    """`blocks.Blocks.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
+    values = left.new_empty(len(columns), block, block)
+    if len(columns):
+        rows = torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
+        sizes = len(left), right.shape[1], left.shape[1]
+        _sddmm_kernel[(len(columns),)](left, right, rows, columns, values, *sizes, block, TOKENS)
+    return values

@@ -1,0 +1,57 @@
+"""Masks with n of each m along the rows and along the columns, so that a matrix and its transpose are both N:M sparse.
+
+A tile of m x m is one of finitely many patterns, 90 for 2:4, and the best is the one that keeps the largest sum of
+magnitudes: one matrix product scores all tiles by all patterns. Hubara et al. 2021 (arXiv 2102.08124) made such masks
+by approximation; Hu et al. 2024 (arXiv 2404.01847) go through the patterns, by a convolution.
+
+Patterns keep exactly n. Units for 2:4 products would take fewer: of the tiles to which nothing can be added, 96 keep 7
+numbers. Among those too the best kept 70.27 % of the magnitude of normal numbers instead of 70.23 %, which is not worth
+a weight in sixteen; greedy tiles, as torch makes them, kept 69 %, and masks along rows alone keep 74.4 %.
+"""
+
+import itertools
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import Refused
+
+LARGEST_TILE = 4
+TILES_AT_ONCE = 4096
+"""Scored together: with 90 patterns 1.5 MB in float32, which a cache holds."""
+
+
+@cache
+def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    rows = [tuple(int(i in kept) for i in range(m)) for kept in itertools.combinations(range(m), n)]
+    tiles = itertools.product(rows, repeat=m)
+    return tuple(tile for tile in tiles if all(sum(column) == n for column in zip(*tile, strict=True)))
+
+
+def transposable_patterns(n: int, m: int) -> Tensor:
+    """All tiles (patterns, m, m) of zeros and ones with n ones in each row and each column. Raises Refused for tiles
+    with too many of them."""
+    if m > LARGEST_TILE:
+        raise Refused(
+            f"a transposable {n}:{m} mask is not searched for: the best is found among all patterns of a tile, and "
+            "halves of 4 x 4 have 90 of them, of 8 x 8 116,963,796,250",
+            fix=f"set m to at most {LARGEST_TILE}, or transposable = false",
+        )
+    return torch.tensor(_patterns(n, m), dtype=torch.bool)
+
+
+def transposable_mask(weight: Tensor, n: int, m: int) -> Tensor:
+    """The mask (r, c) with n of m along both dims that keeps the largest sum of |weight| (r, c), both multiples of m.
+
+    Optimal in each tile up to the rounding of a sum of n · m magnitudes; of equal patterns the first is taken.
+    """
+    rows, columns = weight.shape[0] // m, weight.shape[1] // m
+    patterns = transposable_patterns(n, m).to(weight.device)
+    magnitude = weight.detach().abs()
+    if magnitude.dtype != torch.float64:
+        magnitude = magnitude.float()
+    tiles = magnitude.view(rows, m, columns, m).transpose(1, 2).reshape(-1, m * m)
+    score = patterns.flatten(1).to(tiles.dtype).T
+    best = torch.cat([(some @ score).argmax(1) for some in tiles.split(TILES_AT_ONCE)])
+    return patterns[best].view(rows, columns, m, m).transpose(1, 2).reshape(weight.shape)

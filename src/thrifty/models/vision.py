@@ -1,0 +1,131 @@
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) in plain torch, put together from objects.
+
+What DeiT (Touvron et al. 2020, arXiv 2012.12877) trains without a teacher is the same model in smaller sizes. Blocks
+are those of text models; only the embedding and what is read off at the end are its own.
+
+Shapes: b batch, c channels, h and w pixels, t tokens (patches row by row, behind the class token where there is one), d
+width, v labels.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.models.first_values import Law, vit_uniform
+
+Pool = Literal["class", "mean"]
+"""What the head is given: the class token, or the mean over all patches of a model without one."""
+
+
+def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
+    """Learned positions (1, before + s · s, d) of a square grid, for a grid of other height and width: those of the
+    `before` tokens stay, those of the patches are interpolated bicubically."""
+    s = round((positions.shape[1] - before) ** 0.5)
+    if grid == (s, s):
+        return positions
+    first, patches = positions.split([before, s * s], dim=1)
+    square = patches.unflatten(1, (s, s)).permute(0, 3, 1, 2)
+    other = F.interpolate(square.float(), size=grid, mode="bicubic", align_corners=False).to(positions.dtype)
+    return torch.cat((first, other.flatten(2).mT), 1)
+
+
+class PatchEmbedding(nn.Module):
+    """Images (b, c, h, w) to tokens (b, t, d): patches through one matrix, the class token in front, learned positions
+    added. The table of positions is for square images of `side` pixels; for others it is interpolated at each call."""
+
+    def __init__(self, side: int, patch: int, channels: int, width: int, pool: Pool = "class"):
+        super().__init__()
+        self.before = int(pool == "class")
+        """Tokens in front of the patches."""
+        self.side, self.channels, self.patch_size = side, channels, patch
+        self.patch = nn.Conv2d(channels, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width)) if self.before else None
+        self.position = nn.Parameter(torch.zeros(1, self.before + (side // patch) ** 2, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images) + self.positions(images)[:, self.before :]
+        if self.class_token is None:
+            return tokens
+        first = self.class_token + self.position[:, : self.before]
+        return torch.cat((first.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """The patches (b, t, d), without positions."""
+        self.check(images)
+        return self.patch(images).flatten(2).mT
+
+    def positions(self, images: Tensor) -> Tensor:
+        """The positions (1, before + t, d) that belong to images of this size."""
+        grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
+        return resized_positions(self.position, grid, self.before)
+
+    def check(self, images: Tensor) -> None:
+        """Raises UsageError for what is no batch of images that can be cut into patches."""
+        if images.ndim != 4 or images.shape[1] != self.channels:
+            raise UsageError(
+                f"images of shape {tuple(images.shape)} were given to a model of {self.channels} channels",
+                fix=f"give images of shape (batch, {self.channels}, height, width)",
+            )
+        if images.shape[2] % self.patch_size or images.shape[3] % self.patch_size:
+            raise UsageError(
+                f"images of {images.shape[2]} x {images.shape[3]} pixels cannot be cut into patches of "
+                f"{self.patch_size} x {self.patch_size}",
+                fix=f"set data.size to a multiple of {self.patch_size}",
+            )
+
+
+class VisionTransformer(nn.Module):
+    """Images (b, c, h, w) to the final hidden states of all tokens (b, t, d); `pooled` takes from those what the head
+    maps to logits (b, v), and `logits` does all three."""
+
+    task: Literal["classify"] = "classify"
+
+    def __init__(
+        self,
+        embedding: PatchEmbedding,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
+        head: nn.Linear,
+        pool: Pool = "class",
+        law: Law = vit_uniform,
+    ):
+        super().__init__()
+        self.embedding, self.blocks, self.norm, self.head = embedding, nn.ModuleList(blocks), norm, head
+        self.pool, self.law = pool, law
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embedding(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """What stands for each image (b, d), of its hidden states (b, t, d)."""
+        return hidden[:, 0] if self.pool == "class" else hidden.mean(1)
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.head(self.pooled(self(images)))
+
+    def example(self, device: torch.device) -> Tensor:
+        """One blank image, for whoever must watch a forward pass."""
+        embedding = self.embedding
+        return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
+
+
+@torch.no_grad()
+def refit(model: VisionTransformer, labels: int, side: int) -> bool:
+    """Let a trained model take images of another size and tell other labels apart: its positions are interpolated, its
+    head is put in anew where the number of labels differs. Returns whether the head is new, its values still unset."""
+    embedding = model.embedding
+    if side != embedding.side:
+        grid = (side // embedding.patch_size,) * 2
+        embedding.position = nn.Parameter(resized_positions(embedding.position, grid, embedding.before).clone())
+        embedding.side = side
+    if labels == model.head.out_features:
+        return False
+    model.head = nn.Linear(model.head.in_features, labels, dtype=model.head.weight.dtype)
+    return True

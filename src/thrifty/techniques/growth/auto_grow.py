@@ -1,0 +1,239 @@
+"""Automatic growth: at the end of each stage short trials of many sizes decide how much the model grows.
+
+Paper     Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR,
+          arXiv 2203.14509): AutoProg, sections 3.2 to 3.4.
+Promise   cheaper early stages without a schedule made by hand. `until` is divided into equal stages. At a boundary the
+          model grows to at most twice its depth, and for `search` steps each step trains one of its sub-networks: some
+          of its blocks on shorter texts, or smaller images. Chosen is the size with the lowest loss · time^w. Added
+          blocks start from a decaying average of the weights (MoGrow). The last stage has the full size.
+Cost      a copy of the parameters, for the average. Steps of a search are steps of training.
+Does not  measure time unless asked to: FLOPs are counted from shapes, so that a run is repeated exactly.
+Avoid     for models that grow in width; with few steps a search, whose losses are then mostly noise.
+Note      decisions are written to the run's log with the losses and times they were made of, and replayed on resume.
+          Where w is 0 it is fitted: -d log loss / d log time over the sizes that were tried. Only plain texts and
+          images have a length that is tried; other examples grow in depth alone. Tokens are counted at full length. The
+          paper searches two epochs and has four averages of decays 0.998 to 0.9996, of which this is one.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Bound, Positive, Probability, Rate, Share
+from thrifty.core.change import Change, Moments
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.gates import add_gates, gates
+from thrifty.core.growing import Taller, cut_stacks
+from thrifty.core.image_sizes import images_of, with_images
+from thrifty.core.moments import Moment
+from thrifty.core.objective import Objective
+from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.sizes import positions_of, step_flops
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.surgery import find_stacks
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.transforms import Transform, chain
+from thrifty.core.weight_averages import Trailing
+from thrifty.kernels.resizing import resize, scaled_sides
+from thrifty.kernels.size_choice import best_size, fitted_weight, sizes_up
+
+AVERAGE = "weights_behind"
+Size = tuple[float, float]
+"""Depth and length as shares of the full ones."""
+
+
+def shortened(batch: Batch, share: float, multiple: int) -> Batch:
+    """A share of each text, from its beginning, or images of so much smaller sides; other examples as they are."""
+    images = images_of(batch)
+    if share == 1.0 or (images is None and batch.fields.keys() - {"key"} != {"tokens"}):
+        return batch
+    if images is not None:
+        return with_images(batch, resize(images, *scaled_sides(*images.shape[-2:], share, multiple)))
+    length, _ = scaled_sides(batch["tokens"].shape[1] - 1, 1, share, multiple)
+    return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight, batch.last)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a model carries along of the last decision."""
+
+    since: int
+    """The step before which it was made."""
+    sizes: tuple[Size, ...]
+    """Those that steps take in turn; one outside of searches."""
+    full: Mapping[str, int]
+    """Blocks of each stack at full depth."""
+
+    def size_at(self, step: int) -> tuple[int, Size]:
+        index = (step - self.since) % len(self.sizes)
+        return index, self.sizes[index]
+
+
+def blocks_at(share: float, full: int) -> int:
+    return max(round(share * full), 1)
+
+
+class Searching:
+    """A backward pass of the size that is the step's turn. `state` counts steps, and for each size of the last search
+    how often it was tried, the sum of its losses and, where they are measured, of its seconds."""
+
+    def __init__(self, inner: Backward, settings: "AutoGrow"):
+        self.inner, self.settings = inner, settings
+        # values that can be read even where only shapes are traced, unlike those of torch.zeros
+        self.state = {"steps": torch.tensor(0), "positions": torch.tensor(0)}
+        tried = settings.depths * settings.lengths
+        # seconds only where they decide: they would make two runs unlike
+        self.kept = ("count", "loss", *(["seconds"] if settings.times == "measured" else []))
+        self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.kept}
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        step = int(self.state["steps"])
+        self.state["steps"].add_(1)
+        structure: Structure | None = getattr(model, "auto_grow", None)
+        if structure is None:
+            return self.inner(model, objective, batch)
+        index, (depth, length) = structure.size_at(step)
+        searching = len(structure.sizes) > 1
+        if searching and step == structure.since:
+            for name in self.kept:
+                self.state[name].zero_()
+            self.state["positions"].fill_(positions_of(model, batch))
+        began = time.perf_counter()
+        with gates(model, self.settings.name, lambda stack, block, _: block < blocks_at(depth, structure.full[stack])):
+            outcome = self.inner(model, objective, shortened(batch, length, self.settings.multiple))
+        if searching and (loss := float(outcome.loss)) and math.isfinite(loss):
+            values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}
+            for name in self.kept:
+                self.state[name][index] += values[name]
+        return outcome
+
+
+@dataclass(frozen=True)
+class AutoGrow(Technique):
+    stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
+    claims = frozenset({"depth", "sequence length", "resolution"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "frozen base weights": "it copies weights that adapters keep frozen",
+        "weight masks": "the average that added blocks start from is not under the masks",
+        "one plan for all ranks": "what a block does is planned once, and a search leaves blocks out",
+        "distribution of blocks": "no stage of a pipeline has all blocks that a size is counted of",
+    }
+
+    stages: Annotated[int, Bound(least=2)] = 4
+    until: Moment = 1.0
+    """The end of the last stage."""
+    search: Moment = 0.02
+    """Steps of each search; with 0 the model takes the largest size at once."""
+    start: Share = 0.5
+    """Depth and length of the first stage, as shares of the full ones."""
+    depths: Positive = 3
+    """How many depths a search tries, and how many lengths at each of them."""
+    lengths: Positive = 2
+    multiple: Positive = 8
+    """Lengths of texts, and sides of images, are multiples of this."""
+    weight: Rate = 0.0
+    """w; 0 fits it to the sizes that were tried."""
+    times: Literal["counted", "measured"] = "counted"
+    momentum: Probability = 0.998
+    """Of the average that added blocks start from."""
+    moments: Moments = "copy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.search) is type(self.until) and self.search * self.stages > self.until:
+            raise UsageError(
+                f"{self.name}: a search of {self.search} does not fit a stage of {self.until / self.stages:g}",
+                fix="search less, or have fewer stages",
+            )
+
+    def model(self, model: nn.Module) -> nn.Module:
+        add_gates(model, self.name)
+        return model
+
+    def backward(self, backward: Backward) -> Backward:
+        return Searching(backward, self)
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(Trailing(self.momentum, AVERAGE), transform)
+
+    def changes(self, step: int, state: TrainState) -> Change | None:
+        decided = state.decided(self.name, step) or self._decide(step, state)
+        if decided is None:
+            return None
+        taller, sizes = Taller(state), tuple((depth, length) for depth, length in decided["sizes"])
+        return Change(
+            str(decided["why"]),
+            decided,
+            restructure=lambda model: _cut(model, Structure(step, sizes, _depths(model))),
+            origin=taller.origin,
+            added=taller.adds,
+            average=f"{AVERAGE}.mean",
+            moments=self.moments,
+        )
+
+    def _decide(self, step: int, state: TrainState) -> dict[str, Any] | None:
+        """What is decided before this step, as plain JSON; None for nothing."""
+        boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
+        if step == 0:
+            return {"why": "start small", "sizes": [[self.start, self.start]]}
+        now = next(entry.decision for entry in reversed(state.log) if entry.technique == self.name)
+        (depth, length), searching = now["sizes"][0], len(now["sizes"]) > 1
+        if step == boundaries[-1]:
+            return {"why": "grow to the full size", "sizes": [[1.0, 1.0]]} if (depth, length) != (1.0, 1.0) else None
+        if step in boundaries and (depth, length) != (1.0, 1.0):
+            sizes = [[*size] for size in product(sizes_up(depth, self.depths), sizes_up(length, self.lengths))]
+            if len(sizes) > 1 and int(self.search) > 0:
+                return {"why": "grow, and try sizes", "sizes": sizes}
+            return {"why": "grow", "sizes": sizes[:1]}
+        if searching and step - int(self.search) in boundaries:
+            return {"why": "the best of the sizes tried", **self._choose(now["sizes"], state)}
+        return None
+
+    def _choose(self, sizes: Sequence[Sequence[float]], state: TrainState) -> dict[str, Any]:
+        memory = {name: values.tolist() for name, values in state.techniques[self.name].items()}
+        tried = [index for index in range(len(sizes)) if memory["count"][index]]
+        if not tried:
+            return {"sizes": [list(sizes[0])]}
+        losses = [memory["loss"][index] / memory["count"][index] for index in tried]
+        times = self._times([sizes[index] for index in tried], tried, state)
+        weight = self.weight or fitted_weight(losses, times)
+        best = tried[best_size(losses, times, weight)]
+        found = {"tried": [list(sizes[index]) for index in tried], "losses": losses, "times": times, "weight": weight}
+        return {"sizes": [list(sizes[best])], **found}
+
+    def _times(self, sizes: Sequence[Sequence[float]], tried: Sequence[int], state: TrainState) -> list[float]:
+        """Of one step of each size: FLOPs of an example, or seconds."""
+        memory, model = state.techniques[self.name], state.model
+        assert model is not None
+        if self.times == "measured":
+            return mean_over_ranks(memory["seconds"] / memory["count"].clamp(min=1))[list(tried)].tolist()
+        dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # along which it is short
+        positions, full = int(memory["positions"]) or 1, model.auto_grow.full
+        return [
+            step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)
+            for depth, length in sizes
+        ]
+
+    def holds(self, state: TrainState) -> None:
+        found = [entry.decision for entry in state.log if entry.technique == self.name]
+        if not found:
+            raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
+
+
+def _depths(model: nn.Module) -> dict[str, int]:
+    return {stack: len(blocks) for stack, blocks in find_stacks(model).items()}
+
+
+def _cut(model: nn.Module, structure: Structure) -> nn.Module:
+    cut_stacks(model, lambda blocks: blocks_at(max(depth for depth, _ in structure.sizes), blocks))
+    model.auto_grow = structure
+    return model

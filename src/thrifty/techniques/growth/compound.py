@@ -1,0 +1,153 @@
+"""Compound growth: start shallow, narrow and short, and grow in all three.
+
+Paper     Gu et al. 2021, On the Transformer Growth for Progressive BERT Training (arXiv 2010.12562): depth by stacking,
+          width of the feed-forward networks by sharing, length by pooling embeddings. Width here is doubled as in
+          Net2Net (Chen et al. 2016, arXiv 1511.05641): new units copy old ones, and what they write is divided.
+Promise   cheaper early steps in three ways at once. Growing wider keeps the function, within 1e-6; growing taller and
+          longer does not.
+Cost      with `compile` each structure and length is compiled once.
+Avoid     for long runs: what was measured of stacking alone shrinks with the budget, and compound growth was not
+          measured here.
+Note      "truncate" cuts texts off. "pool" feeds means of neighbouring embeddings to the blocks in training and asks
+          for the token behind each group; evaluation, and a model that is exported early, sees single tokens, which it
+          has not been trained on. The paper finds pooling the better one. Copies of a unit that write equal shares
+          would stay equal for ever, Adam or not: the shares are made unlike by noise that cancels (`spread`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.bounds import Positive, Rate
+from thrifty.core.change import Change, Moments
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.growing import Taller, cut_stacks
+from thrifty.core.moments import Moment
+from thrifty.core.objective import Objective
+from thrifty.core.pooling import Pooled, pool, refuse_more_than_tokens
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.widening import Inner, divided, duplicated, inner_parameters, narrow
+
+
+def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
+    """By what a size is divided at this step: `first` to begin with, at most 2 before the last growth, 4 before the one
+    before it, and so on."""
+    return min(first, 2 ** sum(1 for moment in at if moment > step))
+
+
+@dataclass(frozen=True)
+class Compound(Technique):
+    stage, numerics = Stage.GROW, Numerics.DIFFERENT
+    claims = frozenset({"depth", "width", "sequence length"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "frozen base weights": "it copies weights that adapters keep frozen",
+        "weight masks": "a layer that grows wider would have another density than was promised for its shape",
+        "parameters of several blocks": "what blocks share is not made of one block's units",
+    }
+
+    at: tuple[Moment, ...] = (0.125, 0.3)
+    """When the model grows."""
+    depth: Positive = 4
+    """By what depth is divided at first; halved at each growth once that suffices to end at 1. 1 leaves it alone."""
+    width: Positive = 2
+    """The same for the inner units of feed-forward networks."""
+    length: Positive = 2
+    """The same for the length of texts."""
+    shorten: Literal["truncate", "pool"] = "truncate"
+    spread: Rate = 0.1
+    """How unlike the shares of copied units are, in standard deviations of the weights."""
+    moments: Moments = "reset"
+    """Whether the optimizer starts afresh after a growth, copies the state of what grew, or copies it with the second
+    moments of added blocks at their mean over each layer."""
+    seed: int = 0
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        if self.length == 1 or self.shorten == "pool":
+            return source
+
+        def shorten(step: int, batch: Batch) -> Batch:
+            divisor = divisor_at(step, self.length, self.at)
+            if divisor == 1:
+                return batch
+            refuse_more_than_tokens(batch.fields, "cut short")
+            length = max((batch["tokens"].shape[1] - 1) // divisor, 1)
+            return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight, batch.last)
+
+        return Mapped(source, shorten)
+
+    def objective(self, objective: Objective) -> Objective:
+        return Pooled(objective) if self.shorten == "pool" and self.length > 1 else objective
+
+    def changes(self, step: int, state: TrainState) -> Change | None:
+        decided: Mapping[str, Any] | None = state.decided(self.name, step)
+        if decided is None:
+            if step != 0 and step not in self.at:
+                return None
+            firsts = {"depth": self.depth, "width": self.width, "length": self.length}
+            decided = {f"{size}_divisor": divisor_at(step, first, self.at) for size, first in firsts.items()}
+        taller, wider = Taller(state), _Wider(self, state)
+        return Change(
+            "start small" if step == 0 else "grow in depth, width and length",
+            decided,
+            restructure=lambda model: self.small(model, decided),
+            origin=taller.origin,
+            resize=wider.resize,
+            value=wider.value,
+            moments=self.moments,
+        )
+
+    def small(self, model: nn.Module, decided: Mapping[str, int]) -> nn.Module:
+        cut_stacks(model, lambda blocks: blocks // decided["depth_divisor"])
+        narrow(model, decided["width_divisor"])
+        if self.shorten == "pool" and decided["length_divisor"] > 1:
+            pool(model, decided["length_divisor"])
+        return model
+
+    def holds(self, state: TrainState) -> None:
+        if not any(entry.technique == self.name for entry in state.log):
+            raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
+
+
+class _Wider:
+    """Values of a wider model from those of the model that a state has now."""
+
+    def __init__(self, settings: Compound, state: TrainState):
+        self.settings, self.taller = settings, Taller(state)
+
+    def resize(self, parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """Whatever belongs to a layer with inner units and shows them along one dim."""
+        layer = parameter.rpartition(".")[0]
+        inner = next((own for name, own in self._parameters.items() if self._is_of(layer, name)), None)
+        grown = [dim for dim, pair in enumerate(zip(value.shape, shape, strict=False)) if pair[0] != pair[1]]
+        is_plain = inner is not None and len(grown) == 1 and value.ndim == len(shape)
+        if not is_plain or value.shape[grown[0]] != inner.units * inner.parts:
+            raise Refused(
+                f"what is kept for {parameter} is of shape {tuple(value.shape)}, which does not show "
+                f"{inner.units if inner else 'any'} inner units, so it cannot be copied to {tuple(shape)}",
+                fix=f'--set techniques.{self.settings.name}.moments="reset", or width=1',
+            )
+        return duplicated(value, grown[0], shape[grown[0]], inner.parts)
+
+    def value(self, parameter: str, value: Tensor) -> Tensor:
+        place = self.taller.place(parameter)
+        inner = self._parameters.get(place.path) if place else None
+        if inner is None or not inner.writes or value.shape[inner.dim] == inner.units:
+            return value
+        return divided(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
+
+    def _is_of(self, layer: str, name: str) -> bool:
+        """Whether a layer of the model, by name, is the one that has a parameter of this name inside its block."""
+        place = self.taller.place(f"{layer}.")
+        return place is not None and place.path == f"{name.rpartition('.')[0]}."
+
+    @cached_property
+    def _parameters(self) -> dict[str, Inner]:
+        assert self.taller.state.model is not None
+        return inner_parameters(self.taller.state.model)

@@ -1,0 +1,90 @@
+"""Gradual pruning: train dense at first, and remove the smallest weights little by little.
+
+Paper     Zhu & Gupta 2017, To prune, or not to prune (arXiv 1710.01878), equation 1: a cubic schedule, fast while there
+          is much to spare.
+Promise   the density falls from `initial` at `start` to `density` at `until` and never rises; the last part of the run
+          trains what is left.
+Cost      one more mask per weight, and a sort of magnitudes every `every` steps. The early steps are dense: at equal
+          steps it computes more than a run that is sparse throughout.
+Avoid     when the dense model does not fit; when the run is too short to recover after `until`.
+Note      "global" has one threshold for all layers and may leave a layer with nothing (the note "empty_weights" counts
+          those); "uniform" and "erk" choose within each layer. Pruned weights stay pruned. To prune a dense run that is
+          there, fork it with `start` at the step of the fork or later.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from thrifty.core.bounds import Positive, Share
+from thrifty.core.errors import UsageError
+from thrifty.core.masked_weights import MaskedWeights
+from thrifty.core.masks import Layer, check_masks
+from thrifty.core.moments import Moment
+from thrifty.core.sparsity import global_count, largest, largest_of_all, layer_counts
+from thrifty.core.state import TrainState
+
+
+def cubic_density(step: int, start: int, until: int, initial: float, final: float) -> float:
+    """final + (initial - final) · (1 - (step - start) / (until - start))³ between the two steps, and what stands at
+    its ends before and behind them."""
+    passed = min(max((step - start) / max(until - start, 1), 0.0), 1.0) if step < until else 1.0
+    return final + (initial - final) * (1 - passed) ** 3
+
+
+def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
+    """|weight|, and less than any of those where the mask has nothing, so that this never comes back."""
+    return weight.abs().masked_fill(~mask, -1.0)
+
+
+@dataclass(frozen=True)
+class Gradual(MaskedWeights):
+    instead: ClassVar[bool] = False
+
+    initial: Share = 1.0
+    """Density from `start` on."""
+    start: Moment = 0.0
+    until: Moment = 0.75
+    """When the final density is reached."""
+    every: Positive = 100
+    """Steps between prunings; there is one more at `until`."""
+    distribution: Literal["uniform", "erk", "global"] = "uniform"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.initial < self.density:
+            raise UsageError(
+                f"{self.name}: initial is {self.initial}, below the density of {self.density} that it should fall to",
+                fix=f"--set techniques.{self.name}.initial=1.0",
+            )
+
+    def due(self, step: int) -> bool:
+        start, until = int(self.start), int(self.until)
+        return step == until or (start <= step < until and (step - start) % self.every == 0)
+
+    def density_at(self, step: int) -> float:
+        """After the update of this step, if it is due then."""
+        return cubic_density(step, int(self.start), int(self.until), self.initial, self.density)
+
+    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+        scores = {}
+        for name in names:
+            found = layer(name)
+            scores[name] = magnitudes(found.weight, found.mask)
+        shapes = {name: tuple(values.shape) for name, values in scores.items()}
+        if self.distribution == "global":
+            yield from largest_of_all(scores, global_count(shapes, self.density_at(step))).items()
+            return
+        for name, count in layer_counts(shapes, self.density_at(step), self.distribution).items():
+            yield name, largest(scores[name], count)
+
+    def holds(self, state: TrainState) -> None:
+        assert state.optimizer is not None
+        pruned = [step for step in range(state.optimizer.updates) if self.due(step)]
+        density = self.density_at(pruned[-1]) if pruned else 1.0
+        by_layer = self.distribution != "global"
+        check_masks(self.name, state, layer_counts(self.shapes(state), density, self.distribution) if by_layer else {})
+        if not by_layer:
+            self.check_total(state, density)

@@ -1,0 +1,166 @@
+"""GraSP: prune before training, keeping the weights that let the gradient flow.
+
+Paper     Wang et al. 2020, Picking Winning Tickets Before Training by Preserving Gradient Flow (arXiv 2002.07376).
+Promise   one mask for the whole run: of all masked weights together the share `density` without which the squared norm
+          of the gradient would fall most, to first order. Meant for very low densities.
+Cost      the first `scoring_steps` steps only look: they make no other update, and are steps of the budget. Each is two
+          passes, the second of which is differentiated twice: 3.9 times the products of a step, and at its peak 2.4
+          times the memory (counted; 4 blocks of width 256 on 8 x 128 bytes). Choosing takes what sparsity.snip's does.
+Avoid     at moderate densities, where its choice is noisy and sparsity.snip is better (thrifty train pruning_digits).
+Note      scores are signed: a weight is kept for a large w · (H g), and its absolute value would keep the wrong ones
+          too. Logits are divided by `temperature` while scoring. H g is exact for each step's effective batch, dropout
+          included, whatever micro-batches and ranks it is made of; with several scoring steps those of each are summed.
+          H and g are those of the masked weights. Attention is torch's plain one meanwhile. The paper balances classes
+          in its batch; here the batch is the run's own. It starts from Xavier's first values, and these matter: from
+          He's a perceptron at a density of 10 % learned nothing afterwards, two seeds of two. `explain` counts a
+          scoring step. The note "empty_weights" counts layers that are left with nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Bound
+from thrifty.core.elements import global_norm
+from thrifty.core.errors import IntegrityError
+from thrifty.core.masked_weights import ScoredWeights
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.sparsity import masked_shapes
+from thrifty.core.state import TrainState
+
+
+def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
+    """weight · (H g), elementwise: half of what the squared norm of the gradient loses, to first order, if a weight is
+    removed. The largest are kept. H is the Hessian of the loss, g its gradient; all have one shape."""
+    return weight * hessian_gradient
+
+
+class Cooled(nn.Module):
+    """A head whose logits are divided by a number. It is no plain linear layer, so that losses build the logits
+    outright, which can be differentiated twice."""
+
+    def __init__(self, head: nn.Module, temperature: float):
+        super().__init__()
+        self.head, self.temperature = head, temperature
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden) / self.temperature
+
+
+class Tempered(Around):
+    """Another objective with the gradients of losses whose logits were divided by a temperature; losses keep their
+    values."""
+
+    def __init__(self, inner: Objective, temperature: float):
+        super().__init__(inner)
+        self.temperature = temperature
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        if prediction.given is not None:
+            cooled = Prediction(given=prediction.given / self.temperature)
+        else:
+            assert prediction.head is not None
+            cooled = Prediction(hidden=prediction.hidden, head=Cooled(prediction.head, self.temperature))
+        losses = super().losses(cooled, batch)
+        with torch.no_grad():
+            values = super().losses(prediction, batch)
+        return losses + (values - losses.detach())
+
+
+class Along(Around):
+    """Another objective whose weighted losses sum to the product of their gradient with a given vector: the gradient of
+    that is the Hessian's product with the vector."""
+
+    def __init__(self, inner: Objective, parameters: Sequence[Tensor], vector: Sequence[Tensor]):
+        super().__init__(inner)
+        self.parameters, self.vector = parameters, vector
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        loss = (super().losses(prediction, batch) * batch.weight).sum()
+        slopes = torch.autograd.grad(
+            loss, self.parameters, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        along = torch.stack([(slope * each).sum() for slope, each in zip(slopes, self.vector, strict=True)]).sum()
+        # as losses of examples that have this sum once they are weighted
+        return along * batch.weight / batch.weight.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def hessian_gradient(
+    backward: Backward,
+    model: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    parameters: Sequence[Tensor],
+    temperature: float,
+) -> Outcome:
+    """Two backward passes over a batch that leave H g in `.grad`, the loss taken as a function of these parameters,
+    logits divided by the temperature. Both draw the same random values."""
+    tempered = Tempered(objective, temperature)
+    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
+        with torch.random.fork_rng(devices):
+            outcome = backward(model, tempered, batch)
+        gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for parameter in model.parameters():
+            parameter.grad = None
+        backward(model, Along(tempered, parameters, gradient), batch)
+    return outcome
+
+
+class Scoring:
+    """A backward pass that leaves H g in place of gradients in the first steps. `state` counts those that the loop
+    takes, which are those with finite numbers."""
+
+    def __init__(self, inner: Backward, settings: "Grasp"):
+        self.inner, self.settings = inner, settings
+        # a value that can be read even where nothing but shapes is traced
+        self.state = {"scored": torch.tensor(0)}
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        if int(self.state["scored"]) >= self.settings.scoring_steps:
+            return self.inner(model, objective, batch)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        masked = [trained[name] for name in self.settings.masked(masked_shapes(trained))]
+        outcome = hessian_gradient(self.inner, model, objective, batch, masked, self.settings.temperature)
+        norm = global_norm([parameter.grad for parameter in trained.values() if parameter.grad is not None])
+        if isinstance(norm, FakeTensor) or (norm + outcome.loss).isfinite():
+            self.state["scored"].add_(1)
+        return outcome
+
+
+@dataclass(frozen=True)
+class Grasp(ScoredWeights):
+    clashes: ClassVar[Mapping[str, str]] = {
+        **ScoredWeights.clashes,
+        "compiled blocks": "compiled blocks have no second derivative",
+        "attention core": "tiled attention has no second derivative",
+        "linear products": "products in 8 bits have no second derivative",
+        "saved tensors": "what replaces saved tensors is not differentiated a second time",
+        "parameters in pieces": "a second derivative through parameters that are gathered in between is not defined",
+        "distribution of layers": "the sums over ranks inside a layer have no second derivative",
+        "distribution of blocks": "stages of a pipeline hand each other first derivatives only",
+        "which examples are trained on": "both passes of a scoring step must see the same examples",
+    }
+
+    temperature: Annotated[float, Bound(above=0)] = 200.0
+    """Logits are divided by it while scoring."""
+
+    def backward(self, backward: Backward) -> Backward:
+        return Scoring(super().backward(backward), self)
+
+    def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        return grasp_scores(weight, gradient)
+
+    def holds(self, state: TrainState) -> None:
+        super().holds(state)
+        assert state.optimizer is not None
+        scored, due = int(state.techniques[self.name]["scored"]), min(state.optimizer.updates, self.scoring_steps)
+        if scored != due:
+            raise IntegrityError(f"{self.name}: {scored} of the first {due} steps were scored")

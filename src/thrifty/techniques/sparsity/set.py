@@ -1,0 +1,38 @@
+"""SET: train at a fixed density, replacing the weakest connections by random ones.
+
+Paper     Mocanu et al. 2018, Scalable Training of Artificial Neural Networks with Adaptive Sparse Connectivity (arXiv
+          1707.04780); Erdős–Rényi densities are from there.
+Promise   the same number of non-zero weights per layer at every step, and no dense gradient needed: what RigL's choice
+          of where to grow is worth is the difference to this.
+Cost      as sparsity.rigl's.
+Avoid     at very low densities, where random growth hardly ever meets a connection that matters.
+Note      moves are sparsity.rigl's but for where connections grow: the smallest by magnitude are dropped (the paper
+          drops the smallest positive and the largest negative apart), growth is at zero, the share anneals by cosine
+          and a step that moves makes no other update. Places are drawn from (seed, name, step) alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thrifty.core.masked_weights import MovingMasks
+from thrifty.core.masks import Layer
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.sparsity import replaced
+
+
+def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Tensor:
+    """The mask after dropping the `fraction` smallest |weight| of the active and growing as many inactive places
+    (just-dropped ones included), each with the same chance, drawn from `key` alone. Both have the weight's shape."""
+    chance = torch.rand(mask.shape, generator=keyed_generator(key), dtype=torch.float64).to(mask.device)
+    return replaced(mask, weight.abs(), chance, fraction)
+
+
+@dataclass(frozen=True)
+class Set(MovingMasks):
+    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            found = layer(name)
+            yield name, regrown_mask(found.mask, found.weight, self.fraction(step), f"{self.seed}/{name}/{step}")

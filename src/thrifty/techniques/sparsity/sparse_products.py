@@ -1,0 +1,239 @@
+"""Sparse products: linear layers under masks multiply by the kept weights alone, where that takes less time.
+
+Paper     Gale et al. 2020, Sparse GPU Kernels for Deep Learning (arXiv 2006.10901): SpMM forward and for the input's
+          gradient, SDDMM for the weight's. Blocks after Gray et al. 2017, GPU Kernels for Block-Sparse Weights.
+Promise   the time of products falls with the density of masks. One core of an AMD EPYC, float32, 1024 tokens and 4096 x
+          1024 weights, the three products of a step: 0.27 of the dense time at a density of 10 % and 0.16 at 5 %; of
+          whole blocks of 16 kept or left out 0.10 and 0.07. Single weights win below some 40 %, blocks always: torch's
+          float32 reached 95 GFLOP/s there, blocks 150, single weights 40. In bfloat16 dense products are four times as
+          fast as in float32, and sparse ones compute in float32: single weights win below some 5 %, blocks below 20 %.
+Cost      a second to compile; the first time on a machine some seconds to measure, for each shape of layer. 24 bytes
+          for each kept single weight. When masks move, the structure of each weight is made anew.
+Does not  change any value but by rounding; rename any parameter; save memory: weights, gradients and moments stay
+          dense tensors, zero where nothing is kept. Act in evaluation, or on layers whose product another technique
+          changes (adapters, 8 bits).
+Avoid     without masks: it then does nothing. At high densities it chooses dense products, and says so. Without a C++
+          compiler torch's own kernels are slower, and chosen only where they still win.
+Note      a step that moves masks has the dense gradient, as growing needs; in all others whatever looks at gradients
+          before the masks do (the recorded norm, the noise scale) sees those of kept weights. Weights divided among
+          ranks stay dense, and all in a run whose weights are an update behind the optimizer's state. `explain` counts
+          masked products as dense ones: what masks keep is known when the run has started. Measured times are kept in
+          the cache folder; a run resumed without them, or on another machine, may choose otherwise and round otherwise.
+          On a GPU blocks are multiplied in Triton, which has run in its interpreter only.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Positive
+from thrifty.core.change import Change
+from thrifty.core.machine import has_fast_bfloat16
+from thrifty.core.masks import masks_in
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.surgery import note, weight_layers, wrap_forward
+from thrifty.core.technique import Numerics, Technique
+from thrifty.kernels.sparse.blocks import Blocks, kept_blocks
+from thrifty.kernels.sparse.crossover import Case, Form, Line, best_form, forms_of
+from thrifty.kernels.sparse.csr import LANES, Csr
+from thrifty.kernels.sparse.patterns import Pattern
+from thrifty.kernels.sparse.products import sparse_linear
+
+WORTH = 0.9
+"""Of the time of dense products that sparse ones may take at most to be chosen."""
+MOVE = "masks.move"
+"""The number of an update that is not 0 when masks move in it."""
+UNMASKED = "dense: its weight is under no mask"
+Lines = dict[torch.dtype, dict[Form, Line]]
+"""Times of products over density, by their dtype and by form."""
+
+
+class Product:
+    """What a layer knows of the mask that its weight is under, and which products it has chosen."""
+
+    def __init__(self, lines: Lines, former: Any):
+        self.lines, self.former = lines, former
+        self.patterns: dict[torch.dtype, Pattern] = {}
+        """By the dtype of products, where sparse ones are chosen."""
+        self.is_sparse = False
+        """In some dtype."""
+        self.used = False
+        """Whether the last forward pass was sparse."""
+        self.said = UNMASKED
+        self.dense_gradient = False
+        self._known: tuple[Tensor, int] | None = None
+
+    def follow(self, mask: Tensor | None, weight: Tensor) -> None:
+        """Chooses anew where the mask has moved. A weight that is not zero outside its mask stays dense."""
+        if mask is None or isinstance(mask, DTensor) or mask.device != weight.device:
+            self.patterns, self._known = {}, None
+            self.said = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
+        elif self._known is None or self._known[0] is not mask or self._known[1] != mask._version:
+            self.patterns, self._known = {}, None
+            if bool(weight.detach().masked_fill(mask, 0).any()):
+                self.said = "dense: its weight is not zero outside the mask"
+            else:
+                self._known = mask, mask._version
+                self._choose(mask)
+        self.is_sparse = bool(self.patterns)
+
+    def _choose(self, mask: Tensor) -> None:
+        densities: dict[Form, float] = {"csr": float(mask.sum()) / mask.numel()}
+        if "blocks" in forms_of(*mask.shape):
+            densities["blocks"] = float(kept_blocks(mask, LANES).float().mean())
+        made: dict[Form, Pattern] = {}
+        said: dict[str, str] = {}
+        for dtype, lines in self.lines.items():
+            form, ratio = best_form(lines, densities)
+            if ratio <= WORTH:
+                made[form] = made.get(form) or (Csr.of(mask) if form == "csr" else Blocks.of(mask))
+                self.patterns[dtype] = made[form]
+            said.setdefault(in_words(form, densities["csr"], ratio), str(dtype).removeprefix("torch."))
+        self.said = "; ".join(f"{words} in {dtype}" if len(said) > 1 else words for words, dtype in said.items())
+
+
+def in_words(form: Form, density: float, ratio: float) -> str:
+    """Which products a layer chose and why."""
+    if ratio <= WORTH:
+        return f"{form}: at density {density:.3g} it takes {ratio:.2f} of the time of dense products"
+    return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
+
+
+def put_on(layer: nn.Linear, lines: Lines) -> None:
+    """Let a linear layer use sparse products while it is trained, once its `sparse_product` follows a mask."""
+    layer.sparse_product = Product(lines, vars(layer).get("forward"))  # type: ignore[assignment]
+    wrap_forward(layer, _multiply)
+
+
+def take_off(layer: nn.Linear) -> None:
+    """Undo `put_on`."""
+    former = layer.sparse_product.former
+    if former is None:
+        del layer.forward
+    else:
+        layer.forward = former
+    del layer.sparse_product
+
+
+def _multiply(layer: Any, inner: Any, x: Tensor) -> Tensor:
+    # no more than this is looked at by a compiler: what it has seen change it compiles for anew
+    return _sparse(layer, inner, x) if layer.training and layer.sparse_product.is_sparse else inner(x)
+
+
+@torch.compiler.disable(reason="its structure changes with the masks")
+def _sparse(layer: Any, inner: Any, x: Tensor) -> Tensor:
+    device, product = x.device.type, layer.sparse_product
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
+    product.used = dtype in product.patterns
+    if not product.used:
+        return inner(x)
+    return sparse_linear(x, layer.weight, layer.bias, product.patterns[dtype], product.dense_gradient)
+
+
+def products_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that may use sparse products, by name; `layer.sparse_product.said` tells what they chose."""
+    for name, module in model.named_modules():
+        if hasattr(module, "sparse_product"):
+            yield name, module
+
+
+class Counting:
+    """A backward pass that notes how many layers used sparse products."""
+
+    def __init__(self, inner: Backward):
+        self.inner = inner
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        products = [layer.sparse_product for _, layer in products_of(model)]
+        for product in products:
+            product.used = False
+        outcome = self.inner(model, objective, batch)
+        sparse = sum(product.used for product in products)
+        return replace(outcome, notes={**outcome.notes, "sparse_products": float(sparse)})
+
+
+@dataclass(frozen=True)
+class SparseProducts(Technique):
+    stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"linear products"})
+
+    where: str = r"\.\d+\."
+    """Pattern of the names of layers that may use sparse products; those of numbered blocks by default."""
+    tokens: Positive = 2048
+    """Rows of a product for which times are compared: about the tokens of a micro-batch."""
+    costs: Literal["measured", "counted"] = "measured"
+    """Of products: timed on this machine, or told from their shapes."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        layers = {name: layer for name, layer in weight_layers(model).items() if re.search(self.where, name)}
+        reasons = {name: reason for name, layer in layers.items() if (reason := _reason_to_skip(layer))}
+        shapes: dict[tuple[int, ...], list[str]] = {}
+        for name, layer in layers.items():
+            if name in reasons:
+                note(f"skipped {name}: {reasons[name]}")
+                continue
+            put_on(layer, self.lines(layer.weight))  # type: ignore[arg-type]
+            shapes.setdefault(tuple(layer.weight.shape), []).append(name)  # type: ignore[union-attr]
+        for shape, names in shapes.items():
+            note(self._crossovers(shape, names, layers[names[0]]))
+        return model
+
+    def lines(self, weight: Tensor) -> Lines:
+        """The times of a layer's products over density, for each dtype in which it may compute them."""
+        device, found = weight.device.type, {}
+        for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
+            if self.costs == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
+                continue
+            name = str(torch.bfloat16 if dtype is torch.float16 else dtype).removeprefix("torch.")
+            cases = {form: Case(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)}
+            found[dtype] = {
+                form: case.counted() if self.costs == "counted" else case.measured() for form, case in cases.items()
+            }
+        return found
+
+    def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
+        lines = layer.sparse_product.lines[layer.weight.dtype]
+        when = ", ".join(f"{form} below a density of {line.crossover:.2f}" for form, line in lines.items())
+        return f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}: {when}"
+
+    def changes(self, step: int, state: TrainState) -> Change | None:
+        """No change of structure: layers follow their masks, which may have moved in the last update."""
+        if state.model is None or state.optimizer is None:
+            return None
+        masks = {} if state.optimizer.site.behind else masks_in(state)
+        by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
+        moving = any(value for name, value in state.optimizer.numbers().items() if name.endswith(MOVE))
+        for _, layer in products_of(state.model):
+            layer.sparse_product.follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
+            layer.sparse_product.dense_gradient = moving
+        return None
+
+    def backward(self, backward: Backward) -> Backward:
+        return Counting(backward)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        for _, layer in products_of(model):
+            take_off(layer)
+        return model
+
+
+def _reason_to_skip(layer: nn.Module) -> str | None:
+    if isinstance(layer, NonDynamicallyQuantizableLinear | nn.MultiheadAttention):
+        return "attention that reads its weights itself"
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return f"what a {type(layer).__name__} computes is not x Wᵀ + b"
+    if "forward" in vars(layer):
+        return "another technique changes its product"
+    if isinstance(layer.weight, DTensor):
+        return "its weight is divided among ranks"
+    return None

@@ -1,0 +1,68 @@
+"""Static masks: a sparse network from the first step to the last, chosen before any data is seen.
+
+Paper     the baseline of Evci et al. 2020 (arXiv 1911.11134), "Static"; that random masks with good densities per layer
+          go far: Liu et al. 2022, The Unreasonable Effectiveness of Random Pruning (arXiv 2202.02643).
+Promise   the same mask throughout, of the given density: what a technique that scores or moves masks must beat.
+Cost      one more mask per weight.
+Avoid     choosing by magnitude with "global": at low densities it empties the layers whose first values are small (the
+          note "empty_weights" counts them).
+Note      forked from a dense run, masks are chosen by the weights taken over: by="magnitude" is then one-shot pruning
+          with training after it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thrifty.core.layout import order_of
+from thrifty.core.masked_weights import MaskedWeights
+from thrifty.core.masks import check_masks
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.sparsity import (
+    global_count,
+    largest,
+    largest_of_all,
+    layer_counts,
+    layer_densities,
+    like_parameter,
+    masked_shapes,
+    random_mask,
+)
+from thrifty.core.state import TrainState, full_value
+
+
+@dataclass(frozen=True)
+class Static(MaskedWeights):
+    by: Literal["random", "magnitude"] = "random"
+    """What decides which weights are kept: chance, or the size of their first values."""
+    distribution: Literal["erk", "uniform", "global"] = "erk"
+    """How the density is spread over layers; "global" compares the weights of all layers."""
+    seed: int = 0
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        shapes = masked_shapes(parameters)
+        if self.distribution == "global":
+            scores = {name: self._scores(name, parameter) for name, parameter in parameters.items()}
+            masks = largest_of_all(scores, global_count(shapes, self.density))
+        elif self.by == "magnitude":
+            counts = layer_counts(shapes, self.density, self.distribution)
+            masks = {name: largest(self._scores(name, parameters[name]), counts[name]) for name in parameters}
+        else:
+            densities = layer_densities(shapes, self.density, self.distribution)
+            return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
+        return {name: like_parameter(masks[name], parameters[name]) for name in parameters}
+
+    def _scores(self, name: str, parameter: Tensor) -> Tensor:
+        if self.by == "magnitude":
+            return full_value(parameter, order_of(parameter)).abs()
+        return torch.rand(parameter.shape, generator=keyed_generator(f"{self.seed}/{name}"), dtype=torch.float64)
+
+    def holds(self, state: TrainState) -> None:
+        if self.distribution == "global":
+            check_masks(self.name, state, {})
+            self.check_total(state, self.density)
+        else:
+            check_masks(self.name, state, layer_counts(self.shapes(state), self.density, self.distribution))

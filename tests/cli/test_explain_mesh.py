@@ -1,0 +1,70 @@
+"""`thrifty explain --mesh` says, in one process, what real ranks state and hold."""
+
+import heapq
+import json
+from pathlib import Path
+
+import pytest
+
+from mesh_runs import recipe, stated_and_held
+from rank_processes import on_ranks
+from thrifty.cli.explain import command, explained
+from thrifty.core.errors import UsageError
+
+TWO = ("replicate=2", "shard=2", "tensor=2", "pipeline=2")
+FOUR = ("pipeline=2,tensor=2", "pipeline=2,shard=2", "tensor=2,replicate=2")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mesh") / "my.txt"
+    path.write_text(Path(heapq.__file__).read_text())
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, TWO), (4, FOUR)])
+def test_one_process_says_what_each_of_several_states_and_holds(
+    text: Path, tmp_path: Path, ranks: int, meshes: tuple[str, ...]
+) -> None:
+    found = on_ranks(ranks, stated_and_held, text, tmp_path, meshes)
+    for number, axes in enumerate(meshes):
+        said = json.loads(json.dumps(explained(recipe(text, "said", axes))))
+        stated = found[0][number][0]
+        for part in ("parameters", "plain", "footprint", "techniques"):
+            assert said[part] == stated[part], axes
+        assert said["footprint"]["traffic"] > 0
+        assert [rank for stage in said["stages"] for rank in stage["ranks"]] == [*range(ranks)]
+        for stage in said["stages"]:
+            (place, first), *others = [found[rank][number][1:] for rank in stage["ranks"]]
+            assert {name: stage[name] for name in first} == first, axes
+            for other, held in others:
+                assert other["pipeline"] == place["pipeline"]
+                assert all(held[name] <= first[name] for name in held), axes
+
+
+def test_a_mesh_of_three_axes_is_told_stage_by_stage(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = explained(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
+    assert [stage["notes"]["parallelism.pipeline"][0][-7:] for stage in found["stages"]] == ["stage 0", "stage 1"]
+    assert found["refused"] == {}
+    monkeypatch.setattr("thrifty.cli.explain.explained", lambda layers: found)
+    command.main(["text", "--data", str(text), "--mesh", "pipeline=2,tensor=2,shard=2"], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert "each of the ranks of pipeline 2 x shard 2 x tensor 2 sends" in told
+    assert "  ranks 0 to 3: parameters " in told and "  ranks 4 to 7: parameters " in told
+
+
+def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
+    layers = recipe(text, "said", "tensor=2")
+    layers.change(("parallelism.tensor",), (), ())
+    with pytest.raises(UsageError, match="there are 2 ranks, and no technique of the recipe divides the work"):
+        explained(layers)
+
+
+def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -> None:
+    layers = recipe(text, "said", "pipeline=2")
+    layers.change((), (), ("techniques.parallelism.pipeline.parts=1",))
+    found = explained(layers)
+    assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
+    assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]

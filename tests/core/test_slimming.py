@@ -1,0 +1,176 @@
+"""Heads and neurons taken out of a model: it computes what the whole one does with their coefficients at zero."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from tiny_models import SMALL
+from torch import Tensor, nn
+
+from thrifty.core.errors import Refused
+from thrifty.core.slimming import (
+    ZERO,
+    add_coefficients,
+    arrange,
+    filled_up,
+    find_pieces,
+    fold_coefficients,
+    is_arranged,
+)
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM
+
+TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
+IMAGES = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def ours(style: str, heads: int = 4, kv_heads: int | None = None, **more: object) -> nn.Module:
+    model = assemble(Shape(style, 2, 32, heads, kv_heads or heads, 24, 60, 12, style != "vit", **more))  # type: ignore[arg-type]
+    initialize(model, 0, std=0.2)
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    for parameter in biases:
+        nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(len(parameter)))
+    return model.double().eval()
+
+
+def theirs(kind: str, wrapper: type = HuggingFaceCausalLM, **more: object) -> nn.Module:
+    config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
+    torch.manual_seed(0)
+    auto = transformers.AutoModelForMaskedLM if wrapper is HuggingFaceMaskedLM else transformers.AutoModelForCausalLM
+    return wrapper(auto.from_config(config)).double().eval()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: ours("llama"),
+    "llama with groups": lambda: ours("llama", 8, 4),
+    "llama with one key": lambda: ours("llama", 4, 1),
+    "gpt": lambda: ours("gpt"),
+    "gpt1": lambda: ours("gpt1"),
+    "bert": lambda: ours("bert"),
+    "vit": lambda: ours("vit", image=8, patch=4, channels=1),
+    "Llama of transformers": lambda: theirs("Llama", num_key_value_heads=4),
+    "Llama of transformers with groups": lambda: theirs("Llama", **GROUPED),
+    "Llama of transformers with one key": lambda: theirs("Llama", num_key_value_heads=1),
+    "Qwen2 of transformers": lambda: theirs("Qwen2", num_key_value_heads=2),
+    "Qwen3 of transformers": lambda: theirs("Qwen3", **GROUPED),
+    "Mistral of transformers": lambda: theirs("Mistral", **GROUPED),
+    "BERT of transformers": lambda: theirs("Bert", HuggingFaceMaskedLM),
+}
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "two stacks": (lambda: ours("t5"), "two stacks"),
+    "fused in Conv1D": (lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2), "Conv1D"),
+    "heads in turn": (lambda: theirs("GPTNeoX"), "cannot be told apart"),
+    "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "a number for each piece"),
+    "another count of heads": (lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32), "counts on"),
+    "queries, keys and values in one": (lambda: theirs("Phi3", num_key_value_heads=4), "cannot be told apart"),
+}
+
+
+@torch.no_grad()
+def answer(model: nn.Module) -> Tensor:
+    return model(IMAGES.double() if hasattr(model, "pool") else TOKENS)
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return MODELS[request.param]()
+
+
+def some_pieces(model: nn.Module) -> dict[str, list[int]]:
+    """Different ones in each block; of heads at least one, and not the first."""
+    kept = {}
+    for name, pieces in find_pieces(model).items():
+        generator = torch.Generator().manual_seed(len(kept))
+        left = max(1, round((0.4 + 0.2 * (len(kept) % 3)) * pieces.count))
+        kept[name] = sorted(torch.randperm(pieces.count, generator=generator)[:left].tolist())
+    return kept
+
+
+@torch.no_grad()
+def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
+    for name, pieces in find_pieces(model).items():
+        add_coefficients(pieces)
+        gone = [piece for piece in range(pieces.count) if piece not in kept[name]]
+        pieces.writer.coefficients[gone] = 0.0
+    return answer(model)
+
+
+def test_every_branch_has_its_pieces(model: nn.Module) -> None:
+    found = list(find_pieces(model).values())
+    assert [pieces.kind for pieces in found] == ["heads", "neurons"] * 2
+    for pieces in found:
+        assert pieces.count * pieces.width == pieces.writer.weight.shape[1]
+        assert not is_arranged(model)
+
+
+def test_the_smaller_model_computes_what_the_masked_one_does(model: nn.Module, request: pytest.FixtureRequest) -> None:
+    kept, whole = some_pieces(model), answer(model)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    for name, pieces in find_pieces(model).items():
+        arrange(pieces, kept[name])
+    smaller = answer(model)
+    expected = masked(MODELS[request.node.callspec.params["model"]](), kept)
+    assert float((smaller - expected).abs().max()) < 1e-6
+    assert float((smaller - whole).abs().max()) > 1e-3
+    assert is_arranged(model)
+    assert {name: pieces.count for name, pieces in find_pieces(model).items()} == {n: len(k) for n, k in kept.items()}
+    after = sum(parameter.numel() for parameter in model.parameters())
+    assert after < before
+
+
+def test_what_is_filled_up_with_zeros_computes_the_same_in_the_old_shapes(model: nn.Module) -> None:
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kept = some_pieces(model)
+    counts = {name: pieces.count for name, pieces in find_pieces(model).items()}
+    for name, pieces in find_pieces(model).items():
+        arrange(pieces, kept[name])
+    smaller = answer(model)
+    for name, pieces in find_pieces(model).items():
+        arrange(pieces, filled_up(pieces, counts[name]))
+    assert float((answer(model) - smaller).abs().max()) < 1e-6
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+
+
+def test_an_order_moves_pieces_without_changing_what_is_computed(model: nn.Module) -> None:
+    before = answer(model)
+    for pieces in find_pieces(model).values():
+        arrange(pieces, list(reversed(range(pieces.count))))
+    assert float((answer(model) - before).abs().max()) < 1e-6
+
+
+def test_coefficients_start_at_one_and_fold_into_the_weights(model: nn.Module) -> None:
+    names, before = list(dict(model.named_parameters())), answer(model)
+    for pieces in find_pieces(model).values():
+        add_coefficients(pieces)
+    assert torch.equal(answer(model), before)
+    with torch.no_grad():
+        for index, pieces in enumerate(find_pieces(model).values()):
+            pieces.writer.coefficients.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(index))
+    scaled = answer(model)
+    fold_coefficients(model)
+    assert float((answer(model) - scaled).abs().max()) < 1e-6
+    assert list(dict(model.named_parameters())) == names
+    assert float((scaled - before).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_put_together_in_another_way_is_refused_with_the_reason(case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(Refused, match=re.escape(reason)) as refused:
+        find_pieces(make())
+    assert refused.value.fix
+
+
+def test_a_line_of_zeros_is_taken_for_zero() -> None:
+    model = ours("gpt")
+    pieces = find_pieces(model)["blocks.0.mlp.down"]
+    first = model.blocks[0].mlp.up.weight[3].detach().clone()
+    arrange(pieces, [3, ZERO])
+    up, down = model.blocks[0].mlp.up, model.blocks[0].mlp.down
+    assert torch.equal(up.weight[0], first) and not up.weight[1].any() and not up.bias[1:].any()
+    assert down.weight.shape == (32, 2) and not down.weight[:, 1].any()
+    assert (up.out_features, down.in_features) == (2, 2)

@@ -1,0 +1,139 @@
+"""A folder of images: which are taken, which are held out, which are left out, and when they are decoded again."""
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from data.image_files import bomb, write_folder, write_image
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.image_arrays import open_arrays
+from thrifty.data.image_folder import image_files, prepare_folder
+from thrifty.data.images import holds_images, holds_only_images, open_images
+from thrifty.data.splitting import Part
+
+
+def said_of(folder, **changed):
+    """What was said, and the arrays."""
+    said: list[str] = []
+    wanted = {"side": 8, "held_out": 0.3} | changed
+    prepared = prepare_folder(folder, wanted["side"], wanted["held_out"], said.append)
+    return said, open_arrays(prepared), prepared
+
+
+def test_images_come_with_the_label_of_their_folder_at_any_depth(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    shutil.move(folder / "dark" / "00.png", folder / "dark" / "deeper.png")
+    write_image(folder / "light" / "inner" / "x.JPG", 210, seed=99)
+    write_image(folder / ".hidden" / "x.png")
+    (folder / "light" / "notes.txt").write_text("no image")
+    said, opened, _ = said_of(folder)
+    assert len(said) == 1 and "preparing the images of" in said[0]
+    train, held_out = (opened.parts[part] for part in Part)
+    assert len(train) + len(held_out) == 25 and min(len(train), len(held_out)) > 0
+    assert train.ends.labels == ("dark", "light") and train.pixels.shape[1:] == (3, 8, 8)
+    for arrays in (train, held_out):
+        bright = arrays.pixels.mean((1, 2, 3)) > 128
+        assert np.array_equal(bright, arrays.labels == 1)
+
+
+def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
+    folder = write_folder(tmp_path / "set", 20)
+    for path in (folder / "dark").iterdir():
+        shutil.copy(path, path.with_name(f"copy-of-{path.name}"))
+    _, opened, _ = said_of(folder)
+    dark = {part: [image.tobytes() for image in a.pixels[a.labels == 0]] for part, a in opened.parts.items()}
+    assert not set(dark[Part.TRAIN]) & set(dark[Part.HELD_OUT])
+    assert all(own.count(image) == 2 for own in dark.values() for image in own)
+
+
+def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
+    write_folder(tmp_path / "set" / "train", 6)
+    write_folder(tmp_path / "set" / "test", 3)
+    _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
+    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {Part.TRAIN: 12, Part.HELD_OUT: 6}
+
+
+def test_broken_files_are_left_out_counted_and_the_first_named(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    (folder / "dark" / "empty.png").write_bytes(b"")
+    (folder / "dark" / "bomb.png").write_bytes(bomb(40_000, 40_000))
+    for number in range(6):
+        (folder / "light" / f"text{number}.jpg").write_text("no image")
+    said, opened, _ = said_of(folder)
+    told = said[-1]
+    assert "8 of 32 image files are left out" in told and "and 3 more" in told
+    assert "dark/bomb.png: it has more than" in told and "dark/empty.png: it is empty" in told
+    assert sum(map(len, opened.parts.values())) == 24
+    data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, said.append)
+    assert data.left_out == 8 and len(data.named) == 5 and data.described()["left_out"] == 8
+    assert told in said and len(said) == 2  # not decoded and told about again
+
+
+def test_images_are_decoded_again_only_when_a_file_or_a_setting_has_changed(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    _, _, first = said_of(folder)
+    assert said_of(folder)[0] == []
+    changed = folder / "dark" / "00.png"
+    os.utime(changed, (1, 1))
+    assert said_of(folder)[2] != first
+    assert said_of(folder, side=4)[2] != first
+    assert said_of(folder, held_out=0.5)[2] != first
+
+
+def test_a_damaged_cache_is_made_anew(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    _, before, prepared = said_of(folder)
+    pixels = np.array(before.parts[Part.TRAIN].pixels)
+    (prepared / "train.bin").write_bytes(b"damaged")
+    said, after, _ = said_of(folder)
+    assert "again, since train.bin has not its size" in said[0]
+    assert np.array_equal(after.parts[Part.TRAIN].pixels, pixels)
+
+
+def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_path):
+    one = write_folder(tmp_path / "one", labels=("cat",))
+    with pytest.raises(UsageError, match="all images have the label 'cat'"):
+        image_files(one)
+    write_image(tmp_path / "flat" / "a.png")
+    with pytest.raises(UsageError, match="images lie in the folder itself") as refused:
+        image_files(tmp_path / "flat")
+    assert "flat/cat and flat/dog" in refused.value.fix
+    blind = write_folder(tmp_path / "blind", 4)
+    for path in (blind / "dark").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(UsageError, match="not one image of the label 'dark'"):
+        said_of(blind)
+    few = write_folder(tmp_path / "few", 1)
+    with pytest.raises(UsageError, match="no image is left"):
+        said_of(few, held_out=0.01)
+    with pytest.raises(UsageError, match="images to train on, fewer than one batch of 99"):
+        large = DataSettings(source=str(write_folder(tmp_path / "set")), batch=99, size=8, held_out=0.3)
+        open_images(large, 0, None, lambda text: None)
+    with pytest.raises(UsageError, match="how large images are to be") as refused:
+        open_images(DataSettings(source=str(tmp_path / "set")), 0, None, print)
+    assert "data.size=64" in refused.value.fix
+
+
+def test_what_holds_images_is_told_from_what_holds_text(tmp_path):
+    folder = write_folder(tmp_path / "set", 1)
+    assert holds_images(str(folder)) and holds_only_images(str(folder))
+    (folder / "read.txt").write_text("some text")
+    assert holds_images(str(folder)) and not holds_only_images(str(folder))
+    (tmp_path / "text").mkdir()
+    assert not holds_images(str(tmp_path / "text")) and not holds_images(str(tmp_path / "nowhere"))
+    assert holds_images("digits") and holds_images("cifar10") and not holds_images("kjv")
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and "/" not in name))
+def test_a_label_may_have_any_name(tmp_path_factory, name):
+    assume(not name.startswith("."))
+    folder = tmp_path_factory.mktemp("named")
+    write_image(folder / name / "a.png")
+    write_image(folder / (name + "2") / "b.png")
+    assert {file.label for file in image_files(folder)} == {name, name + "2"}

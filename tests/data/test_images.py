@@ -1,0 +1,108 @@
+"""Images as a run's data: batches as a function of (seed, number), held-out images, and what is known of them."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thrifty.core.ends import ImageEnds
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.data.digits import DigitImages
+from thrifty.data.image_arrays import normalized, resized
+from thrifty.data.images import open_images
+from thrifty.data.kept import kept_ends
+from thrifty.data.splitting import Part
+
+MIXED = Augmentation(crop=1, operations=1, erase=0.3, mixup=0.4, cutmix=1.0)
+
+
+def opened(seed=0, **changed):
+    return open_images(DataSettings(**{"source": "digits", "batch": 16} | changed), seed, None, print)
+
+
+def test_digits_are_those_of_the_splits_normalised_by_their_training_pixels():
+    data, train = opened(), DigitImages("train")
+    assert (len(data.parts[Part.TRAIN]), len(data.parts[Part.HELD_OUT])) == (1300, 497)
+    assert data.ends.labels == tuple("0123456789") and (data.ends.side, data.ends.channels) == (8, 1)
+    assert data.ends.mean[0] == pytest.approx(float(train.images.mean()))
+    assert data.ends.std[0] == pytest.approx(float(train.images.std(unbiased=False)), rel=1e-5)
+    shown = data.parts[Part.TRAIN].fields(np.arange(1300))
+    assert shown["inputs"].shape == (1300, 1, 8, 8) and abs(float(shown["inputs"].mean())) < 1e-5
+    assert torch.equal(data.parts[Part.TRAIN].shown(np.arange(1300))[:, 0], train.images)
+    assert torch.equal(shown["labels"], train.labels)
+
+
+@settings(deadline=None, max_examples=25)
+@given(step=st.integers(0, 10**6), start=st.integers(0, 15), count=st.integers(1, 16), seed=st.integers(0, 99))
+def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
+    source = opened(seed, augment=MIXED).train
+    stop = min(start + count, 16)
+    part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
+    assert all(torch.equal(part[name], whole[name]) for name in whole.fields)
+    torch.testing.assert_close(part["labels"].sum(1), torch.ones(stop - start))
+
+
+def test_an_image_is_changed_in_another_way_in_every_epoch_and_for_every_seed():
+    def first(seed, epoch):
+        source = opened(seed, batch=130, augment=Augmentation(crop=2, operations=1)).train
+        rows = [source.at(10 * epoch + step) for step in range(10)]
+        return torch.cat([batch["inputs"].flatten(1) for batch in rows])
+
+    shown = [first(0, 0), first(0, 1), first(1, 0)]
+    for one, another in ((0, 1), (0, 2)):
+        same = torch.cdist(shown[one], shown[another]).min(1).values == 0
+        assert float(same.float().mean()) < 0.5
+
+
+def test_what_is_held_out_is_not_changed_and_the_same_for_every_seed():
+    one, other = (opened(seed, augment=MIXED).held_out for seed in (0, 1))
+    (first,), (second,) = (list(held_out.batches(64, 64)) for held_out in (one, other))
+    assert torch.equal(first["inputs"], second["inputs"]) and first["labels"].dtype == torch.int64
+
+
+def test_images_can_be_given_out_in_another_size():
+    data = opened(size=16)
+    assert data.ends.side == 16 and data.train.at(0)["inputs"].shape == (16, 1, 16, 16)
+    picture = torch.rand(1, 3, 12, 12)
+    assert resized(picture, 12) is picture
+    torch.testing.assert_close(resized(torch.ones(1, 3, 12, 12), 5), torch.ones(1, 3, 5, 5))
+    torch.testing.assert_close(resized(picture, 4).mean(), picture.mean(), rtol=0.05, atol=0)
+
+
+def test_normalised_pixels_have_each_channels_own_mean_and_deviation():
+    ends = ImageEnds(("a",), 2, 2, (0.5, 0.25), (0.5, 0.125))
+    found = normalized(torch.tensor([[[[1.0, 0.0], [0.5, 0.5]], [[0.25, 0.5], [0.0, 0.25]]]]), ends)
+    assert found.tolist() == [[[[1.0, -1.0], [0.0, 0.0]], [[0.0, 2.0], [-2.0, 0.0]]]]
+
+
+def test_what_is_known_beforehand_is_the_entropy_of_the_labels():
+    assert opened().facts == {"unit": "images", "label_entropy": pytest.approx(2.307, abs=0.01)}
+    assert opened().described()["train_images"] == 1300 and opened().counted_as == 1
+
+
+def test_a_run_folder_keeps_what_a_model_is_used_with(tmp_path):
+    data = opened(size=12)
+    data.keep(tmp_path)
+    assert kept_ends(tmp_path, 99) == data.ends
+    (tmp_path / "images.json").write_text('{"labels": ["a"], "colour": 3}')
+    with pytest.raises(IntegrityError, match=r"images.json is damaged"):
+        kept_ends(tmp_path, 99)
+
+
+def test_a_fork_on_other_labels_is_refused(tmp_path):
+    data = opened()
+    data.check_meaning(data.identity, tmp_path)
+    for before in ({**data.identity, "labels": "cat/dog"}, {"tokenizer.json": "abc"}):
+        with pytest.raises(UsageError, match="labels are not the old run's"):
+            data.check_meaning(before, tmp_path)
+
+
+def test_settings_that_mean_nothing_for_images_are_refused():
+    with pytest.raises(UsageError, match=r"data.tokenizer is set, and digits holds images"):
+        opened(tokenizer="some.json")
+    with pytest.raises(UsageError, match=r"data.size is 0"):
+        opened(size=0)
+    with pytest.raises(UsageError, match="1300 images to train on, fewer than one batch of 2000"):
+        opened(batch=2000)

@@ -1,0 +1,152 @@
+"""Runs on images by the command line: trained, resumed, forked, explained, reported, exported."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from data.image_files import write_folder
+from end_to_end.command_line import CommandLine, assert_equal
+from thrifty.core.errors import Infeasible
+from thrifty.core.recipe import Budget
+from thrifty.data.images import open_images
+from thrifty.preparing import prepare
+from thrifty.recipes import RECIPES
+from thrifty.restoring import restore
+
+SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "data.batch": 16, "evaluation.examples": 100}
+FEW = {"checkpoints.every": 3, "evaluation.every": 3}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    folder = tmp_path_factory.mktemp("images")
+    return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
+
+
+def restore_in(desk: CommandLine, name: str) -> Any:
+    """The trained model of a run, whose recipe names a folder by a path from where it was started."""
+    here = Path.cwd()
+    os.chdir(desk.folder)
+    try:
+        return restore(desk.run(name))[0]
+    finally:
+        os.chdir(here)
+
+
+def words(name: str, *others: str, steps: int = 6, **changed: Any) -> list[str]:
+    values = SMALL | FEW | {key.replace("__", "."): value for key, value in changed.items()}
+    settings = [word for path, value in values.items() for word in ("--set", f"{path}={json.dumps(value)}")]
+    return ["train", "vit-digits", "--name", name, "--budget", f"{steps}steps", *settings, *others]
+
+
+AUGMENTED = {"data__augment__crop": 1, "data__augment__mixup": 0.5, "data__augment__operations": 1}
+
+
+@pytest.fixture(scope="module")
+def finished(desk: CommandLine) -> dict[str, Any]:
+    """The summary of a run on digits that others look at, with what was told of it."""
+    done = desk(*words("digits", **AUGMENTED))
+    summary = json.loads((desk.run("digits") / "summary.json").read_text())
+    return summary | {"stdout": done.stdout, "stderr": done.stderr}
+
+
+def test_accuracy_stands_beside_the_loss_wherever_that_is_told(desk: CommandLine, finished: dict[str, Any]) -> None:
+    assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
+    assert 0 <= finished["held_out"]["accuracy"] <= 1 and finished["label_entropy"] == pytest.approx(2.307, abs=0.01)
+    evaluations = desk.records("digits", "evaluation")
+    assert [each["step"] for each in evaluations] == [3, 6]
+    assert evaluations[-1]["accuracy"] == finished["held_out"]["accuracy"]
+    desk("report", "digits")
+    page = (desk.run("digits") / "report.html").read_text()
+    for text in ("Held-out accuracy", "nats per image", "images/s, median", "the frequencies of labels alone give"):
+        assert text in page, text
+    assert "Bits per byte" not in page
+    assert "accuracy" in finished["stdout"]
+    assert "images/s" in finished["stderr"] and "tokens/s" not in finished["stderr"]
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
+    expected, evaluated = desk.tensors("digits"), desk.records("digits", "evaluation")
+    shutil.copytree(desk.run("digits"), desk.run("stopped"))
+    shutil.rmtree(desk.run("stopped") / "checkpoints" / "step-00000006")
+    desk("resume", "stopped")
+    assert_equal(desk.tensors("stopped"), expected)
+    assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
+
+
+def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: CommandLine, finished: dict[str, Any]) -> None:
+    desk("export", "digits", "out")
+    assert sorted(path.name for path in (desk.folder / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    ]
+    model = transformers.AutoModelForImageClassification.from_pretrained(desk.folder / "out").eval()
+    restored, recipe = restore(desk.run("digits"))
+    batch = next(open_images(recipe.data, 0, None, print).held_out.batches(100, 100))
+    with torch.no_grad():
+        logits = model(batch["inputs"]).logits
+        torch.testing.assert_close(logits, restored.logits(batch["inputs"]), rtol=1e-5, atol=1e-5)
+    right = (logits.argmax(1) == batch["labels"]).float().mean()
+    assert float(right) == pytest.approx(finished["held_out"]["accuracy"])
+    assert model.config.id2label[7] == "7"
+
+
+def test_a_run_of_images_says_no_next_token_and_forks_to_no_text(desk: CommandLine, finished: dict[str, Any]) -> None:
+    refused = desk("sample", "digits", exit_code=2).stderr
+    assert "a model that learned classify does not predict the token that follows" in refused
+    longer = desk.json("resume", "digits", "--fork", "longer", "--set", "budget.steps=8")
+    assert longer["steps"] == 8
+    again = desk("resume", "digits", "--set", "data.batch=8", exit_code=2).stderr
+    assert "data.batch: 16 → 8" in again
+
+
+def test_explain_tells_of_images(desk: CommandLine) -> None:
+    _, *rest = words("explained")
+    name = rest.index("--name")
+    told = desk("explain", *rest[:name], *rest[name:], "--with", "adapters.visual_prompt:tokens=2").stdout
+    assert "1,300 training images of 8 x 8 x 1, 10 labels" in told and "2 prompts in 2 of 2 blocks" in told
+
+
+def test_a_folder_of_images_is_learned_at_the_size_that_the_model_was_made_for(desk: CommandLine) -> None:
+    folder = write_folder(desk.folder / "shades", 24)
+    (folder / "light" / "broken.png").write_bytes(b"no image")
+    changed = {"model__patch": 8, "model__depth": 1, "data__held_out": 0.25, "data__source": str(folder)}
+    done = desk(*words("shades", "--json", steps=40, **changed))
+    summary = json.loads(done.stdout)
+    assert "1 of 49 image files are left out: light/broken.png: it is no image" in done.stderr
+    assert summary["held_out"]["accuracy"] == 1.0
+    kept = json.loads((desk.run("shades") / "images.json").read_text())
+    assert kept["labels"] == ["dark", "light"] and kept["side"] == 32 and kept["channels"] == 3
+    seen = desk("data", "look", folder, "--size", "16").stdout
+    assert "images of 16 x 16 pixels" in seen and "light/broken.png" in seen
+    refused = desk(*words("text", "--data", "digits", objective__name="next_token"), exit_code=2).stderr
+    assert "vit-nano cannot learn next_token" in refused or "digits" in refused
+
+
+def test_a_trained_model_goes_on_with_images_of_another_size(desk: CommandLine, finished: dict[str, Any]) -> None:
+    if not (desk.folder / "start").exists():
+        desk("export", "digits", "start")
+    values = {"data.size": 12, "data.batch": 16, "evaluation.examples": 100, "model.fresh": False}
+    settings = [word for path, value in values.items() for word in ("--set", f"{path}={json.dumps(value)}")]
+    recipe = desk.folder / "go-on.toml"
+    recipe.write_text(
+        'name = "go-on"\n[model]\nfolder = "start"\n[data]\nsource = "digits"\n[objective]\nname = "classify"\n'
+        "[budget]\nsteps = 2\n[techniques.optimizers.adamw]\nlr = 1e-4\n"
+    )
+    assert desk.json("train", recipe, *settings)["steps"] == 2
+    assert restore_in(desk, "go-on").embedding.position.shape == (1, 37, 32)
+
+
+def test_a_budget_of_tokens_counts_each_image_once() -> None:
+    recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=130.0), device="cpu")
+    assert prepare(recipe, quiet=True).run.steps == 2
+    with pytest.raises(Infeasible, match="does not fit one step of 64"):
+        prepare(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)

@@ -1,0 +1,210 @@
+"""The lottery: rounds, rewinding and controls as promised; killed anywhere, the same command ends at the same bits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
+from thrifty.core.state import fill_tensor
+from thrifty.lottery import Lottery, keep_ticket, masks_of, play
+from thrifty.preparing import prepare
+from thrifty.recipes.toml import read_recipe, write_recipe
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.sparsity.ticket import density_of, read_ticket
+from thrifty.training import checkpoint
+from thrifty.training.loop import train
+
+STEPS, REWIND = 6, 2
+LOTTERY = Lottery(rounds=1, prune=0.5, rewind=REWIND, controls=("random-mask", "reinitialise"))
+LONGER = replace(LOTTERY, rounds=2, controls=())
+
+
+def newest(run: Path, step: int = STEPS) -> dict[str, Tensor]:
+    return checkpoint.load(run / "checkpoints", step).tensors
+
+
+@pytest.fixture(scope="module")
+def recipe(common_folder: Path) -> Recipe:
+    return Recipe(
+        name="tiny",
+        model=ModelSettings(preset="llama-nano", width=16, depth=1, heads=2),
+        data=DataSettings(source=str(common_folder / "corpus"), vocabulary=300, length=16, batch=4),
+        budget=Budget(steps=STEPS),
+        evaluation=Evaluation(every=100, examples=4),
+        checkpoints=Checkpoints(every=4, keep=1),
+        device="cpu",
+        techniques=(AdamW(lr=1e-2), Linear()),
+    )
+
+
+@pytest.fixture(scope="module")
+def played(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """One round with its controls, then one more without."""
+    runs = tmp_path_factory.mktemp("lottery") / "runs"
+    first = play(recipe, LOTTERY, runs, quiet=True)
+    result = play(recipe, LONGER, runs, quiet=True)
+    assert result["rounds"][:2] == first["rounds"]
+    return runs, result
+
+
+def test_every_round_keeps_half_of_the_smallest_and_is_an_ordinary_run(played: tuple[Path, dict[str, Any]]) -> None:
+    runs, result = played
+    assert result["status"] == "finished"
+    assert [each["density"] for each in result["rounds"]] == [1.0, 0.5, 0.25]
+    kinds = [sorted(each["runs"]) for each in result["rounds"]]
+    assert kinds == [["ticket"], ["random-mask", "reinitialise", "ticket"], ["ticket"]]
+    for number in (1, 2):
+        before, after = newest(runs / f"tiny-round-{number - 1}"), newest(runs / f"tiny-round-{number}")
+        masks, earlier = masks_of(after), masks_of(before)
+        assert density_of(masks) == 0.5**number
+        sizes = {name: before[f"parameters/{name}"].abs() for name in masks}
+        kept = torch.cat([size[masks[name]] for name, size in sizes.items()])
+        gone = torch.cat([
+            size[~masks[name] & earlier.get(name, torch.ones_like(masks[name]))] for name, size in sizes.items()
+        ])  # fmt: skip
+        assert gone.max() <= kept.min()
+        assert len(gone) == len(kept)
+    saved = json.loads((runs / "tiny-lottery" / "lottery.json").read_text())
+    assert saved == {name: value for name, value in result.items() if name != "folder"}
+
+
+def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_to_it(
+    played: tuple[Path, dict[str, Any]],
+) -> None:
+    """By hand: weights, moments, age and step of the dense run's checkpoint under the ticket's mask, trained on."""
+    runs, _ = played
+    recipe = read_recipe(runs / "tiny-round-2" / "recipe.toml")
+    prepared = prepare(recipe, quiet=True)
+    state = prepared.run.place()
+    early = checkpoint.load(runs / "tiny-round-0" / "checkpoints", REWIND)
+    for name, tensor in state.tensors().items():
+        if "masks.mask" not in name:
+            fill_tensor(tensor, early.tensors[name])
+    state.load_scalars(early.scalars)
+    assert state.optimizer is not None and state.optimizer.born == 0
+    state.optimizer.impose()
+    assert [record.step for record in train(prepared.run, state, recipe.seed)] == [3, 4, 5, 6]
+    found = newest(runs / "tiny-round-2")
+    assert_equal({name: found[name] for name in state.tensors()}, state.tensors())
+
+
+def test_controls_have_as_many_weights_at_other_places_or_the_same_places_from_the_start(
+    played: tuple[Path, dict[str, Any]],
+) -> None:
+    runs, _ = played
+    ticket, other, same = (
+        masks_of(newest(runs / f"tiny-round-1{name}")) for name in ("", "-random-mask", "-reinitialise")
+    )
+    for name, mask in ticket.items():
+        assert int(other[name].sum()) == int(mask.sum()) and not torch.equal(other[name], mask)
+        assert torch.equal(same[name], mask)
+    first = {
+        name: (runs / name / "records.jsonl").read_text() for name in ("tiny-round-1", "tiny-round-1-reinitialise")
+    }
+    steps = {
+        name: [line["step"] for line in map(json.loads, text.splitlines()) if line["kind"] == "step"]
+        for name, text in first.items()
+    }
+    assert steps == {"tiny-round-1": [3, 4, 5, 6], "tiny-round-1-reinitialise": [1, 2, 3, 4, 5, 6]}
+
+
+def test_what_is_there_is_not_done_again(played: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
+    runs, result = played
+    before = {path: path.stat().st_mtime_ns for path in runs.glob("tiny-round-*/records.jsonl")}
+    said: list[str] = []
+    assert play(recipe, LONGER, runs, quiet=True, say=said.append) == result
+    assert not said and {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_another_lottery_is_not_mixed_with_one_that_is_there(
+    played: tuple[Path, dict[str, Any]], recipe: Recipe
+) -> None:
+    runs, _ = played
+    with pytest.raises(UsageError, match=r"another lottery: lottery.prune: 0.5 → 0.3"):
+        play(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
+    with pytest.raises(UsageError, match=r"another lottery: recipe\.data\.batch: 4 → 8"):
+        play(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
+
+
+def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"lottery: prune is 1\.0"):
+        Lottery(prune=1.0)
+    with pytest.raises(UsageError, match="where is no pattern"):
+        Lottery(where="(")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="without torchrun"):
+        play(recipe, LOTTERY, tmp_path, quiet=True)
+
+
+def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    runs, _ = played
+    density, sha256 = keep_ticket(runs / "tiny-round-2", tmp_path / "kept.safetensors")
+    assert density == 0.25
+    found, masks = read_ticket(str(tmp_path / "kept.safetensors"), sha256), masks_of(newest(runs / "tiny-round-2"))
+    assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
+    with pytest.raises(UsageError, match="exists already"):
+        keep_ticket(runs / "tiny-round-2", tmp_path / "kept.safetensors")
+    with pytest.raises(UsageError, match="keeps no weights under masks"):
+        keep_ticket(runs / "tiny-round-0", tmp_path / "other.safetensors")
+
+
+def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:
+    """Bit for bit: the runs of both rounds, the ticket, and what is told of them."""
+    for name in ("tiny-round-0", "tiny-round-1"):
+        assert_equal(newest(found / name, steps), newest(expected / name, steps))
+    tickets = [(runs / "tiny-lottery" / "round-1.safetensors").read_bytes() for runs in (found, expected)]
+    assert tickets[0] == tickets[1]
+    rounds = [json.loads((runs / "tiny-lottery" / "lottery.json").read_text())["rounds"] for runs in (found, expected)]
+    assert rounds[0] == rounds[1] and len(rounds[0]) == 2
+
+
+def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_ends_at_the_same_bits(
+    recipe: Recipe, thrifty: CommandLine, tmp_path: Path
+) -> None:
+    steps, whole, killed = 40, tmp_path / "whole", tmp_path / "killed"
+    longer = replace(recipe, budget=Budget(steps=steps), checkpoints=Checkpoints(every=30, keep=1))
+    lottery = replace(LOTTERY, controls=())
+
+    def stop(text: str) -> None:
+        if text.startswith("round 1"):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        play(longer, lottery, whole, quiet=True, say=stop)
+    assert not (whole / "tiny-round-1").exists()
+    play(longer, lottery, whole, quiet=True)
+    (tmp_path / "recipe.toml").write_text(write_recipe(longer))
+    words = ["lottery", tmp_path / "recipe.toml", "--rounds", "1", "--prune", "0.5", "--rewind", str(REWIND)]
+    process = thrifty.start(*words, "--runs", killed, "--quiet")
+    assert wait_until((killed / "tiny-round-1" / "recipe.toml").exists, process)
+    assert process.poll() is None
+    kill(process)
+    assert not list((killed / "tiny-round-1" / "checkpoints").glob("step-????????"))
+    play(longer, lottery, killed, quiet=True)
+    assert_same_lottery(killed, whole, steps)
+
+
+@pytest.mark.slow
+def test_killed_in_both_rounds_and_between_them_it_ends_at_the_same_bits(thrifty: CommandLine) -> None:
+    words = ["lottery", *thrifty.recipe("tiny", "--quiet", steps=40, checkpoints__every=5, evaluation__every=100)[1:]]
+    words += ["--rounds", "1", "--rewind", "3"]
+    thrifty(*words, "--runs", "whole")
+    whole, killed = thrifty.folder / "whole", thrifty.folder / "killed"
+    for there in (
+        killed / "tiny-round-0" / "checkpoints" / "step-00000010",
+        killed / "tiny-lottery" / "round-1.safetensors",
+        killed / "tiny-round-1" / "recipe.toml",
+    ):
+        process = thrifty.start(*words, "--runs", "killed")
+        assert wait_until(there.exists, process)
+        kill(process)
+    thrifty(*words, "--runs", "killed")
+    assert_same_lottery(killed, whole, 40)

@@ -1,0 +1,224 @@
+"""SpMM and SDDMM in CSR and in blocks: against dense products, with gradients, on any number of threads."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thrifty.core.accounting import StepTrace
+from thrifty.core.errors import UsageError
+from thrifty.kernels.sparse import blocks, csr, native
+from thrifty.kernels.sparse.blocks import Blocks
+from thrifty.kernels.sparse.csr import Csr
+from thrifty.kernels.sparse.patterns import Pattern
+from thrifty.kernels.sparse.products import sddmm, sparse_linear, spmm
+
+MODULES = {"csr": csr, "blocks": blocks}
+needs_compiler = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+
+
+def drawn_mask(rows: int, columns: int, density: float, block: int, seed: int) -> Tensor:
+    """A random mask of whole blocks, some of its block rows empty."""
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.rand(rows, columns, generator=generator) < density
+    grid[torch.rand(rows, generator=generator) < 0.2] = False
+    return grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
+
+
+def patterns(mask: Tensor) -> Iterator[Pattern]:
+    yield Csr.of(mask)
+    if not any(width % 16 for width in mask.shape):
+        yield Blocks.of(mask)
+
+
+@pytest.fixture(params=["compiled", "by torch", "by a dense product"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "compiled" and native.library() is None:
+        pytest.skip("there is no C++ compiler")
+    if request.param != "compiled":
+        monkeypatch.setattr(native, "native", lambda *tensors: False)
+    if request.param == "by a dense product":
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    return request.param
+
+
+def assert_equal_products(mask: Tensor, tokens: int, dtype: torch.dtype, tolerance: float) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x, upstream = (torch.randn(tokens, width, generator=generator, dtype=dtype) for width in mask.shape[::-1])
+    weight = torch.randn(mask.shape, generator=generator, dtype=dtype) * mask
+    bias = torch.randn(len(mask), generator=generator, dtype=dtype)
+    for pattern in patterns(mask):
+        values, module = pattern.pick(weight), MODULES[pattern.form]
+        assert torch.equal(pattern.place(values), weight)
+        near = {"rtol": tolerance, "atol": tolerance * max(tokens, mask.shape[1]) ** 0.5}
+        for found, dense, reference in (
+            (pattern.spmm(x, values), x @ weight.T, module.spmm_reference(x, values, pattern)),
+            (
+                pattern.spmm(x, values, bias),
+                F.linear(x, weight, bias),
+                module.spmm_reference(x, values, pattern, bias),
+            ),
+            (pattern.T.spmm(upstream, pattern.turn(values)), upstream @ weight, None),
+            (
+                pattern.sddmm(upstream, x),
+                pattern.pick(upstream.T @ x),
+                module.sddmm_reference(upstream, x, pattern),
+            ),
+        ):
+            torch.testing.assert_close(found, dense, **near)
+            if reference is not None:
+                torch.testing.assert_close(found, reference, **near)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    tokens=st.integers(0, 150),
+    density=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_products_of_single_weights_are_the_dense_ones(
+    rows: int, columns: int, tokens: int, density: float, seed: int
+) -> None:
+    assert_equal_products(drawn_mask(rows, columns, density, 1, seed), tokens, torch.float32, 1e-5)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
+    tokens=st.integers(0, 150),
+    density=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+def test_products_of_blocks_are_the_dense_ones(rows: int, columns: int, tokens: int, density: float, seed: int) -> None:
+    assert_equal_products(drawn_mask(rows, columns, density, 16, seed), tokens, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
+def test_every_way_gives_the_same_products(way: str, density: float) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        assert_equal_products(drawn_mask(3, 2, density, 16, 0), 37, dtype, tolerance)
+
+
+@pytest.mark.parametrize("inputs", [16, 1040, 2064, 4112, 8208])
+def test_every_width_of_a_tile_gives_the_same_products(inputs: int) -> None:
+    """Wider inputs are worked on in narrower tiles of tokens."""
+    assert_equal_products(drawn_mask(2, inputs // 16, 0.2, 16, 1), 131, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_gradients_and_their_gradients_are_right(block: int) -> None:
+    mask = drawn_mask(2 if block > 1 else 5, 1 if block > 1 else 4, 0.5, block, 3)
+    pattern = Blocks.of(mask) if block > 1 else Csr.of(mask)
+    x, values, left = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, mask.shape[1]), pattern.pick(mask.double()).shape, (3, mask.shape[0]))
+    )
+    fast = block > 1  # by random directions: a block has many numbers
+    for function, inputs in ((spmm, (x, values)), (sddmm, (left, x))):
+        run = lambda a, b, function=function: function(a, b, pattern)  # noqa: E731
+        assert torch.autograd.gradcheck(run, inputs, fast_mode=fast)
+        assert torch.autograd.gradgradcheck(run, inputs, fast_mode=fast)
+
+
+def of_linear(function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> list:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
+    result = function(*leaves)
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(7)).to(result.dtype)
+    return [result.detach(), *torch.autograd.grad(result, leaves, upstream)]
+
+
+@pytest.mark.parametrize("form", [Csr, Blocks])
+@pytest.mark.parametrize("dense_gradient", [False, True])
+def test_a_sparse_linear_layer_is_the_dense_one(form: type, dense_gradient: bool) -> None:
+    mask = drawn_mask(3, 4, 0.4, 16, 5)
+    pattern, x = form.of(mask), torch.randn(2, 9, 64)
+    weight, bias = torch.randn(48, 64) * mask, torch.randn(48)
+    found = of_linear(lambda *given: sparse_linear(*given, pattern, dense_gradient), x, weight, bias)
+    wanted = of_linear(F.linear, x, weight, bias)
+    if not dense_gradient:
+        wanted[2] = wanted[2] * mask
+    for mine, dense in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-4)
+
+
+def test_in_16_bits_it_rounds_once_and_gives_the_dtype_of_a_dense_layer() -> None:
+    mask = drawn_mask(3, 4, 0.4, 16, 6)
+    weight, bias, x = torch.randn(48, 64) * mask, torch.randn(48), torch.randn(5, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = sparse_linear(x, weight, bias, Csr.of(mask)), F.linear(x, weight, bias)
+    assert found.dtype is wanted.dtype is torch.bfloat16
+    torch.testing.assert_close(found, F.linear(x, weight, bias).bfloat16(), rtol=1e-2, atol=1e-6)
+    every = [tensor.bfloat16() for tensor in (x, weight, bias)]
+    assert [t.dtype for t in of_linear(lambda *g: sparse_linear(*g, Csr.of(mask)), *every)] == [torch.bfloat16] * 4
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", [Csr, Blocks])
+def test_two_threads_give_the_bits_of_one(form: type) -> None:
+    mask = drawn_mask(12, 10, 0.3, 16, 8)
+    pattern, x, upstream = form.of(mask), torch.randn(700, 160), torch.randn(700, 192)
+    values = pattern.pick(torch.randn(192, 160))
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            found.append((pattern.spmm(x, values), pattern.sddmm(upstream, x)))
+        finally:
+            torch.set_num_threads(1)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("form", [Csr, Blocks])
+def test_shapes_and_work_are_known_without_values(form: type) -> None:
+    mask = drawn_mask(3, 4, 0.4, 16, 9)
+    pattern = form.of(mask)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        leaves = [torch.empty(shape, requires_grad=True) for shape in ((9, 64), (48, 64), (48,))]
+        with StepTrace() as trace:
+            y = sparse_linear(*leaves, pattern)
+            y.sum().backward()
+        assert y.shape == (9, 48) and [leaf.grad.shape for leaf in leaves] == [leaf.shape for leaf in leaves]
+    assert trace.flops == 3 * 2 * 9 * int(mask.sum())
+
+
+def test_the_operations_pass_the_checks_of_torch() -> None:
+    mask = drawn_mask(2, 3, 0.5, 16, 10)
+    one, many = Csr.of(mask), Blocks.of(mask).grid
+    x, upstream = torch.randn(5, 48), torch.randn(5, 32)
+    values = torch.randn(len(one.columns)), torch.randn(len(many.columns), 16, 16)
+    for operation, arguments in (
+        (torch.ops.thrifty.csr_spmm, (x, values[0], one.starts, one.columns, None, 32)),
+        (torch.ops.thrifty.csr_sddmm, (upstream, x, one.starts, one.columns)),
+        (torch.ops.thrifty.block_spmm, (x, values[1], many.starts, many.columns, None, 2)),
+        (torch.ops.thrifty.block_sddmm, (upstream, x, many.starts, many.columns, 16)),
+    ):
+        torch.library.opcheck(operation.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_torch_multiplies_many_blocks_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "native", lambda *tensors: False)
+    monkeypatch.setattr(blocks, "BATCH_BYTES", 5000)
+    assert_equal_products(drawn_mask(3, 5, 0.7, 16, 11), 20, torch.float32, 1e-5)
+
+
+def test_larger_blocks_are_made_up_of_those_of_16_or_kept_whole() -> None:
+    mask = drawn_mask(2, 3, 0.6, 32, 12)
+    x, weight = torch.randn(21, 96), torch.randn(64, 96) * mask
+    for block in (16, 32):
+        pattern = Blocks.of(mask, block)
+        assert pattern.density == pytest.approx(float(mask.float().mean()))
+        torch.testing.assert_close(pattern.spmm(x, pattern.pick(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
+
+
+def test_a_matrix_that_blocks_do_not_fit_is_refused() -> None:
+    with pytest.raises(UsageError, match="48 x 40"):
+        Blocks.of(torch.ones(48, 40, dtype=torch.bool))

@@ -1,0 +1,125 @@
+"""Smaller models exported: `transformers` loads them in the smaller shapes, with the same logits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import SMALL
+from torch import nn
+
+from thrifty.core.slimming import arrange, find_pieces
+from thrifty.core.surgery import noting
+from thrifty.models import export_model
+from thrifty.models.interchange import import_folder
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM
+
+TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
+KEPT = {"heads": ([1, 2], [0, 2, 3]), "neurons": ([*range(0, 24, 2)], [*range(5, 22)])}
+"""Of the first and the second of two blocks."""
+
+
+def shape(style: str, heads: int = 4, kv_heads: int | None = None, width: int = 48) -> Shape:
+    return Shape(style, 2, width, heads, kv_heads or heads, 24, 60, 16, tied=True)  # type: ignore[arg-type]
+
+
+def slimmed(model: nn.Module) -> nn.Module:
+    for index, pieces in enumerate(find_pieces(model).values()):
+        kept = KEPT[pieces.kind][index // 2]
+        arrange(pieces, [piece for piece in kept if piece < pieces.count])
+    return model.eval()
+
+
+def of_ours(given: Shape) -> nn.Module:
+    model = assemble(given)
+    initialize(model, 0, std=0.2)
+    return slimmed(model)
+
+
+def load(folder: Path, auto: str) -> Any:
+    model, found = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    return model.eval()
+
+
+OURS: dict[str, tuple[Shape, dict[str, int], str]] = {
+    "llama": (shape("llama"), {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 17}, "17"),
+    "llama with groups": (
+        shape("llama", 8, 4), {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}, "groups of 2 heads",
+    ),
+    "llama of a width that three heads do not divide": (
+        shape("llama", width=32), {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}, "written as 4",
+    ),
+    "llama with one key": (
+        shape("llama", 4, 1), {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}, "3",
+    ),
+    "gpt": (shape("gpt"), {"n_head": 4, "n_inner": 17}, "no word for fewer"),
+    "bert": (shape("bert"), {"num_attention_heads": 4, "intermediate_size": 17}, "no word for fewer"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", OURS)
+def test_a_smaller_model_of_ours_loads_in_transformers_with_the_same_logits(case: str, tmp_path: Path) -> None:
+    whole, sizes, said = OURS[case]
+    model = of_ours(whole)
+    before = {name: parameter.shape for name, parameter in model.named_parameters()}
+    with noting() as notes:
+        export_model(model, whole, tmp_path / "out")
+    loaded = load(tmp_path / "out", "AutoModelForMaskedLM" if whole.style == "bert" else "AutoModelForCausalLM")
+    assert {name: getattr(loaded.config, name) for name in sizes} == sizes
+    torch.testing.assert_close(loaded(TOKENS).logits, model.logits(TOKENS), rtol=1e-5, atol=1e-5)
+    assert any("filled up with zeros" in text and said in text for text in notes)
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
+    again, narrower = import_folder(tmp_path / "out")
+    torch.testing.assert_close(again.logits(TOKENS), model.logits(TOKENS), rtol=1e-5, atol=1e-5)
+    assert narrower.hidden == 17 and narrower.head_width == whole.head_width
+
+
+@torch.no_grad()
+def test_the_first_gpt_whose_format_has_no_word_for_either_keeps_its_shapes(tmp_path: Path) -> None:
+    whole = Shape("gpt1", 2, 8, 4, 4, 32, 60, 16, tied=True)
+    model = assemble(whole)
+    initialize(model, 0, std=0.2)
+    for pieces in find_pieces(model).values():
+        arrange(pieces, range(1, pieces.count))
+    export_model(model, whole, tmp_path / "out")
+    loaded = load(tmp_path / "out", "AutoModelForCausalLM")
+    assert loaded.config.n_head == 4
+    torch.testing.assert_close(loaded(TOKENS).logits, model.eval().logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+WRAPPED: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "Llama": (
+        lambda: HuggingFaceCausalLM(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))),
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 17},
+    ),
+    "Qwen2 with groups": (
+        lambda: HuggingFaceCausalLM(
+            transformers.Qwen2ForCausalLM(
+                transformers.Qwen2Config(**SMALL | {"num_attention_heads": 8}, num_key_value_heads=4)
+            )
+        ),
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4, "intermediate_size": 17},
+    ),
+    "BERT": (
+        lambda: HuggingFaceMaskedLM(transformers.BertForMaskedLM(transformers.BertConfig(**SMALL))),
+        {"num_attention_heads": 4, "intermediate_size": 17},
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", WRAPPED)
+def test_a_smaller_model_of_transformers_is_saved_so_that_it_loads(case: str, tmp_path: Path) -> None:
+    make, sizes = WRAPPED[case]
+    torch.manual_seed(0)
+    model = slimmed(make())
+    export_model(model, None, tmp_path / "out")
+    loaded = load(tmp_path / "out", "AutoModelForMaskedLM" if case == "BERT" else "AutoModelForCausalLM")
+    assert {name: getattr(loaded.config, name) for name in sizes} == sizes
+    torch.testing.assert_close(loaded(TOKENS).logits, model.logits(TOKENS), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,196 @@
+"""The Vision Transformer against transformers' own, its positions on other grids, and its Hugging Face folders."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny_models import random_model
+from torch import nn
+
+from thrifty.core.ends import ImageEnds
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.recipe import ModelSettings
+from thrifty.models import build_for, build_model, export_model, own_side, shape_for
+from thrifty.models.interchange import export_folder, import_folder
+from thrifty.models.presets import shape_of
+from thrifty.models.vision import PatchEmbedding, VisionTransformer, resized_positions
+
+LABELS = ("cat", "dog", "horse", "cow", "sheep")
+ENDS = ImageEnds(LABELS, 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "id2label": dict(enumerate(LABELS)),
+}
+
+
+def images(height: int = 16, width: int = 16, channels: int = 3) -> torch.Tensor:
+    return torch.randn(2, channels, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def theirs(**changed):
+    config = transformers.ViTConfig(**(SIZES | changed))
+    return random_model(config, auto=transformers.AutoModelForImageClassification)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vit")
+    theirs().save_pretrained(path)
+    return path
+
+
+def test_logits_and_hidden_states_are_those_of_transformers(folder):
+    ours, shape = import_folder(folder)
+    assert (shape.image, shape.patch, shape.vocabulary, shape.length) == (16, 4, 5, 17)
+    model, pixels = theirs(), images()
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(pixels), model(pixels).logits, rtol=1e-5, atol=1e-5)
+        hidden = model.vit(pixels).last_hidden_state
+        torch.testing.assert_close(ours(pixels), hidden, rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours.pooled(hidden), hidden[:, 0])
+
+
+@pytest.mark.parametrize("size", [(24, 24), (8, 20), (32, 16)])
+def test_images_of_another_size_have_the_positions_that_transformers_interpolates(folder, size):
+    ours, _ = import_folder(folder)
+    with torch.no_grad():
+        wanted = theirs()(images(*size), interpolate_pos_encoding=True).logits
+        torch.testing.assert_close(ours.logits(images(*size)), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("changed", [{"hidden_act": "relu"}, {"num_channels": 1, "layer_norm_eps": 1e-3}])
+def test_variants_that_config_json_can_name(tmp_path, changed):
+    model = theirs(**changed)
+    model.save_pretrained(tmp_path)
+    pixels = images(channels=changed.get("num_channels", 3))
+    with torch.no_grad():
+        ours = import_folder(tmp_path)[0].logits(pixels)
+        torch.testing.assert_close(ours, model(pixels).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_exported_folder_loads_in_transformers_with_labels_and_image_processor(folder, tmp_path):
+    ours, shape = import_folder(folder)
+    export_model(ours, shape, tmp_path / "out", images=ENDS)
+    loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images()).logits, theirs()(images()).logits)
+    assert loaded.config.id2label == dict(enumerate(LABELS)) and loaded.config.label2id["cow"] == 3
+    processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
+    assert processor["image_processor_type"] == "ViTImageProcessor"
+    assert processor["size"] == {"height": 16, "width": 16} and processor["image_mean"] == [0.5, 0.4, 0.3]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    ]
+    again, _ = import_folder(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+def test_what_our_vit_does_not_compute_is_refused(tmp_path):
+    transformers.ViTConfig(**SIZES, qkv_bias=False).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="qkv_bias = False"):
+        import_folder(tmp_path)
+    transformers.DeiTConfig(**SIZES).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="none of ours that read images"):
+        build_for(ENDS, ModelSettings(folder=str(tmp_path)), 0, "classify")
+    transformers.ViTConfig(**(SIZES | {"image_size": [16, 24]})).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="square"):
+        import_folder(tmp_path)
+
+
+def test_weights_that_do_not_fit_config_json_are_an_error(folder, tmp_path):
+    theirs().vit.save_pretrained(tmp_path)
+    with pytest.raises(IntegrityError, match="2 missing"):
+        import_folder(tmp_path)
+
+
+def test_a_model_pools_by_its_class_token_or_by_the_mean_of_its_patches():
+    settings = ModelSettings(preset="vit-nano", depth=1, pool="mean")
+    model = build_for(ENDS, settings, 0, "classify")
+    assert isinstance(model, VisionTransformer)
+    hidden = model(images())
+    assert hidden.shape == (2, 16, 128) and "embedding.class_token" not in dict(model.named_parameters())
+    torch.testing.assert_close(model.logits(images()), model.head(hidden.mean(1)))
+    with pytest.raises(Refused, match="answers by its class token"):
+        export_folder(model, shape_for(ENDS, settings), Path("nowhere"))
+
+
+def test_positions_on_their_own_grid_are_the_table_itself_and_keep_what_is_in_front():
+    table = torch.randn(1, 17, 8)
+    assert resized_positions(table, (4, 4), 1) is table
+    other = resized_positions(table, (2, 6), 1)
+    assert other.shape == (1, 13, 8) and torch.equal(other[:, 0], table[:, 0])
+    level = resized_positions(torch.ones(1, 16, 8), (7, 3), 0)
+    torch.testing.assert_close(level, torch.ones(1, 21, 8))
+
+
+def test_patches_are_row_by_row():
+    embedding = PatchEmbedding(8, 4, 1, 4, "mean")
+    nn.init.zeros_(embedding.patch.bias)
+    nn.init.ones_(embedding.patch.weight)
+    picture = torch.zeros(1, 1, 8, 8)
+    picture[..., :4, 4:] = 1.0  # above, to the right: the second patch
+    assert embedding(picture)[0, :, 0].tolist() == [0.0, 16.0, 0.0, 0.0]
+
+
+def test_images_that_do_not_fit_are_refused_with_what_to_do():
+    model = build_for(ENDS, ModelSettings(preset="vit-nano", depth=1), 0, "classify")
+    with pytest.raises(UsageError, match="3 channels"):
+        model(images(channels=1))
+    with pytest.raises(UsageError, match="18 x 16 pixels cannot be cut") as refused:
+        model(images(18, 16))
+    assert "multiple of 4" in refused.value.fix
+    with pytest.raises(UsageError, match="patches of 5") as refused:
+        shape_of(ModelSettings(preset="vit-nano", patch=5))
+    assert "model.patch = 4" in refused.value.fix
+    with pytest.raises(UsageError, match="pool is 'cls'"):
+        shape_of(ModelSettings(preset="vit-nano", pool="cls"))
+    with pytest.raises(UsageError, match="patch is given, and a llama model has none"):
+        shape_of(ModelSettings(patch=4))
+
+
+def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
+    with pytest.raises(UsageError, match="cannot learn classify: no token sees later ones"):
+        build_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classify")
+    with pytest.raises(UsageError, match="vit-nano cannot learn next_token: it reads images"):
+        build_model(ModelSettings(preset="vit-nano"), 300, 32, 0)
+
+
+def test_a_trained_model_is_refitted_to_other_images_and_labels(folder):
+    settings = ModelSettings(folder=str(folder))
+    assert own_side(settings) == 16 and own_side(ModelSettings()) is None
+    same = build_for(ENDS, settings, 0, "classify")
+    other = build_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classify")
+    shape = shape_for(replace(ENDS, labels=("a", "b"), side=24), settings)
+    assert (shape.image, shape.vocabulary, shape.length) == (24, 2, 37)
+    assert other.embedding.position.shape == (1, 37, 32) and other.head.weight.shape == (2, 32)
+    assert other.head.weight.std() > 0 and not other.head.bias.any()
+    with torch.no_grad():
+        torch.testing.assert_close(other(images(24, 24)), same(images(24, 24)))
+    again = build_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classify")
+    assert torch.equal(again.head.weight, other.head.weight)
+    with pytest.raises(UsageError, match="1 channels and the model"):
+        build_for(replace(ENDS, channels=1), settings, 0, "classify")
+    with pytest.raises(UsageError, match="patch is given, and the weights"):
+        build_for(ENDS, ModelSettings(folder=str(folder), patch=2), 0, "classify")
+    fresh = build_for(replace(ENDS, channels=1), ModelSettings(folder=str(folder), fresh=True, patch=2), 0, "classify")
+    assert fresh.embedding.patch.weight.shape == (32, 1, 2, 2) and fresh.embedding.position.shape == (1, 65, 32)
+
+
+def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says():
+    deep, flat = (build_for(ENDS, ModelSettings(preset="vit-nano", depth=d), 3, "classify") for d in (3, 1))
+    values = deep.state_dict()
+    assert all(torch.equal(values[name], value) for name, value in flat.named_parameters())
+    assert values["embedding.class_token"].std() == pytest.approx(0.02, rel=0.2)
+    assert values["embedding.patch.weight"].abs().max() <= 1 / 48**0.5
+    assert values["blocks.0.mlp.up.weight"].abs().max() == pytest.approx((6 / 640) ** 0.5, rel=0.01)
+    assert values["blocks.0.attention.qkv.weight"].abs().max() == pytest.approx((6 / 256) ** 0.5, rel=0.01)

@@ -1,0 +1,71 @@
+"""Work is counted right, and the shapes that are expected are those that were measured before."""
+
+import pytest
+
+from thrifty.recipes import studies
+from thrifty.recipes.studies import layer_drop, stacking
+from thrifty.techniques.growth.layer_drop import keep_probability, theta_at
+
+
+def test_the_mean_depth_of_a_run_that_doubles_twice() -> None:
+    assert stacking.mean_depth(8) == pytest.approx(0.125 * 2 + 0.175 * 4 + 0.7 * 8)
+    assert stacking.mean_depth(8, at=()) == 8
+    assert stacking.mean_depth(1) == 1
+
+
+@pytest.mark.parametrize("full_steps", [50, 800])
+def test_dropped_blocks_pay_for_more_steps_and_no_more_than_they_save(full_steps: int) -> None:
+    steps = layer_drop.steps_for(full_steps * 8, 8)
+
+    def spent(steps: int) -> float:
+        return sum(
+            keep_probability(block, 8, theta_at(step, 0.5, round(0.01 * steps)))
+            for step in range(steps)
+            for block in range(8)
+        )
+
+    assert spent(steps) <= full_steps * 8 < spent(steps + 1)
+    assert steps == pytest.approx(full_steps * 8 / (23 / 4), rel=0.03)  # but for the first steps
+
+
+def test_a_gain_that_shrinks_is_what_stacking_is_expected_to_show() -> None:
+    study = studies.make("stacking")
+    found = {("full", 800): 1.965, ("full", 4000): 1.423, ("stacked", 800): 1.709, ("stacked", 4000): 1.385}
+    cells = {
+        f"way {way}, full_steps {steps}": {"loss": found.get((way, steps), found["stacked", steps])}
+        for way in stacking.WAYS
+        for steps in (800, 4000)
+    }
+    assert cells.keys() == study.cases.keys()
+    assert all(expectation.holds(cells) for expectation in study.expect)
+    lasting = cells | {"way stacked, full_steps 4000": {"loss": 1.423 - 0.25}}
+    assert not all(expectation.holds(lasting) for expectation in study.expect)
+
+
+def test_no_gain_is_what_layer_dropping_is_expected_to_show() -> None:
+    study = studies.make("layer_drop")
+    found = {
+        "dropping False, rate constant, full_steps 800": 1.856, "dropping True, rate constant, full_steps 800": 1.865,
+        "dropping False, rate cosine, full_steps 800": 1.965, "dropping True, rate cosine, full_steps 800": 2.042,
+        "dropping False, rate constant, full_steps 4000": 1.42, "dropping True, rate constant, full_steps 4000": 1.42,
+        "dropping False, rate cosine, full_steps 4000": 1.423, "dropping True, rate cosine, full_steps 4000": 1.425,
+    }  # fmt: skip
+    cells = {label: {"loss": loss} for label, loss in found.items()}
+    assert cells.keys() == study.cases.keys()
+    assert all(expectation.holds(cells) for expectation in study.expect)
+    gaining = cells | {"dropping True, rate cosine, full_steps 800": {"loss": 1.9}}
+    assert not all(expectation.holds(gaining) for expectation in study.expect)
+
+
+def test_accuracy_against_seconds_is_judged_at_the_last_budget() -> None:
+    study = studies.make("resolution")
+    cells = {
+        label: {
+            "seconds": case["steps"] * (0.6 if case["way"] != "full" else 1.0),
+            "accuracy": 0.5 + case["steps"] / 10000 - (0.02 if case["way"] != "full" else 0.0),
+        }
+        for label, case in study.cases.items()
+    }
+    assert all(expectation.holds(cells) for expectation in study.expect)
+    worse = cells | {"way resolution, steps 2000": {"seconds": 1900.0, "accuracy": 0.55}}
+    assert [expectation.holds(worse) for expectation in study.expect] == [False, False, True, True]

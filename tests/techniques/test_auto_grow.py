@@ -1,0 +1,199 @@
+"""Automatic growth: what is tried, what is decided of it, and that the log alone repeats it."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from thrifty.core.accounting import StepTrace
+from thrifty.core.backward import plain_backward
+from thrifty.core.compose import Composition, compose
+from thrifty.core.errors import UsageError
+from thrifty.core.sizes import step_flops
+from thrifty.core.state import TrainState, read_log
+from thrifty.core.surgery import find_blocks
+from thrifty.techniques.growth.auto_grow import AutoGrow, blocks_at
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
+
+THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
+"""Small up to step 8, a search of 6 steps, a middle stage, and the full size from step 16 on."""
+
+
+def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Composition:
+    return compose(plain_run(depth=depth), [settings, technique("optimizers.adamw")], steps)
+
+
+class Watched:
+    """What each step of a run trained: blocks computed and tokens of an example."""
+
+    def __init__(self, run: Composition):
+        self.run, self.state = run, run.start()
+        self.steps: list[tuple[int, int]] = []
+
+    def go(self, steps: int) -> "Watched":
+        for step in range(self.state.step, steps):
+            seen: list[int] = []
+            self.run.changes(self.state)
+            assert self.state.model is not None
+            hooks = [
+                block.mlp.down.register_forward_hook(lambda m, args, output, seen=seen: seen.append(output.shape[1]))
+                for block in find_blocks(self.state.model)[1]
+            ]
+            advance(self.run, self.state, step + 1)
+            for hook in hooks:
+                hook.remove()
+            self.steps.append((len(seen), seen[0]))
+        return self
+
+
+def decisions(state: TrainState) -> list[tuple[int, str, list[list[float]]]]:
+    return [(entry.step, entry.decision["why"], entry.decision["sizes"]) for entry in state.log]
+
+
+@pytest.fixture(scope="module")
+def watched() -> Watched:
+    return Watched(run_of()).go(20)
+
+
+def test_a_search_trains_every_size_in_turn_and_stages_one_size(watched: Watched) -> None:
+    assert watched.steps[:8] == [(2, 8)] * 8
+    assert watched.steps[8:14] == [(4, 16), (4, 8), (3, 16), (3, 8), (2, 16), (2, 8)]
+    assert len(set(watched.steps[14:16])) == 1 and watched.steps[14] in watched.steps[8:14]
+    assert watched.steps[16:] == [(4, 16)] * 4
+
+
+def test_the_log_says_what_was_decided_and_of_what(watched: Watched) -> None:
+    small, search, chosen, *rest = watched.state.log
+    assert [entry.step for entry in (small, search, chosen)] == [0, 8, 14]
+    found = chosen.decision
+    assert found["tried"] == search.decision["sizes"] and len(found["losses"]) == len(found["times"]) == 6
+    worth = [loss * time ** found["weight"] for loss, time in zip(found["losses"], found["times"], strict=True)]
+    assert found["sizes"] == [found["tried"][worth.index(min(worth))]]
+    assert [entry.decision["sizes"] for entry in rest] in ([], [[[1.0, 1.0]]])
+
+
+@pytest.mark.parametrize("at", [8, 11, 14])
+def test_a_run_resumed_anywhere_replays_its_decisions(watched: Watched, at: int) -> None:
+    run = run_of()
+    state = run.start()
+    advance(run, state, at)
+    saved = snapshot(state)
+    again = run_of()
+    resumed = restored(again, saved)
+    assert [entry for entry in resumed.log] == [entry for entry in watched.state.log if entry.step < at]
+    advance(again, resumed)
+    assert_same(snapshot(resumed), snapshot(watched.state))
+
+
+def test_a_decision_in_the_log_is_not_made_again() -> None:
+    run = run_of()
+    state = run.start()
+    advance(run, state, 15)
+    scalars = state.scalars()
+    for entry in scalars["log"]:
+        if "losses" in entry["decision"]:
+            entry["decision"] = {"why": "said so", "sizes": [[0.75, 0.5]]}
+    other = run.place(read_log(scalars))
+    assert other.model is not None
+    assert len(find_blocks(other.model)[1]) == 3 and other.model.auto_grow.sizes == ((0.75, 0.5),)
+
+
+def test_added_blocks_start_from_the_average_of_the_weights() -> None:
+    run = run_of(AutoGrow(stages=2, until=8, search=0, momentum=0.5))
+    state = run.start()
+    means: dict[str, Tensor] = {}
+    trained: list[dict[str, Tensor]] = []
+    for step in range(4):
+        advance(run, state, step + 1)
+        assert state.model is not None
+        trained.append({name: p.detach().clone() for name, p in state.model.named_parameters()})
+    for age, values in enumerate(trained):
+        kept = min(0.5, (1 + age) / (10 + age)) if age else 0.0
+        means = {name: kept * means.get(name, 0.0) + (1 - kept) * value for name, value in values.items()}
+    run.changes(state)
+    assert state.model is not None and len(find_blocks(state.model)[1]) == 4
+    for name, parameter in state.model.named_parameters():
+        old = name.replace("blocks.2.", "blocks.0.").replace("blocks.3.", "blocks.1.")
+        expected = trained[-1][name] if old == name else means[old]
+        torch.testing.assert_close(parameter.detach(), expected)
+        assert old == name or not torch.equal(expected, trained[-1][old])
+
+
+def test_without_a_search_the_model_doubles_at_each_boundary() -> None:
+    run = run_of(AutoGrow(stages=4, until=8, search=0, start=0.25), 8, depth=8)
+    state = run.start()
+    advance(run, state)
+    assert [(step, sizes) for step, _, sizes in decisions(state)] == [
+        (0, [[0.25, 0.25]]),
+        (2, [[0.5, 0.5]]),
+        (4, [[1.0, 1.0]]),
+    ]
+
+
+def test_a_model_ends_at_its_full_size_whatever_was_chosen() -> None:
+    run = run_of(AutoGrow(stages=3, until=9, search=2, depths=2, lengths=1, weight=50.0), 8)
+    state = run.start()
+    advance(run, state, 6)
+    assert state.model is not None
+    assert decisions(state)[-1][2] == [[0.5, 1.0]]  # time weighs so much that the smallest is best
+    assert len(find_blocks(state.model)[1]) == 2
+    advance(run, state)
+    assert len(find_blocks(state.model)[1]) == 4 and decisions(state)[-1][2] == [[1.0, 1.0]]
+
+
+def test_measured_times_are_seconds() -> None:
+    run = run_of(AutoGrow(stages=3, until=12, search=2, depths=2, lengths=1, times="measured"), 7)
+    state = run.start()
+    advance(run, state)
+    times = next(entry.decision["times"] for entry in state.log if "times" in entry.decision)
+    assert len(times) == 2 and all(1e-5 < time < 10 for time in times)
+
+
+def traced_flops(depth: int, length: int) -> float:
+    model = tiny_model(style="gpt")
+    del model.blocks[depth:]
+    batch = plain_run().source.at(0)
+    tokens = batch["tokens"][:, : length + 1]
+    with StepTrace() as trace:
+        plain_backward(model, plain_run().objective, type(batch)({"tokens": tokens}, batch.weight))
+    return trace.flops / len(batch)
+
+
+def test_costs_counted_from_shapes_rise_as_those_of_a_traced_step() -> None:
+    model = tiny_model(style="gpt")
+    sizes = [(4, 16), (4, 8), (2, 16), (2, 8)]
+    counted = [step_flops(model, {"blocks": depth}, length) for depth, length in sizes]
+    traced = [traced_flops(depth, length) for depth, length in sizes]
+    ratios = [mine / theirs for mine, theirs in zip(counted, traced, strict=True)]
+    assert max(ratios) < 1.03 * min(ratios)
+
+
+def test_evaluation_sees_the_blocks_there_are_and_whole_texts() -> None:
+    run = run_of()
+    state = run.start()
+    advance(run, state, 10)  # in the search
+    assert state.model is not None
+    calls: list[Sequence[int]] = []
+    for block in find_blocks(state.model)[1]:
+        block.mlp.down.register_forward_hook(lambda module, args, output: calls.append(output.shape))
+    with torch.no_grad():
+        run.judged_by.predict(state.model.eval(), run.plain.source.at(0))
+    assert [shape[1] for shape in calls] == [16] * 4
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="does not fit a stage"):
+        AutoGrow(stages=4, search=0.3)
+    for other, reason in (
+        ("sparsity.rigl", "not under the masks"),
+        ("adapters.lora", "keep frozen"),
+        ("parallelism.pipeline", "no stage of a pipeline"),
+        ("memory.activation_budget", "leaves blocks out"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            compose(plain_run(), [AutoGrow(), technique(other), technique("optimizers.adamw")], 4)
+
+
+def test_a_stack_keeps_one_block_at_least() -> None:
+    assert [blocks_at(share, 4) for share in (0.01, 0.5, 0.6, 1.0)] == [1, 2, 2, 4]

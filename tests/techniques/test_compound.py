@@ -1,0 +1,236 @@
+"""Compound growth: wider without a change of function, pooled without a look ahead, and nothing lost on the way."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor, nn
+
+from stacked_models import KINDS
+from thrifty.core.branches import find_branches, in_width
+from thrifty.core.compose import Composition, compose
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.pooling import pool, pooled, thinned
+from thrifty.core.state import TrainState
+from thrifty.core.surgery import find_blocks
+from thrifty.core.technique import Technique
+from thrifty.core.widening import copied_units, divided, duplicated, inner_parameters, narrow
+from thrifty.techniques.growth.compound import Compound, divisor_at
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
+
+
+def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Composition, TrainState, TrainState]:
+    """A run that grows wider alone before step 2: the run, a copy of its state before, and its state after."""
+    settings = {"at": (2,), "depth": 1, "length": 1, "width": 2} | changed
+    chosen = [Compound(**settings), *(others or [technique("optimizers.adamw")])]
+    run = compose(plain_run(style=style), chosen, 4)
+    state = run.start()
+    advance(run, state, 2)
+    before = restored(run, snapshot(state))
+    run.changes(state)
+    return run, before, state
+
+
+def hidden(state: TrainState) -> int:
+    assert state.model is not None
+    return find_blocks(state.model)[1][0].mlp.down.in_features
+
+
+@pytest.mark.parametrize("divisor", [2, 3])
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_growing_wider_keeps_the_function_of_plain_and_gated_networks(style: str, divisor: int) -> None:
+    run, before, after = wider(style, width=divisor)
+    full = {"gpt": 64, "llama": 64}[style]
+    assert (hidden(before), hidden(after)) == (full // 2, full)
+    tokens = run.source.at(7)["tokens"][:, :-1]
+    assert before.model is not None and after.model is not None
+    with torch.no_grad():
+        narrow_output, wide_output = before.model.eval()(tokens), after.model.eval()(tokens)
+    assert (wide_output - narrow_output).abs().max() < 1e-6 * max(1.0, float(narrow_output.abs().max()))
+    advance(run, after)
+
+
+@torch.no_grad()
+def widened(model: nn.Module, small: nn.Module) -> None:
+    """Fill a model from one whose feed-forward networks are narrower."""
+    own, inner = dict(small.named_parameters()), inner_parameters(small)
+    for name, parameter in model.named_parameters():
+        value = own[name]
+        if value.shape != parameter.shape:
+            path = next(path for path in inner if name.endswith(f".{path}"))
+            dim = next(d for d in range(value.ndim) if value.shape[d] != parameter.shape[d])
+            value = duplicated(value, dim, parameter.shape[dim], inner[path].parts)
+            if inner[path].writes:
+                value = divided(value, dim, inner[path].units, 0.3, name)
+        parameter.copy_(value)
+
+
+def inner_widths(model: nn.Module) -> list[int]:
+    blocks = (block for stack in find_branches(model).values() for block in stack)
+    return [in_width(branch.last) for block in blocks for branch in block if branch.kind == "mlp"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "our t5", "llama", "torch's encoder", "vit", "phi3"])
+@pytest.mark.parametrize("divisor", [2, 3])
+def test_any_known_model_can_be_narrowed_and_widened(kind: str, divisor: int) -> None:
+    small, full = KINDS[kind].model(), KINDS[kind].model()
+    narrow(small, divisor)
+    assert inner_widths(small) == [units // divisor for units in inner_widths(full)] != []
+    widened(full, small)
+    torch.testing.assert_close(KINDS[kind].loss(full), KINDS[kind].loss(small), rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(some.integers(1, 9), some.integers(0, 12), some.floats(0, 2))
+def test_shares_of_copies_sum_to_what_the_origin_wrote(old: int, more: int, spread: float) -> None:
+    value = torch.randn(3, old, dtype=torch.float64)
+    new = old + more
+    shares = divided(duplicated(value, 1, new), 1, old, spread, "key")
+    total = torch.zeros_like(value)
+    for unit, origin in enumerate(copied_units(old, new).tolist()):
+        total[:, origin] += shares[:, unit]
+    torch.testing.assert_close(total, value)
+
+
+def test_gate_and_value_are_each_duplicated() -> None:
+    rows = torch.arange(6.0)[:, None]
+    assert duplicated(rows, 0, 12, parts=2).flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
+
+
+def halves_apart(spread: float) -> float:
+    """How far the copies of units are from each other after some steps of training."""
+    run, _, state = wider("gpt", spread=spread)
+    advance(run, state)
+    assert state.model is not None
+    up = find_blocks(state.model)[1][0].mlp.up.weight.detach()
+    return float((up[: len(up) // 2] - up[len(up) // 2 :]).abs().max())
+
+
+def test_copies_with_equal_shares_stay_equal_and_noise_parts_them() -> None:
+    assert halves_apart(0.0) < 1e-7
+    assert halves_apart(0.1) > 1e-4
+
+
+def test_moments_follow_their_units_and_what_writes_is_not_halved() -> None:
+    _, before, after = wider("gpt", moments="copy")
+    assert after.optimizer is not None and (after.optimizer.updates, after.optimizer.born) == (2, 0)
+    old, new = before.tensors(), after.tensors()
+    for slot in ("mean", "square"):
+        for layer, dim in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+            name = next(n for n in new if n.endswith(f"{slot}/blocks.1.mlp.{layer}"))
+            assert torch.equal(new[name], torch.cat([old[name], old[name]], dim)), name
+
+
+@pytest.mark.parametrize("average", ["large_batch.exponential_average"])
+def test_an_average_of_weights_grows_as_the_weights_do(average: str) -> None:
+    chosen = [technique(average, start=0), technique("optimizers.adamw")]
+    run, before, after = wider("gpt", *chosen, moments="copy", spread=0.0)
+    tokens = run.source.at(7)["tokens"][:, :-1]
+    with torch.no_grad():
+        outputs = []
+        for state in (before, after):
+            assert state.model is not None and state.optimizer is not None
+            with state.optimizer.judging():
+                outputs.append(state.model.eval()(tokens))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "lion", "muon", "schedule_free", "sgd"])
+def test_optimizers_go_on_with_what_they_had(name: str) -> None:
+    run, _, state = wider("gpt", technique(f"optimizers.{name}"), moments="copy")
+    assert all(record.loss < 10 for record in advance(run, state))
+
+
+def test_state_that_does_not_show_its_units_is_refused_with_the_way_out() -> None:
+    with pytest.raises(Refused, match="inner units, so it cannot be copied") as refused:
+        wider("gpt", technique("optimizers.soap"), moments="copy")
+    assert 'moments="reset"' in refused.value.fix
+    run, _, state = wider("gpt", technique("optimizers.soap"))
+    advance(run, state)
+
+
+def test_masks_and_adapters_are_refused_with_the_reason() -> None:
+    for other, reason in (("sparsity.rigl", "another density"), ("adapters.lora", "keep frozen")):
+        with pytest.raises(UsageError, match=reason):
+            compose(plain_run(), [Compound(), technique(other), technique("optimizers.adamw")], 4)
+
+
+def test_sizes_double_up_to_the_last_growth() -> None:
+    assert [divisor_at(step, 4, (2, 5)) for step in range(7)] == [4, 4, 2, 2, 2, 1, 1]
+    assert [divisor_at(step, 2, (2, 5)) for step in range(7)] == [2, 2, 2, 2, 2, 1, 1]
+    assert [divisor_at(step, 8, (2, 5)) for step in range(7)] == [4, 4, 2, 2, 2, 1, 1]
+    assert [divisor_at(step, 1, (2, 5)) for step in range(7)] == [1] * 7
+
+
+def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
+    run = compose(plain_run(), [Compound(at=(1, 3), depth=4, width=4, length=4), technique("optimizers.adamw")], 5)
+    state, found = run.start(), []
+    for step in range(5):
+        advance(run, state, step + 1)
+        assert state.model is not None
+        blocks = find_blocks(state.model)[1]
+        found.append((len(blocks), blocks[0].mlp.down.in_features, run.source.at(step)["tokens"].shape[1] - 1))
+    assert found == [(1, 16, 4), (2, 32, 8), (2, 32, 8), (4, 64, 16), (4, 64, 16)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(some.integers(1, 20), some.integers(1, 5))
+def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(length: int, group: int) -> None:
+    x, tokens = torch.randn(2, length, 3), torch.arange(length + 1).expand(2, -1)
+    means, targets = pooled(x, group), thinned(tokens, group)[:, 1:]
+    assert means.shape[1] == targets.shape[1] == length // group
+    for place in range(length // group):
+        neighbours = range(place * group, (place + 1) * group)
+        torch.testing.assert_close(means[:, place], sum(x[:, n] for n in neighbours) / group)
+        assert int(targets[0, place]) == max(neighbours) + 1
+
+
+def test_nothing_is_predicted_from_itself() -> None:
+    model = tiny_model().train()
+    pool(model, 2)
+    tokens = plain_run().source.at(0)["tokens"][:, :-1]
+    changed = tokens.clone()
+    changed[:, 6] += 1  # the target of the third group, and the first of the fourth
+    with torch.no_grad():
+        one, other = model(tokens), model(changed)
+    assert one.shape[1] == 8
+    assert torch.equal(one[:, :3], other[:, :3]) and not torch.equal(one[:, 3], other[:, 3])
+
+
+def test_a_pooling_model_learns_is_evaluated_whole_and_ends_whole() -> None:
+    plain = plain_run(repeated=True)
+    chosen = [Compound(at=(15, 30), shorten="pool", depth=1, width=1), technique("optimizers.adamw")]
+    records, state = run_through(plain, chosen, 40)
+    found = losses(records)
+    assert found[14] < found[0] - 0.3 and found[-1] < found[0] - 1
+    assert state.model is not None and not hasattr(state.model, "pooled_in")
+    pool(state.model, 2)
+    tokens = plain.source.at(0)["tokens"][:, :-1]
+    with torch.no_grad():
+        assert state.model.eval()(tokens).shape[1] == tokens.shape[1]
+        assert state.model.train()(tokens).shape[1] == tokens.shape[1] // 2
+
+
+def test_what_cannot_be_shortened_is_refused() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + self.down(self.up(x)) * mask
+
+    model = nn.Module()
+    model.blocks = nn.ModuleList([Masked(), Masked()])
+    pool(model, 2)
+    with pytest.raises(Refused, match="a mask or positions"):
+        model.blocks[0](torch.zeros(1, 4, 4), torch.ones(1, 4, 4))
+    with pytest.raises(Refused, match="both have to be pooled"):
+        pool(KINDS["our t5"].model(), 2)
+
+
+def test_an_encoder_decoder_grows_wider_on_both_sides() -> None:
+    model = KINDS["our t5"].model()
+    assert {path for path in inner_parameters(model)} == {"mlp.up.weight", "mlp.down.weight"}
+    narrow(model, 2)
+    assert KINDS["our t5"].loss(model).isfinite()

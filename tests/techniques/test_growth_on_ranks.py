@@ -1,0 +1,47 @@
+"""Growth and dropped blocks in a pipeline of two real ranks: together they are the single process.
+
+With the other axes every technique is tried by the tests of those.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from pipeline_work import Case, Found, found, on_mesh
+from rank_processes import on_ranks
+from thrifty.core.errors import UsageError
+
+PIPELINE = {"parallelism.pipeline": {"costs": "counted"}}
+DROPPED = {"growth.layer_drop": {"settle": 1}}
+GROWING = {
+    "dropped blocks": Case(PIPELINE | DROPPED),
+    "compound": Case(PIPELINE | {"growth.compound": {"at": (2,), "moments": "mean"}}),
+    "compound, pooled": Case(PIPELINE | {"growth.compound": {"at": (2,), "shorten": "pool"}}),
+}
+SEVERAL = {"parallelism.pipeline": {"costs": "counted", "schedule": "zbv"}} | DROPPED
+
+
+@cache
+def on_two() -> dict[str, list[Found]]:
+    ranks = on_ranks(2, on_mesh, {"pipeline": 2}, list(GROWING.values()))
+    return {name: [rank[index] for rank in ranks] for index, name in enumerate(GROWING)}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_two_stages_grow_as_one_process_does(name: str) -> None:
+    assert_the_same(on_two()[name], found(GROWING[name].without("parallelism.pipeline")))
+
+
+def test_dropped_blocks_do_not_go_with_backward_passes_in_halves() -> None:
+    with pytest.raises(UsageError, match="when all of its blocks are dropped"):
+        Case(SEVERAL).compose()
+
+
+def assert_the_same(ranks: list[Found], one: Found) -> None:
+    assert not any(rank.refused for rank in ranks), ranks[0].refused
+    for rank in ranks:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-6, abs=0)
+        assert rank.norms == pytest.approx(one.norms, rel=1e-5)
+        for name, tensor in rank.tensors.items():
+            np.testing.assert_allclose(tensor, one.tensors[name], rtol=0, atol=1e-6, err_msg=name)

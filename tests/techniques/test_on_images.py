@@ -1,0 +1,95 @@
+"""Every technique on a Vision Transformer: it learns from images, or says in words why it has no place there."""
+
+import pytest
+import torch
+
+from image_runs import image_run, tiny_vit
+from image_work import AUGMENT, STEPS, own_rows, trained_along
+from rank_processes import on_ranks
+from thrifty import techniques
+from thrifty.core.compose import compose
+from thrifty.core.errors import Refused
+from thrifty.core.explain import explain
+from thrifty.core.parameters import is_hidden_matrix, is_matrix
+from thrifty.training.evaluate import evaluate
+from tiny_runs import advance, assert_same, losses, restored, snapshot, technique, with_optimizer
+
+OF_TEXT = {
+    "adapters.prompt": "adapters.visual_prompt",
+    "attention.tiled": "no plain causal attention",
+    "growth.compound": "use it on plain text",
+    "growth.sequence_length": "use it on plain text",
+}
+"""What has no place on images, and what it says."""
+OVER_RANKS = {"parallelism.shard"}
+TOUCHY = ["adapters.lora", "growth.stacking", "sparsity.rigl", "memory.recompute", "precision.mixed"]
+AXES = {
+    "parallelism.replicate": {"replicate": 2},
+    "parallelism.shard": {"shard": 2},
+    "parallelism.tensor": {"tensor": 2},
+    "parallelism.pipeline": {"pipeline": 2},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in techniques.names() if name not in OVER_RANKS])
+def test_every_technique_learns_from_images_or_says_why_not(name: str) -> None:
+    chosen = with_optimizer([technique(name)])
+    try:
+        run = compose(image_run(batch=8, repeated=True), chosen, 4)
+        state = run.start()
+        records = advance(run, state)
+    except Refused as refused:
+        assert OF_TEXT[name] in str(refused)
+        return
+    assert name not in OF_TEXT
+    run.verify(state)
+    assert records[-1].loss < records[0].loss
+
+
+@pytest.mark.parametrize("name", TOUCHY)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(name: str) -> None:
+    def run():
+        return compose(image_run(batch=4, augment=AUGMENT), with_optimizer([technique(name)]), 4)
+
+    whole, stopped = run(), run()
+    end, half = whole.start(), stopped.start()
+    advance(whole, end)
+    advance(stopped, half, 2)
+    again = run()
+    state = restored(again, snapshot(half))
+    advance(again, state)
+    assert_same(snapshot(state), snapshot(end))
+
+
+def test_explain_counts_what_a_vit_holds() -> None:
+    run = compose(image_run(), with_optimizer([technique("adapters.lora")]), 4)
+    explained = explain(run)
+    assert explained.parameters == sum(p.numel() for p in tiny_vit().parameters())
+    assert explained.footprint.gradients < explained.plain.gradients
+
+
+def test_only_matrices_are_decayed_and_only_those_of_blocks_are_hidden() -> None:
+    parameters = dict(tiny_vit(1).named_parameters())
+    of_block = {f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
+    decayed = {name for name, parameter in parameters.items() if is_matrix(name, parameter)}
+    assert decayed == of_block | {"embedding.patch.weight", "head.weight"}
+    assert {name for name, parameter in parameters.items() if is_hidden_matrix(name, parameter)} == of_block
+
+
+def test_two_ranks_are_the_single_process_along_every_axis() -> None:
+    run = compose(image_run(batch=8, augment=AUGMENT), with_optimizer([]), STEPS)
+    state = run.start()
+    alone = losses(advance(run, state))
+    batches = [run.plain.source.at(step) for step in (10, 11)]
+    measured = evaluate(state.model, run.judged_by, batches, torch.device("cpu"))
+    for rank in on_ranks(2, trained_along, AXES):
+        for name, (found, seen) in rank.items():
+            assert found == pytest.approx(alone, rel=1e-4), name
+            assert seen["loss"] == pytest.approx(measured["loss"], rel=1e-3), name
+            assert seen["accuracy"] == measured["accuracy"], name
+
+
+def test_ranks_have_rows_of_their_own_and_together_all_of_them() -> None:
+    found = on_ranks(2, own_rows, 1)
+    whole = image_run(batch=8, augment=AUGMENT).source.at(1)["inputs"].flatten(1).tolist()
+    assert [*found[0], *found[1]] == whole and len(found[0]) == 4

@@ -1,0 +1,87 @@
+"""SNIP's mask against a plain loop, and its scoring steps."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from thrifty.core.compose import compose
+from thrifty.core.masks import masks_in
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.transforms import chain
+from thrifty.techniques.optimizers.adamw import adamw
+from thrifty.techniques.sparsity.snip import Snip, snip_scores
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+
+
+def by_hand(weights: dict[str, Tensor], batches: list[dict[str, Tensor]], density: float) -> set[tuple[str, int]]:
+    """Sum the gradients of all batches, score each weight, keep the best of all layers."""
+    ranked = []
+    for name, weight in sorted(weights.items()):
+        for place in range(weight.numel()):
+            total = sum(float(gradients[name].flatten()[place]) for gradients in batches)
+            ranked.append((-abs(total * float(weight.flatten()[place])), name, place))
+    ranked.sort()
+    return {(name, place) for _, name, place in ranked[: round(density * len(ranked))]}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("density", [0.07, 0.5, 1.0])
+def test_the_mask_is_the_plain_loop_s_and_the_next_update_is_the_first_of_adam(steps: int, density: float) -> None:
+    generator = torch.Generator().manual_seed(steps)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = {"a.0.weight": draw(6, 5), "a.1.weight": draw(3, 8), "head": draw(4, 4)}
+    parameters = {name: torch.nn.Parameter(weight.clone()) for name, weight in weights.items()}
+    sparse = Snip(density=density, scoring_steps=steps)
+    optimizer = TransformOptimizer(parameters.items(), sparse.update(chain(adamw(0.1, weight_decay=0.0))))
+    batches = [{name: draw(*weight.shape) for name, weight in weights.items()} for _ in range(steps + 1)]
+
+    def step(gradients: dict[str, Tensor]) -> None:
+        for name, parameter in parameters.items():
+            parameter.grad = gradients[name].clone()
+        optimizer.step()
+
+    for at, gradients in enumerate(batches[:-1]):
+        step(gradients)
+        if at < steps - 1:
+            assert all(torch.equal(parameters[name], weights[name]) for name in weights)
+    masks = dict(zip(optimizer.names, optimizer.slots["masks.mask"], strict=True))
+    assert not masks["head"].numel() and torch.equal(parameters["head"], weights["head"])
+    masked = {name: weights[name] for name in weights if name != "head"}
+    kept = {(name, place) for name in masked for place in masks[name].flatten().nonzero().flatten().tolist()}
+    assert kept == by_hand(masked, batches[:-1], density)
+    for name in masked:
+        assert torch.equal(parameters[name], weights[name] * masks[name])
+    step(batches[-1])
+    for name in masked:  # Adam's first update moves every weight by the rate, whatever its gradient's size
+        moved = (parameters[name] - weights[name] * masks[name]).abs()
+        assert torch.allclose(moved, 0.1 * masks[name].double(), rtol=1e-5)
+
+
+def test_summing_after_the_absolute_value_would_keep_others() -> None:
+    weight, first, second = torch.ones(2), torch.tensor([1.0, 0.6]), torch.tensor([-1.0, 0.6])
+    assert snip_scores(weight, first + second).tolist() == pytest.approx([0.0, 1.2])
+
+
+def test_a_layer_that_loses_all_its_weights_is_told_not_refused() -> None:
+    run = compose(plain_run(), with_optimizer([technique("sparsity.snip", density=0.001)]), 3)
+    state = run.start()
+    records = advance(run, state)
+    assert records[0].notes["empty_weights"] == 0 and records[0].notes["density"] == 1
+    assert records[-1].notes["density"] == pytest.approx(0.001, rel=0.02)
+    empty = sum(not mask.any() for mask in masks_in(state).values())
+    assert records[-1].notes["empty_weights"] == empty > 0
+
+
+def test_a_run_stopped_between_scoring_steps_resumes_exactly() -> None:
+    chosen = with_optimizer([technique("sparsity.snip", scoring_steps=3)])
+    run = compose(plain_run(), chosen, 5)
+    state = run.start()
+    advance(run, state, 2)
+    saved = snapshot(state)
+    advance(run, state)
+    resumed = restored(run, saved)
+    advance(run, resumed)
+    assert_same(snapshot(resumed), snapshot(state))

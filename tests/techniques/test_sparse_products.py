@@ -1,0 +1,257 @@
+"""Sparse products in a run: the same run but for rounding, chosen by density, through moves of masks and resumes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparse_work
+from rank_processes import on_ranks
+from thrifty.core.compose import compose
+from thrifty.core.masks import masks_in
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.kernels.sparse import crossover
+from thrifty.kernels.sparse.blocks import Blocks
+from thrifty.kernels.sparse.crossover import Line
+from thrifty.kernels.sparse.csr import Csr
+from thrifty.techniques.sparsity.sparse_products import Product, SparseProducts, products_of, put_on, take_off
+from tiny_runs import (
+    advance,
+    assert_same,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
+
+LAYERS = 16
+"""Of the tiny model that may use sparse products: four in each block."""
+
+
+def sparse(density: float = 0.1, **settings: Any) -> list[Technique]:
+    return [technique("sparsity.rigl", density=density, **settings), technique("sparsity.sparse_products")]
+
+
+def products(state: TrainState) -> dict[str, Product]:
+    assert state.model is not None
+    return {name: layer.sparse_product for name, layer in products_of(state.model)}
+
+
+@pytest.mark.parametrize("masks", ["sparsity.static", "sparsity.rigl", "sparsity.set"])
+def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
+    under = technique(masks, density=0.1)
+    dense, wanted = run_through(plain_run(), with_optimizer([under]), 5)
+    records, state = run_through(plain_run(), with_optimizer([under, technique("sparsity.sparse_products")]), 5)
+    assert losses(records) == pytest.approx(losses(dense), rel=SparseProducts.tolerance)
+    assert [record.notes["sparse_products"] for record in records] == [LAYERS] * 5
+    for name, mask in masks_in(state).items():  # moved to where the dense gradient is largest
+        assert float((mask == masks_in(wanted)[name]).float().mean()) > 0.99, name
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "growth.stacking",
+        "large_batch.accumulate",
+        "large_batch.exponential_average",
+        "memory.activation_budget",
+        "memory.offload_optimizer",
+        "memory.recompute",
+        "optimizers.schedule_free",
+        "precision.bfloat16_weights",
+        "precision.mixed",
+        "precision.optimizer_state",
+    ],
+)
+def test_with_other_techniques_it_stays_sparse_and_resumes_bit_for_bit(other: str) -> None:
+    plain, chosen = plain_run(), with_optimizer([technique(other), *sparse()])
+    run = compose(plain, chosen, 5)
+    state = run.start()
+    records = advance(run, state, 3)  # masks move in the update of step 2
+    saved = snapshot(state)
+    records += advance(run, state)
+    again = compose(plain, chosen, 5)
+    resumed = restored(again, saved)
+    advance(again, resumed)
+    assert_same(snapshot(resumed), snapshot(state))
+    assert all(record.notes["sparse_products"] for record in records if not record.changes)
+    dense, _ = run_through(plain, [one for one in chosen if one.name != "sparsity.sparse_products"], 5)
+    assert losses(records) == pytest.approx(losses(dense), rel=2e-2)  # 16 bits round otherwise
+
+
+def test_ranks_that_share_the_data_are_sparse_and_ranks_that_share_weights_dense() -> None:
+    wanted, _ = run_through(plain_run(), with_optimizer(sparse()), 3)
+    strategies = [[*sparse(), technique(f"parallelism.{way}")] for way in ("replicate", "shard")]
+    for found in on_ranks(2, sparse_work.train, strategies, 3):
+        for rank_losses, used in zip(found, (LAYERS, 0), strict=True):
+            assert rank_losses[0] == pytest.approx(losses(wanted), rel=1e-4)
+            assert rank_losses[1] == used
+
+
+def test_compiled_blocks_compute_the_same_and_are_not_compiled_anew_when_masks_move() -> None:
+    torch._dynamo.reset()
+    plain, under = plain_run(depth=1), technique("sparsity.rigl", density=0.1, every=1)
+    wanted, _ = run_through(plain, with_optimizer([under]), 4)
+    run = compose(plain, with_optimizer([under, technique("sparsity.sparse_products"), technique("compile")]), 4)
+    state = run.start()
+    records = advance(run, state, 1)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    records += advance(run, state)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before > 0
+    assert [record.notes["sparse_products"] for record in records] == [LAYERS / 4] * 4
+    assert losses(records) == pytest.approx(losses(wanted), rel=1e-4)
+
+
+def test_the_gradient_is_dense_only_in_steps_that_move_masks() -> None:
+    run = compose(plain_run(), with_optimizer(sparse()), 4)
+    state = run.start()
+    outside = []
+    for _ in range(4):
+        run.changes(state)
+        assert state.model is not None and state.optimizer is not None
+        state.model.train()
+        run.backward(state.model, run.objective, run.source.at(state.step))
+        masks, parameters = masks_in(state), dict(state.model.named_parameters())
+        outside.append(sum(int(parameters[name].grad[~mask].count_nonzero()) for name, mask in masks.items()))
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step += 1
+    assert [bool(number) for number in outside] == [False, False, True, False]
+
+
+def test_at_high_densities_products_are_dense_and_the_run_is_bitwise_the_one_without() -> None:
+    _, wanted = run_through(plain_run(), with_optimizer(sparse(0.9)[:1]), 4)
+    records, state = run_through(plain_run(), with_optimizer(sparse(0.9)), 4)
+    assert_same(snapshot(state), snapshot(wanted))
+    assert records[-1].notes["sparse_products"] == 0
+    assert all("sparse products would take" in product.said for product in products(state).values())
+
+
+def test_products_turn_sparse_when_pruning_has_gone_far_enough() -> None:
+    pruning = technique("sparsity.gradual", density=0.05, every=1, until=4)
+    records, state = run_through(plain_run(), with_optimizer([pruning, technique("sparsity.sparse_products")]), 7)
+    counts = [record.notes["sparse_products"] for record in records]
+    assert counts[0] == 0 and counts[-1] == LAYERS and counts == sorted(counts)
+    assert all(product.said.startswith("csr: at density") for product in products(state).values())
+
+
+def test_evaluation_is_dense() -> None:
+    _, state = run_through(plain_run(), with_optimizer(sparse()), 2)
+    assert state.model is not None
+    tokens = plain_run().source.at(9)["tokens"][:, :-1]
+    with torch.no_grad():
+        found = state.model.eval()(tokens)
+        wanted = plain_run().build()
+        wanted.load_state_dict(state.model.state_dict())
+        assert torch.equal(found, wanted.eval()(tokens))
+
+
+def lines(dtype: torch.dtype = torch.float32) -> dict:
+    return {dtype: {"csr": Line(1.0, 0.0, 2.5), "blocks": Line(1.0, 0.0, 1.2)}}
+
+
+def layer_under(mask: Tensor, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    layer = nn.Linear(*mask.shape[::-1])
+    with torch.no_grad():
+        layer.weight.mul_(mask)
+    put_on(layer, lines(dtype))
+    layer.sparse_product.follow(mask, layer.weight)
+    return layer
+
+
+def block_mask(density: float) -> Tensor:
+    grid = torch.rand(4, 6, generator=torch.Generator().manual_seed(2)) < density
+    return grid.repeat_interleave(16, 0).repeat_interleave(16, 1)
+
+
+def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -> None:
+    mask = block_mask(0.3)
+    product = layer_under(mask).sparse_product
+    assert isinstance(product.patterns[torch.float32], Blocks) and product.said.startswith("blocks: ")
+    scattered = torch.rand(64, 96, generator=torch.Generator().manual_seed(3)) < 0.3
+    product = layer_under(scattered).sparse_product
+    assert isinstance(product.patterns[torch.float32], Csr) and product.said.startswith("csr: ")
+
+
+def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_again() -> None:
+    mask = block_mask(0.3)
+    layer = layer_under(mask)
+    before = layer.sparse_product.patterns[torch.float32]
+    layer.sparse_product.follow(mask, layer.weight)
+    assert layer.sparse_product.patterns[torch.float32] is before
+    mask[16:32] = False
+    with torch.no_grad():
+        layer.weight.mul_(mask)
+    layer.sparse_product.follow(mask, layer.weight)
+    x = torch.randn(3, 96)
+    assert layer.sparse_product.patterns[torch.float32] is not before
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_a_weight_that_is_not_zero_outside_its_mask_stays_dense_until_it_is() -> None:
+    mask = block_mask(0.3)
+    layer = layer_under(mask)
+    mask[16:32] = False
+    layer.sparse_product.follow(mask, layer.weight)
+    assert not layer.sparse_product.patterns and "not zero outside" in layer.sparse_product.said
+    with torch.no_grad():
+        layer.weight.mul_(mask)
+    layer.sparse_product.follow(mask, layer.weight)
+    assert layer.sparse_product.patterns
+    layer.sparse_product.follow(None, layer.weight)
+    assert not layer.sparse_product.patterns
+
+
+def test_products_in_a_dtype_that_was_not_compared_are_dense() -> None:
+    layer, x = layer_under(block_mask(0.2), torch.bfloat16), torch.randn(5, 96)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        found, dense = layer(x), nn.functional.linear(x, layer.weight, layer.bias)
+    assert found.dtype is torch.bfloat16 and not torch.equal(found, dense)
+    torch.testing.assert_close(found, dense, rtol=2e-2, atol=2e-2)
+
+
+def test_each_dtype_is_chosen_for_and_told_apart() -> None:
+    mask = block_mask(0.3)
+    layer = nn.Linear(96, 64)
+    with torch.no_grad():
+        layer.weight.mul_(mask)
+    slow = {torch.bfloat16: {"csr": Line(1.0, 0.0, 20.0), "blocks": Line(1.0, 0.0, 10.0)}}
+    put_on(layer, lines() | slow)  # type: ignore[arg-type]
+    layer.sparse_product.follow(mask, layer.weight)
+    one, other = layer.sparse_product.said.split("; ")
+    assert one.startswith("blocks: ") and one.endswith(" in float32")
+    assert other.startswith("dense: ") and other.endswith(" in bfloat16")
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            layer(torch.randn(5, 96))
+        assert layer.sparse_product.used is not enabled
+
+
+def test_a_layer_that_it_is_taken_off_is_as_before() -> None:
+    layer = layer_under(block_mask(0.2))
+    take_off(layer)
+    assert vars(layer).keys() == vars(nn.Linear(2, 2)).keys()
+
+
+def test_notes_tell_from_which_density_on_it_chooses_what_and_what_it_leaves_alone() -> None:
+    run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products")]), 2)
+    run.build_model()
+    notes = run.notes["sparsity.sparse_products"]
+    assert len(notes) == 4 and all("csr below a density of 0.3" in line and "blocks below" in line for line in notes)
+    run = compose(plain_run(), with_optimizer([technique("adapters.lora"), technique("sparsity.sparse_products")]), 2)
+    run.build_model()
+    notes = run.notes["sparsity.sparse_products"]
+    assert any("another technique changes its product" in line for line in notes)
+
+
+def test_measured_costs_decide_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crossover.measure, "__defaults__", (0.0,))  # as short as can be
+    run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products", costs="measured", tokens=64)]), 1)
+    state = run.start()
+    assert all(line.dense > 0 for product in products(state).values() for line in product.lines[torch.float32].values())

@@ -1,0 +1,46 @@
+"""Static masks: chosen once, by chance or by size, layer by layer or over all."""
+
+import pytest
+import torch
+
+from thrifty.core.compose import compose
+from thrifty.core.masks import masks_in
+from thrifty.core.sparsity import layer_counts
+from tiny_runs import advance, plain_run, technique, with_optimizer
+
+
+@pytest.mark.parametrize("by", ["random", "magnitude"])
+@pytest.mark.parametrize("distribution", ["erk", "uniform", "global"])
+def test_the_mask_is_of_the_promised_density_and_never_changes(by: str, distribution: str) -> None:
+    sparse = technique("sparsity.static", density=0.2, by=by, distribution=distribution)
+    run = compose(plain_run(), with_optimizer([sparse]), 2)
+    first = {name: parameter.detach().clone() for name, parameter in plain_run().build().named_parameters()}
+    state = run.start()
+    masks = {name: mask.clone() for name, mask in masks_in(state).items()}
+    if distribution == "global":
+        total = sum(mask.numel() for mask in masks.values())
+        assert sum(int(mask.sum()) for mask in masks.values()) == round(0.2 * total)
+    else:
+        shapes = {name: tuple(mask.shape) for name, mask in masks.items()}
+        assert {n: int(mask.sum()) for n, mask in masks.items()} == layer_counts(shapes, 0.2, distribution)
+    if by == "magnitude":
+        groups = [list(masks)] if distribution == "global" else [[name] for name in masks]
+        for names in groups:
+            kept, gone = (
+                torch.cat([first[name][masks[name] == wanted].abs() for name in names]) for wanted in (True, False)
+            )
+            assert not kept.numel() or not gone.numel() or kept.min() >= gone.max()
+    assert state.model is not None
+    for name, parameter in state.model.named_parameters():
+        assert torch.equal(parameter, first[name] * masks[name] if name in masks else first[name])
+    advance(run, state)
+    assert all(torch.equal(masks[name], mask) for name, mask in masks_in(state).items())
+
+
+def test_another_seed_is_another_random_mask() -> None:
+    found = []
+    for seed in (0, 0, 1):
+        run = compose(plain_run(depth=1), with_optimizer([technique("sparsity.static", seed=seed)]), 2)
+        found.append(masks_in(run.start()))
+    assert all(torch.equal(mask, found[1][name]) for name, mask in found[0].items())
+    assert not any(torch.equal(mask, found[2][name]) for name, mask in found[0].items() if not mask.all())

@@ -1,0 +1,23 @@
+"""Checkpoints that a recipe asks for at further moments are made, and stay."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from thrifty.core.recipe import Checkpoints
+from thrifty.training import shelf
+from thrifty.training.checkpoint import save
+
+
+def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        save(tmp_path, step, {"w": torch.full((2,), float(step))}, {"step": step}, keep=2, also={2, 4})
+    assert [shelf.step_of(path) for path in shelf.checkpoints(tmp_path)] == [2, 4, 6, 7]
+    save(tmp_path, 8, {"w": torch.zeros(2)}, {"step": 8}, keep=1)
+    assert [shelf.step_of(path) for path in shelf.checkpoints(tmp_path)] == [8]
+
+
+def test_a_recipe_names_them_as_moments_of_the_run() -> None:
+    assert Checkpoints().also == ()
+    assert replace(Checkpoints(), also=(0.5, 3)).also == (0.5, 3)
