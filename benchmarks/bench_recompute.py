@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from side_by_side import keep, ratio, side_by_side, tell
 from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import Schedule
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import Schedule
 from thrifty.kernels.chain_schedule import periodic_schedule
 from thrifty.models.presets import Shape, assemble
 from thrifty.models.transformer import initialize

@@ -12,7 +12,7 @@ from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
-from thrifty.core.sparsity import random_mask
+from thrifty.core.sparse.sparsity import random_mask
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
 from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer

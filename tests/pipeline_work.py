@@ -18,11 +18,11 @@ from thrifty.core.accounting import StepTrace
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch, Mapped
 from thrifty.core.compose import CPU, Composition, Plain, compose
-from thrifty.core.elsewhere import present
 from thrifty.core.errors import UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
+from thrifty.core.parallel.elsewhere import present
 from thrifty.core.state import TrainState, read_log
 from thrifty.objectives.answer import Answer
 from thrifty.training import checkpoint

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from thrifty.core.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import full_value
 from tiny_runs import advance, plain_run, technique, with_optimizer
 

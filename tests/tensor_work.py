@@ -23,8 +23,8 @@ from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.layout import order_of
+from thrifty.core.parallel.split_model import split_model
 from thrifty.core.pieces import local
-from thrifty.core.split_model import split_model
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Technique
 from thrifty.kernels import cross_entropy, vocabulary_parallel

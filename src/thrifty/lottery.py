@@ -22,9 +22,9 @@ from torch import Tensor
 
 from thrifty.core.bounds import Bound, Positive, check_bounds
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.masks import SLOT
 from thrifty.core.moments import Moment, in_steps
 from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.sparse.masks import SLOT
 from thrifty.preparing import BuildModel
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.recipes.values import differences, to_data

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.explain import explain
-from thrifty.core.masks import SLOT
 from thrifty.core.mesh import AXES, USED_BY, axis
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
+from thrifty.core.sparse.masks import SLOT
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
 from thrifty.planning.probe import peak_flops
 from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together

@@ -17,8 +17,8 @@ from thrifty import techniques
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.explain import count, count_built, explain
-from thrifty.core.masks import masks_in
 from thrifty.core.mesh import USED_BY
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Numerics, Technique

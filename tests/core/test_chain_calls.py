@@ -10,8 +10,8 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import Do, Operation, Schedule
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import Do, Operation, Schedule
 from thrifty.core.errors import IntegrityError, Refused
 
 PASS, INPUT, ALL, BACK = Do

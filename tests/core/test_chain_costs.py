@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from recompute_work import model_of_kind
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chain_costs import WORTH_OF_A_BYTE, survey
-from thrifty.core.chains import ChainCost, Schedule, StageCost
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chain_costs import WORTH_OF_A_BYTE, survey
+from thrifty.core.activations.chains import ChainCost, Schedule, StageCost
 from thrifty.core.surgery import find_stacks
 
 WIDTH, ROWS = 16, 8

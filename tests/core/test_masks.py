@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from thrifty.core.compose import Composition, compose
 from thrifty.core.elements import ScaleByAdam, ScaleByMomentum
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.masks import Layer, Masks, check_masks, mask_of, masks_in
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparsity import full_mask, random_mask
+from thrifty.core.sparse.masks import Layer, Masks, check_masks, mask_of, masks_in
+from thrifty.core.sparse.sparsity import full_mask, random_mask
 from thrifty.core.state import TrainState, fill_tensor
 from thrifty.core.transforms import Transform, chain, partition
 from thrifty.techniques.memory.offload_optimizer import offloaded

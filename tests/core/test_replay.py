@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.accounting import StepTrace
+from thrifty.core.activations.rehearsal import rehearsing
+from thrifty.core.activations.replay import BlockPlan, keep, run_planned
+from thrifty.core.activations.tape import Tape
 from thrifty.core.errors import IntegrityError
-from thrifty.core.rehearsal import rehearsing
-from thrifty.core.replay import BlockPlan, keep, run_planned
 from thrifty.core.surgery import wrap_forward
-from thrifty.core.tape import Tape
 
 WIDTH = 16
 

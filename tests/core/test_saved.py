@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.saved import is_parameter, kept_by
+from thrifty.core.activations.saved import is_parameter, kept_by
 from thrifty.models.presets import Shape, assemble
 from thrifty.models.transformer import initialize
 

@@ -10,7 +10,7 @@ from tiny_models import SMALL
 from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
-from thrifty.core.slimming import (
+from thrifty.core.sparse.slimming import (
     ZERO,
     add_coefficients,
     arrange,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.core.errors import UsageError
-from thrifty.core.sparsity import (
+from thrifty.core.sparse.sparsity import (
     global_count,
     largest,
     largest_of_all,

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from thrifty.cli.main import thrifty
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
-from thrifty.core.slimming import find_pieces
+from thrifty.core.sparse.slimming import find_pieces
 from thrifty.models.sampling import generate
 from thrifty.restoring import restore
 from thrifty.run import train

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from thrifty.core.chains import ChainCost, Do, Operation, StageCost
+from thrifty.core.activations.chains import ChainCost, Do, Operation, StageCost
 from thrifty.core.errors import Infeasible, UsageError
 from thrifty.kernels.chain_schedule import (
     Progress,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from thrifty.core.tape import Item, Tape
+from thrifty.core.activations.tape import Item, Tape
 from thrifty.kernels.memory_plan import (
     BlockCosts,
     Compression,

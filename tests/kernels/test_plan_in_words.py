@@ -1,6 +1,6 @@
 """A memory plan as a person reads it."""
 
-from thrifty.core.tape import Item, Tape
+from thrifty.core.activations.tape import Item, Tape
 from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way
 from thrifty.kernels.plan_in_words import decisions
 

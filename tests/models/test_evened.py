@@ -10,7 +10,7 @@ import transformers
 from tiny_models import SMALL
 from torch import nn
 
-from thrifty.core.slimming import arrange, find_pieces
+from thrifty.core.sparse.slimming import arrange, find_pieces
 from thrifty.core.surgery import noting
 from thrifty.models import export_model
 from thrifty.models.interchange import import_folder

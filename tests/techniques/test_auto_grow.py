@@ -10,7 +10,7 @@ from thrifty.core.accounting import StepTrace
 from thrifty.core.backward import plain_backward
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import UsageError
-from thrifty.core.sizes import step_flops
+from thrifty.core.growth.sizes import step_flops
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.surgery import find_blocks
 from thrifty.techniques.growth.auto_grow import AutoGrow, blocks_at

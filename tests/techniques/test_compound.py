@@ -10,11 +10,11 @@ from stacked_models import KINDS
 from thrifty.core.branches import find_branches, in_width
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.pooling import pool, pooled, thinned
+from thrifty.core.growth.pooling import pool, pooled, thinned
+from thrifty.core.growth.widening import copied_units, divided, duplicated, inner_parameters, narrow
 from thrifty.core.state import TrainState
 from thrifty.core.surgery import find_blocks
 from thrifty.core.technique import Technique
-from thrifty.core.widening import copied_units, divided, duplicated, inner_parameters, narrow
 from thrifty.techniques.growth.compound import Compound, divisor_at
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from parallel_work import STEPS
 from thrifty.core.accounting import StepTrace, count_step, tensor_bytes
+from thrifty.core.activations.saved import kept_by
+from thrifty.core.activations.sensitivity import sensitivities
 from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.compose import Plain, compose
@@ -18,8 +20,6 @@ from thrifty.core.errors import UsageError
 from thrifty.core.explain import count
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.saved import kept_by
-from thrifty.core.sensitivity import sensitivities
 from thrifty.core.state import read_log
 from thrifty.kernels.group_coding import Coded, CodedMask
 from thrifty.kernels.in_codes import InCodes, few_values

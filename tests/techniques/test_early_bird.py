@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thrifty.core.change import Change
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.slimming import coefficients_of, find_pieces
+from thrifty.core.sparse.slimming import coefficients_of, find_pieces
 from thrifty.core.state import TrainState, read_log
 from thrifty.techniques.sparsity.early_bird import (
     EarlyBird,

@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 
 from thrifty.core.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.techniques.sparsity.gradual import Gradual, cubic_density, magnitudes
 from tiny_runs import advance, plain_run, technique, with_optimizer
 

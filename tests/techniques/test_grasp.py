@@ -12,9 +12,9 @@ from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.compose import compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.masks import masks_in
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.transforms import Transform
 from thrifty.techniques.large_batch.accumulate import accumulated
 from thrifty.techniques.sparsity.grasp import Grasp, grasp_scores, hessian_gradient

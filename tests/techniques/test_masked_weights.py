@@ -9,8 +9,8 @@ from sparsity_work import masks_of_each, masks_under_each
 from thrifty import techniques
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import UsageError
-from thrifty.core.masks import masks_in
-from thrifty.core.sparsity import global_count
+from thrifty.core.sparse.masks import masks_in
+from thrifty.core.sparse.sparsity import global_count
 from thrifty.core.state import TrainState, full_value
 from tiny_runs import advance, plain_run, technique
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from offload_work import differences
 from rank_processes import on_ranks
+from thrifty.core.activations.saved import kept_by
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import Refused
 from thrifty.core.explain import explain
-from thrifty.core.link import Link, Simulated
-from thrifty.core.saved import kept_by
-from thrifty.core.tiers import Where, tier_for
+from thrifty.core.memories.link import Link, Simulated
+from thrifty.core.memories.tiers import Where, tier_for
 from thrifty.techniques.memory.offload_activations import Offloading
 from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 

@@ -15,10 +15,10 @@ from thrifty.core.compose import Plain, compose
 from thrifty.core.elements import ClipByGlobalNorm
 from thrifty.core.errors import Refused
 from thrifty.core.explain import explain
-from thrifty.core.link import Simulated
+from thrifty.core.memories.link import Simulated
+from thrifty.core.memories.tiers import Where, tier_for
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.technique import Numerics
-from thrifty.core.tiers import Where, tier_for
 from thrifty.core.transforms import chain
 from thrifty.data.packing import PackedTokens
 from thrifty.objectives.next_token import NextToken

@@ -10,8 +10,8 @@ from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
 from thrifty.core.accounting import StepTrace
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import Schedule
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import Schedule
 from thrifty.core.compose import compose
 from thrifty.core.errors import Infeasible, UsageError
 from thrifty.core.surgery import find_stacks

@@ -14,7 +14,7 @@ from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, r
 from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.core.errors import Refused
-from thrifty.core.model_parts import balanced, parts_of
+from thrifty.core.parallel.model_parts import balanced, parts_of
 from thrifty.techniques.parallelism import pipeline
 from thrifty.techniques.parallelism.pipeline import stage_places
 from thrifty.training import checkpoint

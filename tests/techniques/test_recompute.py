@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import Schedule
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import Schedule
 from thrifty.core.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.core.explain import explain

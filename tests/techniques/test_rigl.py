@@ -10,9 +10,9 @@ from torch import Tensor
 
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.masks import Masks
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparsity import drop_fraction
+from thrifty.core.sparse.masks import Masks
+from thrifty.core.sparse.sparsity import drop_fraction
 from thrifty.core.state import TrainState
 from thrifty.core.transforms import Numbers, Slots, Transform
 from thrifty.techniques.sparsity.rigl import Rigl, moved_mask

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.core.compose import compose
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.techniques.sparsity.set import regrown_mask
 from tiny_runs import advance, plain_run, technique, with_optimizer
 

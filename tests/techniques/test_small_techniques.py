@@ -11,9 +11,9 @@ from thrifty.core.batches import Batch
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused
 from thrifty.core.explain import explain
-from thrifty.core.growing import stacked_origin
+from thrifty.core.growth.growing import stacked_origin
+from thrifty.core.growth.phases import phased_size
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.phases import phased_size
 from thrifty.techniques.growth.sequence_length import SequenceLength
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
 from thrifty.techniques.large_batch.accumulate import accumulated

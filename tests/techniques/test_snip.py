@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from thrifty.core.compose import compose
-from thrifty.core.masks import masks_in
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.transforms import chain
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.sparsity.snip import Snip, snip_scores

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import sparse_work
 from rank_processes import on_ranks
 from thrifty.core.compose import compose
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.kernels.sparse import crossover

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from thrifty.core.compose import compose
-from thrifty.core.masks import masks_in
-from thrifty.core.sparsity import layer_counts
+from thrifty.core.sparse.masks import masks_in
+from thrifty.core.sparse.sparsity import layer_counts
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 

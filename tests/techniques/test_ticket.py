@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import TrainState
 from thrifty.techniques.sparsity.ticket import Ticket, density_of, pruned, read_ticket, shuffle_values, ticket_bytes
 from tiny_runs import SETTINGS, advance, losses, plain_run, run_through, technique, tiny_model, with_optimizer

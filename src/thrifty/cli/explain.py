@@ -28,8 +28,8 @@ def command(as_json: bool, **options: Any) -> None:
 
 def explained(layers: Any) -> dict[str, Any]:
     """The explanation of a recipe as plain data; a technique that refuses is named, the others are explained."""
-    from thrifty.core.absent_ranks import as_rank, ranks_of_stages
     from thrifty.core.explain import explain, held, touched
+    from thrifty.core.parallel.absent_ranks import as_rank, ranks_of_stages
     from thrifty.preparing import mesh_sizes, prepare
 
     recipe = layers.recipe()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import BatchSource, Mapped
-from thrifty.core.carrying import carry_over
 from thrifty.core.change import Change
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.growth.carrying import carry_over
 from thrifty.core.layout import keep_orders
 from thrifty.core.moments import resolve_moments
 from thrifty.core.objective import Objective

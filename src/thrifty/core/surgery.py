@@ -15,8 +15,8 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from thrifty.core.elsewhere import present
 from thrifty.core.errors import Refused
+from thrifty.core.parallel.elsewhere import present
 
 _notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
 

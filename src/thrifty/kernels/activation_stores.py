@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.link import Simulated
+from thrifty.core.activations.replay import Store
+from thrifty.core.memories.link import Simulated
+from thrifty.core.memories.tiers import Ticket, Tier, Where, tier_for
 from thrifty.core.randomness import seed_of
-from thrifty.core.replay import Store
-from thrifty.core.tiers import Ticket, Tier, Where, tier_for
 from thrifty.kernels.group_coding import encode, encode_mask
 from thrifty.kernels.group_ranges import GROUP
 

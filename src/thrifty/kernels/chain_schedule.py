@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from thrifty.core.chains import ChainCost, Do, Operation
+from thrifty.core.activations.chains import ChainCost, Do, Operation
 from thrifty.core.errors import Infeasible, UsageError
 
 _ALL = 0

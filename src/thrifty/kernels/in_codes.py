@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thrifty.core.activations.saved import SMALLEST
 from thrifty.core.pieces import NUMBERS
-from thrifty.core.saved import SMALLEST
 from thrifty.kernels.group_coding import Coded, CodedMask, encode, encode_mask, in_memory
 from thrifty.kernels.group_ranges import GROUP, by_group, by_head
 

@@ -18,7 +18,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from thrifty.core.tape import Item, Tape
+from thrifty.core.activations.tape import Item, Tape
 
 
 class Way(Enum):

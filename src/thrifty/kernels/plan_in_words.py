@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from thrifty.core.tape import Item
+from thrifty.core.activations.tape import Item
 from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way, peak_when_kept
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from thrifty.core.ends import Ends, ImageEnds, TextEnds
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.core.slimming import is_arranged
+from thrifty.core.sparse.slimming import is_arranged
 from thrifty.models.evened import evened
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.interchange import export_folder, folder_shape, import_folder

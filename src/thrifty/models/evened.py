@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from thrifty.core.slimming import Pieces, arrange, filled_up, find_pieces
+from thrifty.core.sparse.slimming import Pieces, arrange, filled_up, find_pieces
 from thrifty.core.surgery import note
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.family import Model

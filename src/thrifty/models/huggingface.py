@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.slimming import is_arranged
+from thrifty.core.sparse.slimming import is_arranged
 from thrifty.models.evened import evened_wrapped
 from thrifty.models.folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
 from thrifty.models.transformer import Task

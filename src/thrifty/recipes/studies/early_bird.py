@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.slimming import arrange, find_pieces
+from thrifty.core.sparse.slimming import arrange, find_pieces
 from thrifty.core.state import TrainState
 from thrifty.data.packing import PackedTokens
 from thrifty.objectives.next_token import NextToken

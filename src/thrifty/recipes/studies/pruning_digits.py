@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.core.masks import masks_in
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.technique import Technique
 from thrifty.data.digits import DigitImages, Digits
 from thrifty.objectives.classify import Classify

@@ -30,19 +30,19 @@ from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound, Positive, Probability, Rate, Share
 from thrifty.core.change import Change, Moments
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.gates import add_gates, gates
-from thrifty.core.growing import Taller, cut_stacks
-from thrifty.core.image_sizes import images_of, with_images
+from thrifty.core.growth.gates import add_gates, gates
+from thrifty.core.growth.growing import Taller, cut_stacks
+from thrifty.core.growth.image_sizes import images_of, with_images
+from thrifty.core.growth.sizes import positions_of, step_flops
+from thrifty.core.growth.weight_averages import Trailing
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
-from thrifty.core.sizes import positions_of, step_flops
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.surgery import find_stacks
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import Transform, chain
-from thrifty.core.weight_averages import Trailing
 from thrifty.kernels.resizing import resize, scaled_sides
 from thrifty.kernels.size_choice import best_size, fitted_weight, sizes_up
 

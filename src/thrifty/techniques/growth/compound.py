@@ -26,14 +26,14 @@ from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.bounds import Positive, Rate
 from thrifty.core.change import Change, Moments
 from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.growing import Taller, cut_stacks
+from thrifty.core.growth.growing import Taller, cut_stacks
+from thrifty.core.growth.pooling import Pooled, pool, refuse_more_than_tokens
+from thrifty.core.growth.widening import Inner, divided, duplicated, inner_parameters, narrow
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
-from thrifty.core.pooling import Pooled, pool, refuse_more_than_tokens
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.widening import Inner, divided, duplicated, inner_parameters, narrow
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:

@@ -28,11 +28,11 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Share
 from thrifty.core.branches import find_branches
-from thrifty.core.gates import add_gates, gated_blocks, gates
+from thrifty.core.growth.gates import add_gates, gated_blocks, gates
+from thrifty.core.growth.residuals import refuse_normed_sums
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
-from thrifty.core.residuals import refuse_normed_sums
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique

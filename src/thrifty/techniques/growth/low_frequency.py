@@ -20,7 +20,7 @@ from torch import Tensor
 from thrifty.core.batches import BatchSource
 from thrifty.core.bounds import Bound, Positive
 from thrifty.core.errors import UsageError
-from thrifty.core.image_sizes import resized_images
+from thrifty.core.growth.image_sizes import resized_images
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique

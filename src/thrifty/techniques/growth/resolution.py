@@ -17,9 +17,9 @@ from torch import Tensor
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.bounds import Positive, Share
-from thrifty.core.image_sizes import resized_images
+from thrifty.core.growth.image_sizes import resized_images
+from thrifty.core.growth.phases import phased_size
 from thrifty.core.moments import Moment
-from thrifty.core.phases import phased_size
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.resizing import resize

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused
+from thrifty.core.growth.phases import phased_size
 from thrifty.core.moments import Moment
-from thrifty.core.phases import phased_size
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from thrifty.core.branches import find_branches
 from thrifty.core.change import Change, Moments, same_value
 from thrifty.core.errors import IntegrityError
-from thrifty.core.growing import Order, Taller, cut_stacks
+from thrifty.core.growth.growing import Order, Taller, cut_stacks
+from thrifty.core.growth.residuals import refuse_normed_sums
 from thrifty.core.moments import Moment
-from thrifty.core.residuals import refuse_normed_sums
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique

@@ -21,19 +21,19 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.accounting import StepTrace
+from thrifty.core.activations.costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
+from thrifty.core.activations.rehearsal import Rehearsal, rehearsing
+from thrifty.core.activations.replay import BlockPlan, Store, keep, run_planned
+from thrifty.core.activations.tape import Cost, Item, Tape
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound
-from thrifty.core.costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
 from thrifty.core.errors import Infeasible
+from thrifty.core.memories.tiers import tier_for
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import from_first_rank, ranks
-from thrifty.core.rehearsal import Rehearsal, rehearsing
-from thrifty.core.replay import BlockPlan, Store, keep, run_planned
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
-from thrifty.core.tape import Cost, Item, Tape
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.tiers import tier_for
 from thrifty.kernels.activation_stores import Bits, OnTier, bytes_per_second, coded, stored_bits
 from thrifty.kernels.memory_plan import (
     BlockCosts,

@@ -26,14 +26,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from thrifty.core.activations.saved import SMALLEST, kept_by
+from thrifty.core.activations.sensitivity import left_alone, sensitivities
 from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Positive
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import seed_of
-from thrifty.core.saved import SMALLEST, kept_by
-from thrifty.core.sensitivity import left_alone, sensitivities
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.bit_allocation import allocate_bits

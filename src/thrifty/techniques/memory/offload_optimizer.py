@@ -29,6 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
+from thrifty.core.memories.tickets import on_part
+from thrifty.core.memories.tiers import Beside, Ticket, Tier, Where, tier_for
 from thrifty.core.moments import Moment
 from thrifty.core.optimizer import Site
 from thrifty.core.pieces import local
@@ -36,8 +38,6 @@ from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.tails import tail
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.tickets import on_part
-from thrifty.core.tiers import Beside, Ticket, Tier, Where, tier_for
 from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, moves
 
 TILE = 4 * 1024 * 1024

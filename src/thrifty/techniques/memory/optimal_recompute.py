@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chain_costs import survey
+from thrifty.core.activations.chains import ChainCost, Do, Operation, Schedule
 from thrifty.core.bounds import Bound
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chain_costs import survey
-from thrifty.core.chains import ChainCost, Do, Operation, Schedule
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique

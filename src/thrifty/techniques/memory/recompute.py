@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from thrifty.core.accounting import FLOPS_OF
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import Schedule
 from thrifty.core.bounds import Positive
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import Schedule
 from thrifty.core.errors import UsageError
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward

@@ -49,15 +49,15 @@ from torch.distributed.pipelining import (
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Positive
-from thrifty.core.elsewhere import present
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
-from thrifty.core.model_parts import balanced, parts_of
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.pipeline_line import Line
+from thrifty.core.parallel.elsewhere import present
+from thrifty.core.parallel.model_parts import balanced, parts_of
+from thrifty.core.parallel.pipeline_line import Line
+from thrifty.core.parallel.stage_models import StageModel, cut
 from thrifty.core.ranks import from_first_rank
-from thrifty.core.stage_models import StageModel, cut
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note, wrap_forward
 from thrifty.core.technique import Numerics, Technique

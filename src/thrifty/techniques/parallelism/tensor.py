@@ -28,8 +28,8 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.parallel.split_model import split_model
 from thrifty.core.pieces import local
-from thrifty.core.split_model import split_model
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
@@ -93,7 +93,7 @@ class TensorParallel(Technique):
     them, divided too."""
     plan: tuple[str, ...] = ()
     """Entries "pattern=style" for layers of a model that is not known here, or to be split otherwise: column, row,
-    summed or whole (`core/split_plan.py`)."""
+    summed or whole (`core/parallel/split_plan.py`)."""
 
     def model(self, model: nn.Module) -> nn.Module:
         if axis("tensor").size > 1:

@@ -35,8 +35,8 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.slimming import add_coefficients, arrange, coefficients_of, find_pieces, fold_coefficients
-from thrifty.core.sparsity import largest, largest_of_all
+from thrifty.core.sparse.slimming import add_coefficients, arrange, coefficients_of, find_pieces, fold_coefficients
+from thrifty.core.sparse.sparsity import largest, largest_of_all
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.surgery import note

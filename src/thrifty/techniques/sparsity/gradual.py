@@ -20,10 +20,10 @@ from torch import Tensor
 
 from thrifty.core.bounds import Positive, Share
 from thrifty.core.errors import UsageError
-from thrifty.core.masked_weights import MaskedWeights
-from thrifty.core.masks import Layer, check_masks
 from thrifty.core.moments import Moment
-from thrifty.core.sparsity import global_count, largest, largest_of_all, layer_counts
+from thrifty.core.sparse.masked_weights import MaskedWeights
+from thrifty.core.sparse.masks import Layer, check_masks
+from thrifty.core.sparse.sparsity import global_count, largest, largest_of_all, layer_counts
 from thrifty.core.state import TrainState
 
 

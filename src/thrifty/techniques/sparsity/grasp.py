@@ -30,9 +30,9 @@ from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound
 from thrifty.core.elements import global_norm
 from thrifty.core.errors import IntegrityError
-from thrifty.core.masked_weights import ScoredWeights
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.sparsity import masked_shapes
+from thrifty.core.sparse.masked_weights import ScoredWeights
+from thrifty.core.sparse.sparsity import masked_shapes
 from thrifty.core.state import TrainState
 
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.masked_weights import MovingMasks
-from thrifty.core.masks import Layer
-from thrifty.core.sparsity import replaced
+from thrifty.core.sparse.masked_weights import MovingMasks
+from thrifty.core.sparse.masks import Layer
+from thrifty.core.sparse.sparsity import replaced
 
 
 def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.masked_weights import MovingMasks
-from thrifty.core.masks import Layer
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparsity import replaced
+from thrifty.core.sparse.masked_weights import MovingMasks
+from thrifty.core.sparse.masks import Layer
+from thrifty.core.sparse.sparsity import replaced
 
 
 def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Tensor:

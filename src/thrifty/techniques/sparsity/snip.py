@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.masked_weights import ScoredWeights
+from thrifty.core.sparse.masked_weights import ScoredWeights
 
 
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:

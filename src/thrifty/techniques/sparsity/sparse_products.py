@@ -37,8 +37,8 @@ from thrifty.core.batches import Batch
 from thrifty.core.bounds import Positive
 from thrifty.core.change import Change
 from thrifty.core.machine import has_fast_bfloat16
-from thrifty.core.masks import masks_in
 from thrifty.core.objective import Objective
+from thrifty.core.sparse.masks import masks_in
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.surgery import note, weight_layers, wrap_forward

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from thrifty.core.layout import order_of
-from thrifty.core.masked_weights import MaskedWeights
-from thrifty.core.masks import check_masks
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparsity import (
+from thrifty.core.sparse.masked_weights import MaskedWeights
+from thrifty.core.sparse.masks import check_masks
+from thrifty.core.sparse.sparsity import (
     global_count,
     largest,
     largest_of_all,

@@ -32,11 +32,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from thrifty.core.accounting import unseen
 from thrifty.core.backward import Backward
 from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
-from thrifty.core.masked_weights import Telling
-from thrifty.core.masks import Layer, Masks, check_masks, masks_in
 from thrifty.core.parameters import fused_slices
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparsity import Shapes, largest, like_parameter, random_mask
+from thrifty.core.sparse.masked_weights import Telling
+from thrifty.core.sparse.masks import Layer, Masks, check_masks, masks_in
+from thrifty.core.sparse.sparsity import Shapes, largest, like_parameter, random_mask
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.surgery import note

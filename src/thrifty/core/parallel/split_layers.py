@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from thrifty.core.branches import is_transposed
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.layout import Order, keep_orders
-from thrifty.core.split_draws import Region, drawing_apart
+from thrifty.core.parallel.split_draws import Region, drawing_apart
 from thrifty.core.state import full_value
 from thrifty.core.surgery import wrap_forward
 

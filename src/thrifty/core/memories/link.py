@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from thrifty.core.bounds import Bound, Rate, check_bounds
-from thrifty.core.tickets import Beside, Ticket, memory_of
+from thrifty.core.memories.tickets import Beside, Ticket, memory_of
 
 
 @dataclass(frozen=True)

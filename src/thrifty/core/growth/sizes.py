@@ -8,7 +8,7 @@ from torch import nn
 from thrifty.core.batches import Batch
 from thrifty.core.branches import in_width
 from thrifty.core.embeddings import find_head
-from thrifty.core.image_sizes import images_of
+from thrifty.core.growth.image_sizes import images_of
 from thrifty.core.parameters import is_matrix
 from thrifty.core.surgery import find_stacks, weight_layers
 

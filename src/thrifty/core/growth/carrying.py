@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from thrifty.core.change import Change
+from thrifty.core.parallel.transit import values_over_stages
 from thrifty.core.state import TrainState, fill_tensor
-from thrifty.core.transit import values_over_stages
 
 
 def carry_over(change: Change, old: Mapping[str, Tensor], placed: TrainState) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.layout import in_order, order_of
+from thrifty.core.parallel.transit import over_stages, values_over_stages
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.state import fill_tensor
-from thrifty.core.transit import over_stages, values_over_stages
 
 Shapes = Mapping[str, tuple[int, ...]]
 

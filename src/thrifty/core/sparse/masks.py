@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.layout import order_of
-from thrifty.core.sparsity import masked_shapes
+from thrifty.core.sparse.sparsity import masked_shapes
 from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.core.transforms import Content, Numbers, Slots, Transform, above, under
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from thrifty.core.branches import in_width, is_transposed, out_width, part_of_attention
 from thrifty.core.embeddings import find_head, token_tables
 from thrifty.core.errors import Refused
+from thrifty.core.parallel.split_draws import Region, drops
+from thrifty.core.parallel.split_layers import TOKENS, WHOLE, Splitting
+from thrifty.core.parallel.split_plan import Style, split_plan
 from thrifty.core.parameters import fused_slices
-from thrifty.core.split_draws import Region, drops
-from thrifty.core.split_layers import TOKENS, WHOLE, Splitting
-from thrifty.core.split_plan import Style, split_plan
 from thrifty.core.surgery import find_stacks, is_under, note
 
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")

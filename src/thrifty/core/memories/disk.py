@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import Infeasible, Refused, ThriftyError
-from thrifty.core.tickets import Ticket, Tier, is_dense, memory_of, on_part
+from thrifty.core.memories.tickets import Ticket, Tier, is_dense, memory_of, on_part
 
 VAR_TMP = "/var/tmp"  # noqa: S108 - files without a name cannot be found by others
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.elsewhere import Arrival, Departure, Elsewhere, Passage
 from thrifty.core.errors import Refused
 from thrifty.core.mesh import DATA, axis
-from thrifty.core.model_parts import Parts
+from thrifty.core.parallel.elsewhere import Arrival, Departure, Elsewhere, Passage
+from thrifty.core.parallel.model_parts import Parts
 from thrifty.core.pieces import local
 
 

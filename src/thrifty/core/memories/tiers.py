@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.disk import Disk
 from thrifty.core.errors import Refused
-from thrifty.core.link import Link, Simulated
-from thrifty.core.tickets import Beside, Ticket, Tier
+from thrifty.core.memories.disk import Disk
+from thrifty.core.memories.link import Link, Simulated
+from thrifty.core.memories.tickets import Beside, Ticket, Tier
 
 Where = Literal["auto", "host", "disk", "simulated"]
 

@@ -1,7 +1,7 @@
 """The stages of one rank at work: micro-batches through torch's schedules, and forward passes alone.
 
 Every rank of a pipeline has the whole batch, so that only hidden states travel, and each stage predicts for itself: it
-runs the objective on the model as that stage (`core/stage_models.py`).
+runs the objective on the model as that stage (`core/parallel/stage_models.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.batches import Batch
-from thrifty.core.elsewhere import Passage
 from thrifty.core.errors import IntegrityError
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.stage_models import Loan, StageModel
-from thrifty.core.transit import receive, send, tell
+from thrifty.core.parallel.elsewhere import Passage
+from thrifty.core.parallel.stage_models import Loan, StageModel
+from thrifty.core.parallel.transit import receive, send, tell
 
 Kept = Callable[[StageModel, int], bool]
 """Whether a stage keeps the activations of the micro-batch of this number."""

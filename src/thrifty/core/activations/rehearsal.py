@@ -14,7 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.accounting import StepTrace, unseen
-from thrifty.core.tape import Cost, Tape, Where, record
+from thrifty.core.activations.tape import Cost, Tape, Where, record
 
 
 @dataclass

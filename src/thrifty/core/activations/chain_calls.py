@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from thrifty.core.chains import Do, Schedule
+from thrifty.core.activations.chains import Do, Schedule
 from thrifty.core.errors import IntegrityError, Refused
 
 

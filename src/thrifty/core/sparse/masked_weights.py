@@ -1,4 +1,4 @@
-"""Techniques that keep weights under masks: what they have in common, beside what each decides (`core/masks.py`)."""
+"""What techniques that keep weights under masks have in common, beside what each decides (`Masking`)."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,11 +14,12 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Positive, Probability, Share
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.masks import Layer, Masking, Masks, check_masks, mask_of
 from thrifty.core.mesh import axis
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
-from thrifty.core.sparsity import (
+from thrifty.core.parallel.transit import over_stages
+from thrifty.core.sparse.masks import Layer, Masking, Masks, check_masks, mask_of
+from thrifty.core.sparse.sparsity import (
     Shapes,
     drop_fraction,
     full_mask,
@@ -34,7 +35,6 @@ from thrifty.core.state import TrainState, full_value
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import Numbers, Slots, Transform
-from thrifty.core.transit import over_stages
 
 
 class Telling:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
+from thrifty.core.activations.tape import Tape, is_counted, same_casts
 from thrifty.core.errors import IntegrityError
-from thrifty.core.tape import Tape, is_counted, same_casts
 
 Store = Callable[[Tensor], Callable[[], Tensor]]
 """Takes a tensor over and returns what gives it back."""

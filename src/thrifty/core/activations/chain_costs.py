@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.chain_calls import Chain
-from thrifty.core.chains import ChainCost, StageCost
+from thrifty.core.activations.chain_calls import Chain
+from thrifty.core.activations.chains import ChainCost, StageCost
 from thrifty.core.ranks import mean_over_ranks
 
 WORTH_OF_A_BYTE = 30

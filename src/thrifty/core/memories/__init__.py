@@ -1,0 +1,1 @@
+"""Memories other than the device's, and what stands for a tensor that is there."""

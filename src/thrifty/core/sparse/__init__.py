@@ -1,0 +1,1 @@
+"""Weights under masks, and models that lose heads and neurons for good."""
