@@ -39,6 +39,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "growth.auto_grow": {"stages": 3, "until": 6, "search": 1, "depths": 2, "multiple": 4},
     "growth.compound": {"at": (1, 3)},
     "growth.layer_drop": {"settle": 2},
+    "growth.low_frequency": {"until": (2, 3), "multiple": 4},
+    "growth.resolution": {"until": 3, "multiple": 4},
     "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
     "growth.stacking": {"at": (1, 3)},
     "large_batch.accumulate": {"parts": 2},

@@ -20,11 +20,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from thrifty.core.bounds import Bound, Positive, check_bounds
+from thrifty.core.bounds import Bound, Positive, check_bounds, check_pattern
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.moments import Moment, in_steps
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.sparse.masks import SLOT
+from thrifty.core.sparse.sparsity import masked_shapes
 from thrifty.preparing import BuildModel
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.recipes.values import differences, to_data
@@ -61,10 +62,12 @@ class Lottery:
     def __post_init__(self) -> None:
         check_bounds(self, "lottery")
         for name in ("where", "half"):
-            try:
-                re.compile(getattr(self, name))
-            except re.error as error:
-                raise UsageError(f"lottery: {name} is no pattern: {error}", fix=r"for example \.mlp\.") from None
+            check_pattern(self, "lottery", name)
+        if self.rewind < 0 or (isinstance(self.rewind, float) and self.rewind >= 1):
+            raise UsageError(
+                f"lottery: rewind is {self.rewind}, which is no step before the last",
+                fix="give a step, such as 50, or a share of the run below 1",
+            )
 
 
 def play(
@@ -85,6 +88,11 @@ def play(
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a lottery starts its rounds itself, from one process", fix="start it without torchrun")
+    if (steps := recipe.budget.steps) and in_steps(lottery.rewind, steps) >= steps:
+        raise UsageError(
+            f"tickets cannot start at step {in_steps(lottery.rewind, steps)} of {steps}",
+            fix="rewind to an earlier step",
+        )
     with _claimed(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
         return _Rounds(recipe, lottery, Path(runs), folder, model, dict(origins or {}), quiet, say).to_the_end()
 
@@ -94,11 +102,10 @@ def draw(run: Path, step: int, lottery: Lottery) -> tuple[bytes, float]:
     that its masks keep. Raises UsageError where no matrix has a name that matches `where`."""
     found = checkpoint.load(run / "checkpoints", step).tensors
     now = masks_of(found)
-    weights = {
-        name.removeprefix("parameters/"): tensor
-        for name, tensor in found.items()
-        if name.startswith("parameters/") and tensor.ndim == 2 and re.search(lottery.where, name[len("parameters/") :])
+    parameters = {
+        name.removeprefix("parameters/"): tensor for name, tensor in found.items() if name.startswith("parameters/")
     }
+    weights = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
     if not weights:
         raise UsageError(f"no matrix of {run} has a name that matches {lottery.where!r}", fix="--where PATTERN")
     masks = {name: now.get(name, torch.ones_like(weight, dtype=torch.bool)) for name, weight in weights.items()}
@@ -139,6 +146,10 @@ def _claimed(path: Path, recipe: Recipe, lottery: Lottery) -> Iterator[RunFolder
     """The folder of the lottery, new or of an earlier part of the same, locked."""
     meant = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
+    if not is_there and (first := path.parent / f"{recipe.name}-round-0").exists():
+        raise UsageError(
+            f"{first} is there already, and {path} does not say of what lottery", fix="give another --name"
+        )
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         before = folder.read_json("lottery") if is_there else {}
         if other := differences(_binding(before), _binding(meant)) if before else []:

@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from thrifty.cli.doctor import command, diagnose
+from thrifty.core.errors import UsageError
 from thrifty.planning.probe import CompileTrial, Gpu, Machine, probe
 from thrifty.planning.rates import Rate
 
@@ -70,7 +71,7 @@ def test_json_is_one_document_with_the_same_facts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, ["--quick", "--json"])
     document = json.loads(result.stdout)
-    assert result.exit_code == 0 and set(document) == {"machine", "compile", "findings"}
+    assert result.exit_code == 0 and set(document) == {"machine", "compile", "findings", "sparse"}
     assert document["machine"]["matmul"]["float32"]["median"] > 0 and document["compile"] is None
     assert not list(tmp_path.iterdir())
 
@@ -88,3 +89,19 @@ def test_exit_code_is_1_where_no_run_folder_can_be_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, ["--quick"])
     assert result.exit_code == 1 and "cannot train" in result.stdout
+
+
+def test_it_tells_from_which_density_on_sparse_products_pay(tmp_path, monkeypatch):
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
+    done = CliRunner().invoke(command, ["--quick", "--json", "--sparse", "32x48"])
+    rows = json.loads(done.stdout)["sparse"]
+    assert [(row["case"]["form"], row["case"]["dtype"]) for row in rows] == [
+        ("csr", "float32"), ("blocks", "float32"), ("csr", "bfloat16"), ("blocks", "bfloat16"),
+    ]  # fmt: skip
+    assert all(0 <= row["crossover"] <= 1 and row["line"]["dense"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("shape", ["32", "32x", "0x4", "32x48x2"])
+def test_what_is_no_shape_is_refused(shape):
+    done = CliRunner().invoke(command, ["--quick", "--sparse", shape])
+    assert isinstance(done.exception, UsageError) and f"--sparse {shape} is no shape" in done.exception.what

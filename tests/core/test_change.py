@@ -9,6 +9,7 @@ from thrifty.core.change import Change
 from thrifty.core.compose import Composition, compose
 from thrifty.core.elements import ScaleByAdam
 from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.sparse.masks import SLOT
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.surgery import find_blocks
 from thrifty.core.technique import Technique
@@ -67,10 +68,11 @@ def test_copied_moments_come_from_where_the_value_came_from() -> None:
 @pytest.mark.parametrize("moments", ["reset", "copy"])
 def test_masks_belong_to_the_weights_and_follow_them(moments: str) -> None:
     run, before, after = grown(technique("sparsity.rigl", every=100), moments=moments)
-    masks = {name: tensor for name, tensor in after.tensors().items() if name.startswith("optimizer/mask/blocks")}
+    masks = {name: tensor for name, tensor in after.tensors().items() if name.startswith(f"optimizer/{SLOT}/blocks")}
+    assert masks
     for name, mask in masks.items():
         assert torch.equal(mask, before.tensors()[moved(name)]), name
-        weight = after.tensors()[name.replace("optimizer/mask", "parameters")]
+        weight = after.tensors()[name.replace(f"optimizer/{SLOT}", "parameters")]
         if mask.numel():
             assert not weight[~mask].any()
     run.verify(after)

@@ -31,6 +31,10 @@ from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 
 DEPTH, WIDTH, LENGTH, BATCH, STEPS = 2, 128, 64, 8, 5
 LARGEST_ERROR, LARGEST_MEDIAN = 0.05, 0.001
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sparsity.early_bird": {"latest": STEPS},  # what is predicted is the search, with the whole model
+    "sparsity.ticket": {"file": "", "sha256": ""},  # the tests' ticket is of a smaller model
+}
 MODELS = ("gpt", "llama", "gpt_neox")
 TOGETHER = (
     ("precision.mixed", "memory.recompute", "adapters.lora", "large_batch.accumulate"),
@@ -78,7 +82,8 @@ def alone(one_rank: None) -> Iterator[None]:
 
 @cache
 def both(model: str, names: tuple[str, ...]) -> tuple[Footprint, Allocated]:
-    run = compose(plain_run(model), with_optimizer([technique(name) for name in names]), STEPS)
+    chosen = [technique(name, **SETTINGS.get(name, {})) for name in names]
+    run = compose(plain_run(model), with_optimizer(chosen), STEPS)
     return explain(run).footprint, allocated(run)
 
 

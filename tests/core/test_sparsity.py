@@ -75,6 +75,11 @@ def test_counts_are_rounded_densities() -> None:
     assert masked_shapes(weights) == {"a": (3, 5)}
 
 
+def test_a_table_of_positions_is_no_matrix_even_inside_a_block() -> None:
+    names = ("block.0.layer.0.SelfAttention.relative_attention_bias.weight", "block.0.layer.0.SelfAttention.q.weight")
+    assert list(masked_shapes({name: torch.zeros(8, 4) for name in names})) == [names[1]]
+
+
 @given(scores=some.lists(some.integers(-3, 3), min_size=1, max_size=30), share=some.floats(0, 1))
 def test_the_largest_are_those_of_a_stable_sort(scores: list[int], share: float) -> None:
     count = round(share * len(scores))

@@ -169,3 +169,7 @@ def test_settings_out_of_bounds_are_refused():
         Augmentation(erase=1.5)
     with pytest.raises(UsageError, match="crop is -1"):
         Augmentation(crop=-1)
+    most = operated(pictures(2), keys(2), 32, 0.3, COLOUR)
+    assert most.shape == (2, 3, 8, 8)
+    with pytest.raises(UsageError, match="operations is 33"):
+        Augmentation(operations=33)

@@ -54,8 +54,10 @@ def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
 def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
     write_folder(tmp_path / "set" / "train", 6)
     write_folder(tmp_path / "set" / "test", 3)
+    write_image(tmp_path / "set" / "train" / ".hidden" / "x.png")
     _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
     assert {part: len(arrays) for part, arrays in opened.parts.items()} == {Part.TRAIN: 12, Part.HELD_OUT: 6}
+    assert opened.parts[Part.TRAIN].ends.labels == ("dark", "light")
 
 
 def test_broken_files_are_left_out_counted_and_the_first_named(tmp_path):
@@ -99,6 +101,10 @@ def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_pat
     one = write_folder(tmp_path / "one", labels=("cat",))
     with pytest.raises(UsageError, match="all images have the label 'cat'"):
         image_files(one)
+    write_folder(tmp_path / "half" / "train", 1)
+    with pytest.raises(UsageError, match="train would be the labels") as refused:
+        image_files(tmp_path / "half")
+    assert str(tmp_path / "half" / "train") in refused.value.fix
     write_image(tmp_path / "flat" / "a.png")
     with pytest.raises(UsageError, match="images lie in the folder itself") as refused:
         image_files(tmp_path / "flat")

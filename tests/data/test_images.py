@@ -10,10 +10,11 @@ from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Augmentation, DataSettings
 from thrifty.data.digits import DigitImages
-from thrifty.data.image_arrays import normalized, resized
+from thrifty.data.image_arrays import normalized
 from thrifty.data.images import open_images
 from thrifty.data.kept import kept_ends
 from thrifty.data.splitting import Part
+from thrifty.kernels.resizing import resize
 
 MIXED = Augmentation(crop=1, operations=1, erase=0.3, mixup=0.4, cutmix=1.0)
 
@@ -66,9 +67,9 @@ def test_images_can_be_given_out_in_another_size():
     data = opened(size=16)
     assert data.ends.side == 16 and data.train.at(0)["inputs"].shape == (16, 1, 16, 16)
     picture = torch.rand(1, 3, 12, 12)
-    assert resized(picture, 12) is picture
-    torch.testing.assert_close(resized(torch.ones(1, 3, 12, 12), 5), torch.ones(1, 3, 5, 5))
-    torch.testing.assert_close(resized(picture, 4).mean(), picture.mean(), rtol=0.05, atol=0)
+    assert resize(picture, 12, 12) is picture
+    torch.testing.assert_close(resize(torch.ones(1, 3, 12, 12), 5, 5), torch.ones(1, 3, 5, 5))
+    torch.testing.assert_close(resize(picture, 4, 4).mean(), picture.mean(), rtol=0.05, atol=0)
 
 
 def test_normalised_pixels_have_each_channels_own_mean_and_deviation():

@@ -23,7 +23,7 @@ SMALL = [
     *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
     *("--set", "data.vocabulary=300", "--set", "data.length=32"),
 ]
-"""Put behind every `train` and `explain` of the README, so that its commands run in seconds and fetch nothing."""
+"""Put behind every `train`, `explain` and `lottery` of the README: commands run in seconds and fetch nothing."""
 
 
 def blocks(language: str) -> list[str]:
@@ -45,25 +45,29 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -> None:
     own = CommandLine(desk)
     environment = own.variables() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    ran = 0
+    ran: list[str] = []
     for words in commands():
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), words
             continue
         assert words[0] in ("thrifty", "torchrun"), words
-        if "train" in words or "explain" in words:
+        if {"train", "explain", "lottery"} & {*words}:
             kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
             slow = [name for name in ("compile", "attention.tiled") if name not in kept]
             words = kept + SMALL + [word for name in slow for word in ("--without", name)]
         if "resume" in words:  # the run is finished by now: as if it had been cut off after its first checkpoint
             shutil.rmtree(desk / "runs" / words[2] / "checkpoints" / "step-00000004")
-        if words[0] == "thrifty" and ran:
-            own(*words[1:])
-        else:
+        program = words[0]
+        if program not in ran:  # the first of each as it is typed
             done = subprocess.run(words, cwd=desk, env=environment, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
-        ran += 1
-    assert ran >= 10
+        elif program == "thrifty":
+            own(*words[1:])
+        else:
+            assert words[1] == "--nproc-per-node" and words[3:5] == ["-m", "thrifty"], words
+            own(*words[5:], ranks=int(words[2]))
+        ran.append(program)
+    assert ran.count("thrifty") >= 10 and "torchrun" in ran
 
 
 @pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[0])

@@ -13,10 +13,10 @@ import transformers
 
 from data.image_files import write_folder
 from end_to_end.command_line import CommandLine, assert_equal
-from thrifty.core.errors import Infeasible
-from thrifty.core.recipe import Budget
+from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.recipe import Augmentation, Budget, ObjectiveSettings
 from thrifty.data.images import open_images
-from thrifty.preparing import prepare
+from thrifty.preparing import open_examples, prepare
 from thrifty.recipes import RECIPES
 from thrifty.restoring import restore
 
@@ -150,3 +150,13 @@ def test_a_budget_of_tokens_counts_each_image_once() -> None:
     assert prepare(recipe, quiet=True).run.steps == 2
     with pytest.raises(Infeasible, match="does not fit one step of 64"):
         prepare(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)
+
+
+def test_settings_of_images_are_refused_where_there_are_none() -> None:
+    recipe = RECIPES["vit-digits"]()
+    text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
+    with pytest.raises(UsageError, match=r"data.size is set, which is for images, and next_token learns from text"):
+        open_examples(text)
+    nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=Augmentation(flip=True)))
+    with pytest.raises(UsageError, match=r"data.augment is set, which is for images, and nowhere holds none"):
+        open_examples(nowhere)

@@ -139,9 +139,21 @@ def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monke
         Lottery(prune=1.0)
     with pytest.raises(UsageError, match="where is no pattern"):
         Lottery(where="(")
+    for moment in (-1, 1.0):
+        with pytest.raises(UsageError, match="no step before the last"):
+            Lottery(rewind=moment)
+    with pytest.raises(UsageError, match="cannot start at step 6 of 6"):
+        play(recipe, replace(LOTTERY, rewind=STEPS), tmp_path, quiet=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="without torchrun"):
         play(recipe, LOTTERY, tmp_path, quiet=True)
+
+
+def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "tiny-round-0").mkdir()
+    with pytest.raises(UsageError, match=r"tiny-round-0 is there already"):
+        play(recipe, LOTTERY, tmp_path, quiet=True)
+    assert not (tmp_path / "tiny-lottery").exists()
 
 
 def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

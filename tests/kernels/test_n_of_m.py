@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
 
 from thrifty.core.errors import Refused, UsageError
+from thrifty.kernels import n_of_m_linear
 from thrifty.kernels.n_of_m import (
     Pattern,
     add_masked_decay,
@@ -258,6 +259,21 @@ def test_with_the_estimate_the_weight_s_gradient_is_right_on_average_and_the_inp
     error = ((squares / draws - mean.square()) / draws).sqrt()
     assert float(error.max()) > 1e-3  # it is an estimate
     assert bool(((mean - wanted[1]).abs() < 5 * error + 1e-6).all())
+
+
+def test_what_is_packed_is_contiguous_even_of_a_weight_that_is_kept_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[Tensor] = []
+
+    def pack(matrix: Tensor) -> Tensor:
+        packed.append(matrix)
+        return matrix
+
+    monkeypatch.setattr(n_of_m_linear, "to_sparse_semi_structured", pack)
+    x, weight = drawn(6, 128, dtype=torch.bfloat16), drawn(128, 64, seed=1, dtype=torch.bfloat16).T
+    mask = n_of_m_mask(weight, 2, 4)
+    found = masked_linear(x, weight, mask, None, Products(Pattern(), on_units=True))
+    assert [matrix.is_contiguous() for matrix in packed] == [True] and not weight.is_contiguous()
+    assert torch.equal(found, F.linear(x, weight * mask))
 
 
 def test_no_device_but_a_gpu_has_units_for_it() -> None:

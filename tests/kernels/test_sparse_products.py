@@ -160,6 +160,15 @@ def test_in_16_bits_it_rounds_once_and_gives_the_dtype_of_a_dense_layer() -> Non
     assert [t.dtype for t in of_linear(lambda *g: sparse_linear(*g, Csr.of(mask)), *every)] == [torch.bfloat16] * 4
 
 
+@pytest.mark.parametrize("form", [Csr, Blocks])
+def test_a_bias_of_another_dtype_is_not_read_as_float32(form: type) -> None:
+    mask = drawn_mask(2, 3, 0.5, 16, 4)
+    pattern, x, bias = form.of(mask), torch.randn(5, 48), torch.randn(32, dtype=torch.float64)
+    values = pattern.pick(torch.randn(32, 48))
+    wanted = pattern.spmm(x, values).double() + bias
+    torch.testing.assert_close(pattern.spmm(x, values, bias).double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @needs_compiler
 @pytest.mark.parametrize("form", [Csr, Blocks])
 def test_two_threads_give_the_bits_of_one(form: type) -> None:

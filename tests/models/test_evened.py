@@ -10,6 +10,7 @@ import transformers
 from tiny_models import SMALL
 from torch import nn
 
+from thrifty.core.growth.widening import narrow
 from thrifty.core.sparse.slimming import arrange, find_pieces
 from thrifty.core.surgery import noting
 from thrifty.models import export_model
@@ -123,3 +124,15 @@ def test_a_smaller_model_of_transformers_is_saved_so_that_it_loads(case: str, tm
     loaded = load(tmp_path / "out", "AutoModelForMaskedLM" if case == "BERT" else "AutoModelForCausalLM")
     assert {name: getattr(loaded.config, name) for name in sizes} == sizes
     torch.testing.assert_close(loaded(TOKENS).logits, model.logits(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_a_model_that_has_not_grown_wide_yet_is_exported_as_narrow_as_it_is(tmp_path: Path, style: str) -> None:
+    model = assemble(shape(style))
+    initialize(model, 0, std=0.2)
+    narrow(model, 2)
+    export_model(model, shape(style), tmp_path / "out")
+    again, found = import_folder(tmp_path / "out")
+    assert found.hidden == 12
+    with torch.no_grad():
+        assert torch.equal(again.eval()(TOKENS), model.eval()(TOKENS))

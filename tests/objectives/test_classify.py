@@ -54,6 +54,8 @@ def test_labels_may_come_in_shares_that_sum_to_one(smoothing: float) -> None:
     logits = prediction.logits.detach().requires_grad_()
     F.cross_entropy(logits, shared["labels"], reduction="sum", label_smoothing=smoothing).backward()
     torch.testing.assert_close(objective.scores(prediction, shared), logits.grad.norm(dim=1))
+    largest = objective.measures(prediction, shared)["accuracy"]
+    assert torch.equal(largest, objective.measures(prediction, batch)["accuracy"])
     whole = Batch({"labels": one}, batch.weight)
     torch.testing.assert_close(objective.losses(prediction, whole), parts[0])
 

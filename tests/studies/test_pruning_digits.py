@@ -3,7 +3,8 @@
 import pytest
 
 from thrifty.recipes import studies
-from thrifty.recipes.studies.pruning_digits import DENSE, METHODS, label_of, masking, measure, perceptron
+from thrifty.recipes.studies.pruning_digits import DENSE, METHODS, label_of, masking, measure
+from thrifty.studies.digits import perceptron
 from thrifty.studies.study import Cells
 
 PUBLISHED = {

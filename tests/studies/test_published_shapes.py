@@ -34,6 +34,7 @@ SMALL = {
     "norm_free": ["depth=2", "width=16", "length=16", "batch=2", "steps=3", "warmup=2"],
     "pruning_digits": ["densities=[0.1]", "width=16", "steps=3", "batch=8", "every=1"],
     "resolution": ["budgets=[2, 3]", "data=digits", "depth=1", "width=32", "patch=2", "batch=8", "tested=50"],
+    "sparse_vit": ["densities=[0.5]", "steps=3", "depth=1", "width=32", "batch=8", "every=1", "tested=50"],
     "stacking": ["budgets=[3, 6]", "depth=4", "width=16", "length=16", "batch=2"],
     "train_large": ["widths=[8, 16]", "budgets=[1e8]", "depth=1", "length=16", "batch=2"],
     "weight_averaging": ["moments=[2, 4]", "every=1", "depth=1", "width=16", "length=16", "batch=2"],

@@ -131,6 +131,12 @@ def test_without_a_search_the_model_doubles_at_each_boundary() -> None:
     ]
 
 
+def test_a_run_of_fewer_steps_than_stages_is_full_from_the_start() -> None:
+    state = run_of(AutoGrow(stages=4, until=1, search=0), 2).start()
+    assert state.model is not None and len(find_blocks(state.model)[1]) == 4
+    assert [sizes for _, _, sizes in decisions(state)] == [[[1.0, 1.0]]]
+
+
 def test_a_model_ends_at_its_full_size_whatever_was_chosen() -> None:
     run = run_of(AutoGrow(stages=3, until=9, search=2, depths=2, lengths=1, weight=50.0), 8)
     state = run.start()
@@ -185,6 +191,9 @@ def test_evaluation_sees_the_blocks_there_are_and_whole_texts() -> None:
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="does not fit a stage"):
         AutoGrow(stages=4, search=0.3)
+    for until in (8, 9):  # the next stage would begin before anything is chosen
+        with pytest.raises(UsageError, match="a search of 2 does not fit a stage of 2"):
+            AutoGrow(stages=4, until=until, search=2)
     for other, reason in (
         ("sparsity.rigl", "not under the masks"),
         ("adapters.lora", "keep frozen"),

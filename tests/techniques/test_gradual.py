@@ -64,6 +64,19 @@ def test_the_density_falls_by_the_schedule_and_what_is_pruned_stays_pruned(distr
     assert (len(shares) == 1) == (distribution == "uniform")
 
 
+@pytest.mark.parametrize(
+    ("moments", "words"),
+    [
+        ({"start": 0.8}, r"until is 0\.75, before the start at 0\.8"),
+        ({"start": 5, "until": 4}, "until is 4, before the start at 5"),
+        ({"until": 1.0}, "no update follows that could reach the final density"),
+    ],
+)
+def test_moments_between_which_nothing_could_be_pruned_are_refused(moments: dict[str, float], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Gradual(**moments)
+
+
 def test_an_initial_density_below_the_final_one_is_refused() -> None:
     with pytest.raises(UsageError, match=r"initial is 0\.1, below the density of 0\.5"):
         Gradual(initial=0.1, density=0.5)

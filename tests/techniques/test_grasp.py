@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, plain_backward
+from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.compose import compose
 from thrifty.core.errors import IntegrityError, UsageError
@@ -167,6 +168,19 @@ def test_a_step_that_overflows_is_not_counted_as_scored() -> None:
     state.techniques["sparsity.grasp"]["scored"].zero_()  # as in a fork of a run that has not scored
     with pytest.raises(IntegrityError, match="0 of the first 1 steps were scored"):
         run.verify(state)
+
+
+@pytest.mark.parametrize("overflowing", [1, 2])
+def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> None:
+    calls = 0
+
+    def scaled(*args: object) -> Outcome:
+        nonlocal calls
+        calls += 1
+        return replace(plain_backward(*args), answered=calls == overflowing)  # type: ignore[arg-type]
+
+    model, batch = small()
+    assert hessian_gradient(scaled, model, Doubles(), batch, matrices(model), 1.0).answered
 
 
 def test_nothing_but_scoring_steps_pays_for_two_passes() -> None:

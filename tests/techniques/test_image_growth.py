@@ -1,5 +1,7 @@
 """Small images first, by averaging pixels or by low frequencies."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,6 +113,16 @@ def test_texts_stay_as_they_are_and_that_is_said(one: Technique) -> None:
         batch = one.batches(source).at(0)
     assert torch.equal(batch["tokens"], source.at(0)["tokens"])
     assert notes == ["batches of key and tokens have no images and stay as they are"]
+
+
+@pytest.mark.parametrize("one", [Resolution(until=5, multiple=16), LowFrequency(until=(5, 8), multiple=16)])
+def test_images_that_cannot_be_smaller_stay_full_and_that_is_said(one: Technique) -> None:
+    with noting() as notes:
+        assert torch.equal(one.batches(Images()).at(0)["inputs"], Images().at(0)["inputs"])
+    assert notes == ["images of 16 x 16 are full from the start: lower multiple, or what they start at"]
+    with noting() as notes:
+        replace(one, multiple=4).batches(Images()).at(9)
+    assert not notes
 
 
 def test_images_of_whole_numbers_are_refused() -> None:

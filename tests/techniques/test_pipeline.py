@@ -220,8 +220,12 @@ REFUSED = {
     "adapters.prefix": "belongs to all blocks",
     "adapters.prompt": "nothing on rank 1 of the pipeline would be trained",
     "data_selection.gradient_norm_sampling": "cannot go together",
+    "growth.auto_grow": "no stage of a pipeline has all blocks",
+    "growth.compound": "do not make 2 stages",
     "growth.stacking": "do not make 2 stages",
     "memory.activation_budget": "cannot go together",
+    "sparsity.early_bird": "a ticket is drawn of all blocks",
+    "sparsity.grasp": "first derivatives only",
 }
 LOOSE = {
     "memory.compress_activations": 1e-2,

@@ -68,7 +68,7 @@ def assert_dense_as_promised(run: Composition, state: TrainState) -> None:
             assert not parameters[name][~mask].any(), name
             for slot, tensors in state.optimizer.slots.items():
                 tensor = tensors[state.optimizer.names.index(name)]
-                if slot != "mask":
+                if slot != "masks.mask":
                     assert not tensor[~mask].any(), f"{slot} of {name}"
 
 
@@ -136,6 +136,14 @@ def test_a_weight_that_comes_back_is_noticed() -> None:
         state.model.blocks[0].mlp.up.weight.masked_fill_(state.model.blocks[0].mlp.up.weight == 0, 1e-6)
     with pytest.raises(IntegrityError, match=r"sparsity\.rigl: blocks\.0\.mlp\.up\.weight has \d+ non-zero weights"):
         run.verify(state)
+
+
+@pytest.mark.parametrize(("every", "words"), [(3, ""), (6, "masks never move: every 6 steps, until step 6")])
+def test_masks_that_will_never_move_are_told_of(every: int, words: str) -> None:
+    run = compose(plain_run(depth=1), with_optimizer([technique("sparsity.rigl", every=every)]), 8)
+    run.build_model()
+    said = [text for text in run.notes["sparsity.rigl"] if "never" in text]
+    assert len(said) == bool(words) and all(words in text for text in said)
 
 
 @pytest.mark.parametrize("settings", [{"density": 0.0}, {"density": 1.5}, {"where": "nowhere"}])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import sparse_work
 from rank_processes import on_ranks
 from thrifty.core.compose import compose
+from thrifty.core.errors import UsageError
 from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
@@ -248,6 +249,18 @@ def test_notes_tell_from_which_density_on_it_chooses_what_and_what_it_leaves_alo
     run.build_model()
     notes = run.notes["sparsity.sparse_products"]
     assert any("another technique changes its product" in line for line in notes)
+
+
+def test_weights_that_are_an_update_behind_stay_dense() -> None:
+    delayed = technique("memory.offload_optimizer", to="simulated", delay=True, after=1)
+    records, _ = run_through(plain_run(), with_optimizer([delayed, *sparse()]), 3)
+    assert [record.notes["sparse_products"] for record in records] == [0] * 3
+
+
+@pytest.mark.parametrize(("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is no pattern")])
+def test_a_pattern_without_a_layer_is_refused(where: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        SparseProducts(where=where).model(plain_run().build())
 
 
 def test_measured_costs_decide_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from thrifty.core.compose import compose
+from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.sparse.masks import masks_in
 from thrifty.core.sparse.sparsity import layer_counts
 from tiny_runs import advance, plain_run, technique, with_optimizer
@@ -35,6 +36,24 @@ def test_the_mask_is_of_the_promised_density_and_never_changes(by: str, distribu
         assert torch.equal(parameter, first[name] * masks[name] if name in masks else first[name])
     advance(run, state)
     assert all(torch.equal(masks[name], mask) for name, mask in masks_in(state).items())
+
+
+def test_in_a_fork_the_weights_taken_over_decide_which_are_large() -> None:
+    dense = compose(plain_run(depth=1), with_optimizer([]), 4)
+    trained = dense.start()
+    advance(dense, trained)
+    sparse = technique("sparsity.static", density=0.2, by="magnitude", distribution="uniform")
+    run = compose(plain_run(depth=1), with_optimizer([sparse]), 4)
+    state = run.start()
+    assert state.model is not None and trained.model is not None
+    first = {name: mask.clone() for name, mask in masks_in(state).items()}
+    state.model.load_state_dict(trained.model.state_dict())
+    state.optimizer = TransformOptimizer(state.model.named_parameters(), run.transform())
+    taken = {name: weight.detach() for name, weight in trained.model.named_parameters()}
+    for name, mask in masks_in(state).items():
+        assert taken[name][mask].abs().min() >= taken[name][~mask].abs().max()
+        assert int(mask.sum()) == int(first[name].sum()) and not torch.equal(mask, first[name])
+    run.verify(state)
 
 
 def test_another_seed_is_another_random_mask() -> None:

@@ -32,7 +32,10 @@ class Finding:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--quick", is_flag=True, help="About one second: memory and disk are not measured.")
 @click.option("--compile", "with_compile", is_flag=True, help="Also compile a small function, to see that it works.")
-def command(as_json: bool, quick: bool, with_compile: bool) -> None:
+@click.option(
+    "--sparse", multiple=True, metavar="OUTxIN", help="Also from which density on products of such a layer pay sparse."
+)
+def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, ...]) -> None:
     """What this machine can do, measured, and what is missing.
 
     Exit code 1 only where training cannot work at all; 0 otherwise, whatever optional part is missing.
@@ -40,22 +43,40 @@ def command(as_json: bool, quick: bool, with_compile: bool) -> None:
     from rich.console import Console
 
     from thrifty.cli.telling import print_json
+    from thrifty.planning.crossover import crossover_table
     from thrifty.planning.probe import probe, try_compile
 
+    shapes = [_shape(text) for text in sparse]
     machine = probe(quick)
     trial = try_compile() if with_compile else None
     findings = diagnose(machine, runs_writable(), trial)
+    rows = list(crossover_table(shapes, dtypes=("float32", "bfloat16")))
     if as_json:
         print_json(
             {
                 "machine": asdict(machine) | {"cores": machine.cores},
                 "compile": None if trial is None else asdict(trial),
                 "findings": [asdict(finding) for finding in findings],
+                "sparse": [asdict(row) | {"crossover": row.crossover} for row in rows],
             }
         )
     else:
         show(Console(highlight=False), machine, trial, findings)
+        for row in rows:
+            click.echo(row)
     raise SystemExit(1 if any(finding.fatal for finding in findings) else 0)
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """The rows and columns of a weight, as in 4096x1024."""
+    from thrifty.core.errors import UsageError
+
+    sizes = text.lower().split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise UsageError(
+            f"--sparse {text} is no shape of a weight", fix="outputs and inputs, such as --sparse 4096x1024"
+        )
+    return int(sizes[0]), int(sizes[1])
 
 
 def runs_writable() -> bool:

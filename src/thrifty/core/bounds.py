@@ -1,5 +1,6 @@
 """Limits of settings, stated where the setting is declared: `parts: Positive = 4`."""
 
+import re
 import typing
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
@@ -46,3 +47,11 @@ def check_bounds(value: Any, name: str) -> None:
             numbers = given if isinstance(given, tuple) else (given,)
             if isinstance(bound, Bound) and not all(map(bound.admits, numbers)):
                 raise UsageError(f"{name}: {field.name} is {given!r}", fix=f"{field.name} must be {bound}")
+
+
+def check_pattern(value: Any, name: str, field: str) -> None:
+    """Raises UsageError where a field that is matched against names is no regular expression."""
+    try:
+        re.compile(getattr(value, field))
+    except re.error as error:
+        raise UsageError(f"{name}: {field} is no pattern: {error}", fix=rf"for instance {field} = '\.mlp\.'") from None

@@ -6,8 +6,9 @@ The sections below are plain values. What they mean is known where they are used
 
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from thrifty.core.bounds import Natural, Positive, Probability, Rate, check_bounds
+from thrifty.core.bounds import Bound, Natural, Positive, Probability, Rate, check_bounds
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.moments import Moment
@@ -45,7 +46,7 @@ class Augmentation:
     """Pixels of padding around an image, out of which a piece of the old size is cut at random."""
     flip: bool = False
     """Whether half of the images are mirrored, left for right."""
-    operations: Natural = 0
+    operations: Annotated[int, Bound(least=0, most=32)] = 0
     """How many of the operations on colours and geometry are made, one after the other."""
     magnitude: Probability = 0.3
     """How strong they are, from nothing to the strongest."""

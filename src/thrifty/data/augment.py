@@ -23,7 +23,7 @@ from thrifty.core.recipe import Augmentation
 from thrifty.data.draws import drawn, fractions
 
 PER_PURPOSE = 64
-"""Numbers of a key that belong to each purpose."""
+"""Numbers of a key that belong to each purpose; an operation takes two, and `Augmentation` allows no more of them."""
 ERASED = (0.02, 1 / 3)
 """The share of an image that is erased, from and to."""
 NARROWEST = 0.3
@@ -119,8 +119,6 @@ def _beta(uniform: Tensor, shape: float) -> Tensor:
 
 def operated(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
     """So many operations on each image, one after the other, each drawn among all; signed ones go either way."""
-    if operations * 2 > PER_PURPOSE:
-        operations = PER_PURPOSE // 2
     which, sign = uniform(keys, Purpose.OPERATION, 2 * operations).chunk(2, dim=1)
     chosen = (which * len(OPERATIONS)).long()
     strengths = magnitude * torch.where(sign < 0.5, -1.0, 1.0)

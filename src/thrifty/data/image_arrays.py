@@ -14,23 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError
 from thrifty.data.splitting import Part
+from thrifty.kernels.resizing import resize
 
 IMAGES = "images.json"
 BRIGHTEST = 255
 LABEL = np.dtype("<i4")
-
-
-def resized(images: Tensor, side: int) -> Tensor:
-    """Float images (b, c, h, w) with another height and width, each pixel the mean over what it covers."""
-    if images.shape[-2:] == (side, side):
-        return images
-    return F.interpolate(images, size=(side, side), mode="bilinear", antialias=True, align_corners=False)
 
 
 def normalized(images: Tensor, ends: ImageEnds) -> Tensor:
@@ -56,7 +49,7 @@ class ImageArrays:
     def shown(self, indices: np.ndarray) -> Tensor:
         """Images of 0 … 1, float32 (b, c, side, side)."""
         pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[indices]))
-        return resized(pixels.float() / self.brightest, self.ends.side)
+        return resize(pixels.float() / self.brightest, self.ends.side, self.ends.side)
 
     def labels_of(self, indices: np.ndarray) -> Tensor:
         """int64 (b,)."""

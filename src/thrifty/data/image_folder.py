@@ -76,6 +76,11 @@ def image_files(folder: Path) -> list[ImageFile]:
             f"{folder}: {lying}, and none in a folder that is called like its label",
             fix=f"put them into folders such as {folder.name}/cat and {folder.name}/dog",
         )
+    if set(labels) <= GIVEN.keys():
+        raise UsageError(
+            f"{folder}: {' and '.join(labels)} would be the labels, and those are names of parts",
+            fix=f"give {folder / labels[0]} by itself, or put two parts there: train, and val or test",
+        )
     if len(labels) == 1:
         raise UsageError(
             f"{folder}: all images have the label {labels[0]!r}, so there is nothing to tell apart",
@@ -102,14 +107,18 @@ def _images_below(folder: Path) -> Iterator[Path]:
                 yield Path(root, name)
 
 
+def _folders_in(folder: Path) -> dict[str, Path]:
+    return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
+
+
 def _labelled(folder: Path) -> Iterator[ImageFile]:
-    inner = {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
+    inner = _folders_in(folder)
     tests = [name for name, part in GIVEN.items() if part is Part.HELD_OUT and name in inner]
     if "train" in inner and tests:
         chosen = {"train": Part.TRAIN, tests[0]: Part.HELD_OUT}
         for name, part in chosen.items():
-            for label in sorted(path for path in inner[name].iterdir() if path.is_dir()):
-                yield from (ImageFile(path, label.name, part) for path in _images_below(label))
+            for label, path in _folders_in(inner[name]).items():
+                yield from (ImageFile(file, label, part) for file in _images_below(path))
         return
     for name, path in inner.items():
         yield from (ImageFile(file, name, None) for file in _images_below(path))

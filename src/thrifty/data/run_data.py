@@ -18,7 +18,7 @@ class RunData(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """The sha256 of each file that was opened: what a resumed run must find again."""
+        """What a resumed run must find again: the sha256 of each file that was opened, the names of labels."""
         ...
 
     @property

@@ -94,6 +94,7 @@ class _Product(torch.autograd.Function):
 
 def _packed(masked: Tensor, both_ways: bool) -> Tensor:
     """A 2:4 matrix as the units take it, and where asked for its transpose beside it."""
+    masked = masked.contiguous()  # that of a `Conv1D` is not, and torch packs no other
     if not both_ways:
         return to_sparse_semi_structured(masked)
     has_library = torch.backends.cusparselt.is_available()

@@ -14,10 +14,6 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     return small if images.ndim == 4 else small.squeeze(1)
 
 
-def scaled_sides(height: int, width: int, share: float, multiple: int) -> tuple[int, int]:
-    """Both sides times `share`, in multiples of `multiple`; at least one multiple and at most what there is."""
-
-    def scaled(side: int) -> int:
-        return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)
-
-    return scaled(height), scaled(width)
+def scaled_side(side: int, share: float, multiple: int) -> int:
+    """A side times `share`, in multiples of `multiple`; at least one multiple and at most what there is."""
+    return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)

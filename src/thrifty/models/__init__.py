@@ -12,6 +12,7 @@ from thrifty.core.ends import Ends, ImageEnds, TextEnds
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.core.sparse.slimming import is_arranged
+from thrifty.core.surgery import find_blocks
 from thrifty.models.evened import evened
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.interchange import export_folder, folder_shape, import_folder
@@ -110,6 +111,8 @@ def export_model(
     if isinstance(model, Transformer | Encoder | EncoderDecoder | VisionTransformer) and shape is not None:
         if is_arranged(model):
             model, shape = evened(model, shape)
+        else:  # what grows may be exported before it is as wide as its recipe says
+            shape = replace(shape, hidden=find_blocks(model)[1][0].mlp.down.in_features)  # type: ignore[union-attr]
         export_folder(model, shape, folder, tokenizer_json, dtype, images)
         return
     from thrifty.models.huggingface import HuggingFaceModel, export_wrapped

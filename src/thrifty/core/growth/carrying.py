@@ -38,9 +38,9 @@ def _source(change: Change, name: str, tensor: Tensor, placed: TrainState) -> st
         return ""
     if kind == "parameters" and change.average and change.adds(parameter):
         assert placed.optimizer is not None
-        averages = [f"optimizer/{each}" for each in placed.optimizer.slots if each.endswith(change.average)]
-        if averages and parameter in placed.optimizer.names:  # what is frozen has no average
-            return f"{averages[0]}/{origin}"
+        if parameter in placed.optimizer.names:  # what is frozen has no average
+            (average,) = (each for each in placed.optimizer.slots if each.endswith(change.average))
+            return f"optimizer/{average}/{origin}"
     return "/".join(part for part in (kind, slot, origin) if part)
 
 

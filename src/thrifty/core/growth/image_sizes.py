@@ -26,15 +26,21 @@ def with_images(batch: Batch, images: Tensor) -> Batch:
     return Batch({**batch.fields, IMAGES: images}, batch.weight, batch.last)
 
 
-def resized_images(source: BatchSource, resized: Callable[[int, Tensor], Tensor]) -> BatchSource:
-    """A source whose images at each step are `resized(step, images)`. Batches without images stay as they are, which
-    is noted: nothing of theirs has a resolution."""
+def resized_images(
+    source: BatchSource, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
+) -> BatchSource:
+    """A source whose images at each step are `resized(images, height, width)`, `side_at(step, side)` being what each
+    full side is then. Batches without images stay as they are, which is noted: nothing of theirs has a resolution. So
+    is it where the first images are full already."""
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)
         if images is None:
             note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
             return batch
-        return with_images(batch, resized(step, images))
+        sides = images.shape[-2:]
+        if all(side_at(0, side) == side for side in sides):
+            note(f"images of {sides[0]} x {sides[1]} are full from the start: lower multiple, or what they start at")
+        return with_images(batch, resized(images, *(side_at(step, side) for side in sides)))
 
     return Mapped(source, change)

@@ -4,7 +4,6 @@ Only in training. What a group of k tokens gives is asked for the token behind t
 from itself; targets in between are left out.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
+from thrifty.core.growth.text_lengths import refuse_more_than_tokens
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.surgery import find_stacks, wrap_forward
 
@@ -71,15 +71,5 @@ class Pooled(Around):
     def _thinned(self, batch: Batch) -> Batch:
         if self.group == 1:
             return batch
-        refuse_more_than_tokens(batch.fields, "pooled")
+        refuse_more_than_tokens(batch, "pooling", "leave the length alone: length=1")
         return Batch({**batch.fields, "tokens": thinned(batch["tokens"], self.group)}, batch.weight, batch.last)
-
-
-def refuse_more_than_tokens(fields: Mapping[str, Tensor], how: str) -> None:
-    """Raises Refused where a batch is of anything but plain text."""
-    others = sorted(fields.keys() - {"tokens", "key"})
-    if "tokens" not in fields or others:
-        raise Refused(
-            f"batches of tokens alone can be {how}; these have {' and '.join(others) or 'no tokens'}",
-            fix="use it on plain text, or leave the length alone: length=1",
-        )

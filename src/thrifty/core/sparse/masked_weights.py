@@ -12,8 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive, Probability, Share
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.bounds import Positive, Probability, Share, check_pattern
+from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.mesh import axis
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
@@ -68,34 +68,13 @@ class Telling:
 
 
 @dataclass(frozen=True)
-class MaskedWeights(Technique):
-    """A technique that is its own `Masking`: masks full and at rest until a subclass says otherwise."""
+class UnderMasks(Technique):
+    """A technique that is its own `Masking`; masks are at rest until a subclass says otherwise."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({"weight masks"})
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it masks weights that adapters keep frozen"}
     instead: ClassVar[bool] = True
-
-    density: Share = 0.2
-    """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
-    where: str = r"\.\d+\."
-    """Pattern of the names of masked matrices; those of numbered blocks by default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        try:
-            re.compile(self.where)
-        except re.error as error:
-            raise UsageError(
-                f"{self.name}: where is no pattern: {error}", fix=r"for instance where = '\.mlp\.'"
-            ) from None
-
-    def model(self, model: nn.Module) -> nn.Module:
-        found = self.masked(masked_shapes(dict(model.named_parameters())))
-        if not found:
-            raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
-        note(f"{len(found)} matrices; embeddings, norms, biases and the head stay dense")
-        return model
 
     def backward(self, backward: Backward) -> Backward:
         return Telling(backward)
@@ -104,16 +83,43 @@ class MaskedWeights(Technique):
         return Masks(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
-        return [name for name in shapes if re.search(self.where, name)]
+        raise NotImplementedError
 
     def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: full_mask(parameter) for name, parameter in parameters.items()}
+        raise NotImplementedError
 
     def due(self, step: int) -> bool:
         return False
 
     def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
         return iter(())
+
+
+@dataclass(frozen=True)
+class MaskedWeights(UnderMasks):
+    """Masks of the matrices that a pattern names, full at first."""
+
+    density: Share = 0.2
+    """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
+    where: str = r"\.\d+\."
+    """Pattern of the names of masked matrices; those of numbered blocks by default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self, self.name, "where")
+
+    def model(self, model: nn.Module) -> nn.Module:
+        found = self.masked(masked_shapes(dict(model.named_parameters())))
+        if not found:
+            raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
+        note(f"{len(found)} matrices; embeddings, norms, biases and the head stay dense")
+        return model
+
+    def masked(self, shapes: Shapes) -> list[str]:
+        return [name for name in shapes if re.search(self.where, name)]
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: full_mask(parameter) for name, parameter in parameters.items()}
 
     def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Of the masked weights of a state."""
@@ -127,10 +133,8 @@ class MaskedWeights(Technique):
         assert state.optimizer is not None
         if any(entry.step for entry in state.log):
             return
-        shapes, parameters = (
-            self.shapes(state),
-            dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)),
-        )
+        shapes = self.shapes(state)
+        parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
         found = sum(over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values())
         if found > (most := global_count(shapes, density)):
             raise IntegrityError(f"{self.name}: {found} weights are not zero, at most {most} promised")
@@ -149,6 +153,11 @@ class MovingMasks(MaskedWeights):
     """Share of the active connections moved at first; it anneals by cosine."""
     until: Moment = 0.75
     seed: int = 0
+
+    def model(self, model: nn.Module) -> nn.Module:
+        if not self.due(self.every):
+            note(f"masks never move: every {self.every} steps, until step {int(self.until)}, with alpha {self.alpha:g}")
+        return super().model(model)
 
     def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         densities = layer_densities(masked_shapes(parameters), self.density, self.distribution)

@@ -10,6 +10,7 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 from thrifty.core.layout import in_order, order_of
 from thrifty.core.parallel.transit import over_stages, values_over_stages
+from thrifty.core.parameters import is_matrix
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.state import fill_tensor
 
@@ -17,8 +18,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes of what can be masked, the matrices, by name."""
-    return {name: tuple(parameter.shape) for name, parameter in parameters.items() if parameter.ndim == 2}
+    """The shapes of what can be masked, by name: matrices, of which tables of positions are none."""
+    return {
+        name: tuple(parameter.shape)
+        for name, parameter in parameters.items()
+        if parameter.ndim == 2 and is_matrix(name, parameter)
+    }
 
 
 def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[str, float]:

@@ -105,7 +105,7 @@ def tokens_of_tile(inputs: int) -> int:
     return next((tokens for tokens in (128, 64, 32) if inputs * tokens * 4 <= TILE_BYTES), LANES)
 
 
-def _is_native(block: int, *tensors: Tensor) -> bool:
+def _is_native(block: int, *tensors: Tensor | None) -> bool:
     return block == LANES and native.native(*tensors)
 
 
@@ -116,7 +116,7 @@ def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tens
         from thrifty.kernels.sparse.triton_blocks import spmm
 
         return spmm(x, values, starts, columns, bias, rows)
-    if not _is_native(block, x, values):
+    if not _is_native(block, x, values, bias):
         return _spmm_by_torch(x, values, starts, columns, bias, rows)
     y, width = x.new_empty(tokens, rows * block), tokens_of_tile(inputs)
     turned = values.transpose(1, 2).contiguous()  # inputs by outputs

@@ -159,7 +159,7 @@ def measure(case: Case, seconds: float = 0.5) -> Line:
         ways = [lambda: _dense(x, upstream, weight)]
         ways += [lambda pattern=pattern: _sparse(x, upstream, weight.float(), pattern) for pattern in patterns]
         dense, low, high = _best(ways, seconds)
-    (sparser, denser), span = (pattern.density for pattern in patterns), 0.0
+    sparser, denser = (pattern.density for pattern in patterns)
     span = denser - sparser
     rate = max(high - low, 0.0) / span if span else high / max(denser, 1e-30)
     return Line(dense, max(low - rate * sparser, 0.0), rate)

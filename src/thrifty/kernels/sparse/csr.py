@@ -108,7 +108,7 @@ def vectors_of_tile(inputs: int) -> int:
 @torch.library.custom_op("thrifty::csr_spmm", mutates_args=())
 def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     tokens, inputs = x.shape
-    if not native.native(x, values):
+    if not native.native(x, values, bias):
         return _spmm_by_torch(x, values, starts, columns, bias, outputs)
     y = x.new_empty(tokens, outputs)
     vectors = vectors_of_tile(inputs)

@@ -29,9 +29,10 @@ PARTS = 4
 _building = Lock()
 
 
-def native(*tensors: Tensor) -> bool:
+def native(*tensors: Tensor | None) -> bool:
     """Whether products of these tensors run in compiled code: float32 on a processor, with a compiler."""
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors) and library() is not None
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given) and library() is not None
 
 
 def library() -> ctypes.CDLL | None:

@@ -20,21 +20,20 @@ def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
     """A (m, k) times B (k, n), all three in torch's CSR layout, row by row. Columns of the result ascend; places where
     numbers cancel are kept. Raises UsageError where layouts or shapes do not fit."""
     _check(a, b)
-    left, right = _parts(a), _parts(b)
-    counts = _partial_products(left, right)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
-    return _merged("spgemm_rows", (*left, *right, b.shape[1]), counts, a, b)
+    left, right = _parts(a), _parts(b)
+    return _merged("spgemm_rows", (*left, *right, b.shape[1]), _partial_products(left, right), a, b)
 
 
 def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
     """The same by outer products."""
     _check(a, b)
-    left, right = _parts(a), _parts(b)
-    counts = _partial_products(left, right)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
-    return _merged("spgemm_outer", (*_by_columns(left, a.shape[1]), *right, *b.shape), counts, a, b)
+    left, right = _parts(a), _parts(b)
+    given = *_by_columns(left, a.shape[1]), *right, *b.shape
+    return _merged("spgemm_outer", given, _partial_products(left, right), a, b)
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -42,16 +41,21 @@ def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
     _check(a, b)
     (starts, columns, values), (b_starts, b_columns, b_values) = _parts(a), _parts(b)
     lengths = b_starts.diff()[columns]
-    of_a = torch.arange(len(columns)).repeat_interleave(lengths)
+    of_a = _numbers(columns).repeat_interleave(lengths)
     # the place of each partial product among those of its number of A, from where B's row starts
-    within = torch.arange(len(of_a)) - F.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(lengths)
+    within = _numbers(of_a) - F.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(lengths)
     of_b = b_starts[columns][of_a] + within
-    rows = torch.arange(a.shape[0]).repeat_interleave(starts.diff())
+    rows = _numbers(starts[1:]).repeat_interleave(starts.diff())
     places, back = torch.unique(rows[of_a] * b.shape[1] + b_columns[of_b], return_inverse=True)
     sums = values.new_zeros(len(places)).index_add_(0, back, values[of_a] * b_values[of_b])
     columns_of_b = max(b.shape[1], 1)
     counts = torch.bincount(places // columns_of_b, minlength=a.shape[0])
     return _csr(counts, places % columns_of_b, sums, a, b)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """0, 1, 2, … for each entry of a tensor, beside it."""
+    return torch.arange(len(tensor), device=tensor.device)
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -81,7 +85,7 @@ def _partial_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor
 def _by_columns(parts: Sequence[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
     starts, at, values = parts
     order = at.argsort(stable=True)
-    rows = torch.arange(len(starts) - 1).repeat_interleave(starts.diff())
+    rows = _numbers(starts[1:]).repeat_interleave(starts.diff())
     return F.pad(torch.bincount(at, minlength=columns).cumsum(0), (1, 0)), rows[order], values[order]
 
 

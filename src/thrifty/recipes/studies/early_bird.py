@@ -6,19 +6,19 @@ Note      a model of bytes learns from nothing here. Tickets are compared by tra
           One more case makes search and training one run.
 """
 
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any, Literal
 
 from torch import nn
 
 from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.sparse.slimming import arrange, find_pieces
 from thrifty.core.state import TrainState
 from thrifty.data.packing import PackedTokens
 from thrifty.objectives.next_token import NextToken
 from thrifty.studies.language import Trained, decayed_adamw, llama, parameters_of, source_text, train_on_bytes
 from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.techniques.sparsity.early_bird import EarlyBird, from_hex
+from thrifty.techniques.sparsity.early_bird import EarlyBird, slim
 from thrifty.training.loop import train
 
 Kind = Literal["whole", "early", "late", "random", "in one run"]
@@ -40,10 +40,9 @@ def search(run: Composition, seed: int) -> tuple[TrainState, list[tuple[int, flo
     return state, curve
 
 
-def slimmed(model: nn.Module, kept: dict[str, Any]) -> nn.Module:
+def slimmed(model: nn.Module, kept: Mapping[str, Any]) -> nn.Module:
     """A whole model with the pieces of a ticket alone."""
-    for name, pieces in find_pieces(model).items():
-        arrange(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
+    slim(model, kept)
     return model
 
 
@@ -67,7 +66,7 @@ def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: i
     run = compose(plain, [*techniques, bird], steps)
     state, curve = search(run, seed)
     drawn = state.log[-1]
-    found = _numbers(trained(lambda: slimmed(build(), dict(drawn.decision["kept"])), techniques))
+    found = _numbers(trained(lambda: slimmed(build(), drawn.decision["kept"]), techniques))
     near = [step for step, distance in curve if distance < NEAR]
     return {
         **found,

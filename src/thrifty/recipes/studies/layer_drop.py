@@ -9,11 +9,9 @@ Note      work is counted in expected block-steps, so a run that drops blocks ha
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.studies.language import llama, train_on_bytes
-from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.studies.equal_work import QUANTITIES, after, losses_by
+from thrifty.studies.study import Cells, Expectation, Study, grid
 from thrifty.techniques.growth.layer_drop import LayerDrop, keep_probability, theta_at
-from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
 from thrifty.techniques.schedules.cosine import Cosine
 
@@ -45,15 +43,8 @@ def measure(
 ) -> dict[str, float]:
     """The held-out loss after the work of `full_steps` steps of all blocks."""
     steps = steps_for(full_steps * depth, depth) if dropping else full_steps
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        [AdamW(lr=lr), RATES[rate], Clip(), *([LayerDrop(THETA, SETTLE, seed=seed)] if dropping else [])],
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
-    return {"loss": trained.held_out_loss(1024), "steps": steps, "seconds": trained.seconds}
+    chosen = [RATES[rate], *([LayerDrop(THETA, SETTLE, seed=seed)] if dropping else [])]
+    return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
 
 
 def layer_drop(
@@ -85,11 +76,7 @@ def layer_drop(
         about="Dropping blocks over time and depth gains nothing at equal work.",
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
-        quantities={
-            "loss": Quantity("held-out loss, nats per byte"),
-            "steps": Quantity("steps that the work paid for"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-        },
+        quantities=QUANTITIES,
         seeds=seeds,
         expect=[
             Expectation(
@@ -99,15 +86,6 @@ def layer_drop(
             for rate in RATES
             for budget in budgets
         ],
-        plots=[
-            Plot(
-                "loss",
-                "Held-out loss at equal work, nats per byte",
-                x="full_steps",
-                y="loss",
-                by="dropping",
-                log_x=True,
-            )
-        ],
+        plots=[losses_by("dropping")],
         minutes=20,
     )

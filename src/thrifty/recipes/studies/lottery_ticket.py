@@ -20,10 +20,8 @@ from thrifty.core.compose import CPU, Plain, compose
 from thrifty.data.digits import DigitImages, Digits
 from thrifty.data.epochs import HeldOutExamples
 from thrifty.objectives.classify import Classify
-from thrifty.recipes.studies.pruning_digits import accuracy, perceptron
+from thrifty.studies.digits import accuracy, decayed_sgd, perceptron
 from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study, grid
-from thrifty.techniques.optimizers.sgd import Sgd
-from thrifty.techniques.schedules.cosine import Cosine
 from thrifty.techniques.sparsity.ticket import Ticket, density_of, pruned, ticket_bytes
 from thrifty.training.evaluate import held_out_loss
 from thrifty.training.loop import train
@@ -51,8 +49,7 @@ def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: 
         file.write_bytes(ticket_bytes(masks, "a round of this study", {}))
         ticket = Ticket(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), CONTROL[kind], seed)
         plain = Plain(lambda: perceptron(width, seed), Digits("train", batch, seed), Classify())
-        optimizer = [Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), Cosine(warmup=0)]
-        run = compose(plain, [*optimizer, ticket], steps)
+        run = compose(plain, [*decayed_sgd(), ticket], steps)
         state = run.start()
         with closing(train(run, state, seed)) as records:
             for _ in records:

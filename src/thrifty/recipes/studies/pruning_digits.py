@@ -4,26 +4,20 @@ Papers    Lee et al. 2019, SNIP (arXiv 1810.02340); Wang et al. 2020, GraSP (200
           (1707.04780); Evci et al. 2020, RigL (1911.11134), for these baselines too.
 Note      the head is masked as well, which is what collapses first. Pixels are standardised: given as they are, in
           [0, 1], so little passes a random mask of 2 % that the network had not begun to learn after 1500 steps (one
-          seed). First weights are He's, biases zero. GraSP starts from Xavier's weights, as
-          in its paper: from He's it chose at 10 % what trained to nothing (two seeds).
+          seed). First weights are He's, biases zero. GraSP starts from Xavier's weights, as in its paper: from He's it
+          chose at 10 % what trained to nothing (two seeds).
 """
 
 from contextlib import closing
-from functools import cache
-from itertools import pairwise
-
-import torch
-from torch import Tensor, nn
 
 from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.sparse.masks import masks_in
 from thrifty.core.technique import Technique
-from thrifty.data.digits import DigitImages, Digits
+from thrifty.data.digits import Digits
 from thrifty.objectives.classify import Classify
+from thrifty.studies.digits import accuracy, decayed_sgd, perceptron
 from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.techniques.optimizers.sgd import Sgd
-from thrifty.techniques.schedules.cosine import Cosine
 from thrifty.techniques.sparsity.grasp import Grasp
 from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.techniques.sparsity.set import Set
@@ -31,43 +25,12 @@ from thrifty.techniques.sparsity.snip import Snip
 from thrifty.techniques.sparsity.static import Static
 from thrifty.training.loop import train
 
-PIXELS, CLASSES = 64, 10
 DENSE = "dense"
 METHODS = (
     "static, uniform", "static, ERK", "magnitude, global", "SNIP", "GraSP", "SET", "RigL",
 )  # fmt: skip
 EVERY = r"weight$"
 """All matrices of the network, its head too."""
-
-
-@cache
-def pixel_statistics() -> tuple[float, float]:
-    """Mean and standard deviation of the pixels of the training images."""
-    images = DigitImages("train").images
-    return float(images.mean()), float(images.std())
-
-
-class Standardize(nn.Module):
-    """Pixels as the training images have them, with their mean and standard deviation taken out."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        mean, deviation = pixel_statistics()
-        return (images - mean) / deviation
-
-
-def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
-    """Images (b, 8, 8) through three hidden layers to logits (b, 10), from He's first weights or Xavier's."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [PIXELS, width, width, width, CLASSES]
-    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(sizes)]
-    for layer in layers:
-        if xavier:
-            nn.init.xavier_normal_(layer.weight, generator=generator)
-        else:
-            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
-        nn.init.zeros_(layer.bias)
-    between = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
-    return nn.Sequential(Standardize(), nn.Flatten(), *between, layers[-1])
 
 
 def masking(method: str, density: float, every: int, seed: int) -> list[Technique]:
@@ -85,18 +48,10 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
     return [] if method == DENSE else [choices[method]]
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module) -> float:
-    """Percent of the test images that are told right."""
-    test = DigitImages("test")
-    return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
-
-
 def measure(seed: int, method: str, density: float, width: int, steps: int, batch: int, every: int) -> dict[str, float]:
-    """One network, trained by SGD with momentum and a rate of 0.05 that falls by a cosine to the end."""
+    """What one network came to."""
     plain = Plain(lambda: perceptron(width, seed, method == "GraSP"), Digits("train", batch, seed), Classify())
-    optimizer = [Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), Cosine(warmup=0)]
-    run = compose(plain, [*optimizer, *masking(method, density, every, seed)], steps)
+    run = compose(plain, [*decayed_sgd(), *masking(method, density, every, seed)], steps)
     state = run.start()
     try:
         with closing(train(run, state, seed)) as records:

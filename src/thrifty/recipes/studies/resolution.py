@@ -6,28 +6,14 @@ Note      all ways of a budget have equally many steps and images; what small im
           full images. Not a Vision Transformer of ImageNet's size: 64 patches have little to lose.
 """
 
-from contextlib import closing
 from statistics import fmean
 from typing import Literal
 
-from torch import nn
-
-from thrifty.core.compose import CPU, Plain, compose
-from thrifty.core.recipe import DataSettings
 from thrifty.core.technique import Technique
-from thrifty.data.images import open_images
-from thrifty.models.presets import assemble
-from thrifty.models.shape import Shape
-from thrifty.models.transformer import initialize
-from thrifty.objectives.classify import Classify
 from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.studies.vision import train_on_images
 from thrifty.techniques.growth.low_frequency import LowFrequency
 from thrifty.techniques.growth.resolution import Resolution
-from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
-from thrifty.techniques.schedules.cosine import Cosine
-from thrifty.training.evaluate import evaluate
-from thrifty.training.loop import train
 
 Way = Literal["full", "resolution", "low_frequency"]
 PROGRESSIVE: tuple[Way, ...] = ("resolution", "low_frequency")
@@ -45,31 +31,17 @@ def measure(
     seed: int, way: Way, steps: int, data: str, depth: int, width: int, patch: int, batch: int, tested: int
 ) -> dict[str, float]:
     """Accuracy and loss on held-out images, and what the steps took."""
-    images = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
-    ends = images.ends
-    shape = Shape(
-        "vit", depth, width, width // 32 or 1, width // 32 or 1, 4 * width, len(ends.labels), 0, tied=False,
-        image=ends.side, patch=patch, channels=ends.channels,
+    trained = train_on_images(
+        techniques_of(way, patch),
+        steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=1e-3,
     )  # fmt: skip
-
-    def build() -> nn.Module:
-        model = assemble(shape)
-        initialize(model, seed)
-        return model
-
-    plain = Plain(build, images.train, Classify(label_smoothing=0.1))
-    chosen = [AdamW(lr=1e-3, weight_decay=0.05), Cosine(warmup=0.05), Clip(), *techniques_of(way, patch)]
-    run = compose(plain, chosen, steps)
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        patches = [(run.source.at(record.step - 1)["inputs"].shape[-1] // patch) ** 2 for record in records]
-    assert state.model is not None
-    found = evaluate(state.model, Classify(), images.held_out.batches(tested, 250), CPU)
+    patches = [(trained.run.source.rows(step, 0, 1)["inputs"].shape[-1] // patch) ** 2 for step in range(steps)]
+    found = trained.judged(tested)
     return {
         "accuracy": found["accuracy"],
         "loss": found["loss"],
         "patches": fmean(patches),
-        "seconds": state.counters["seconds"],
+        "seconds": trained.seconds,
     }
 
 

@@ -9,11 +9,9 @@ Note      work is counted in block-steps, so a run that starts shallow has more 
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.studies.language import llama, train_on_bytes
-from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.studies.equal_work import QUANTITIES, after, losses_by
+from thrifty.studies.study import Cells, Expectation, Study, grid
 from thrifty.techniques.growth.stacking import Stacking
-from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
 from thrifty.techniques.schedules.cosine import Cosine
 
 AT = (0.125, 0.3)
@@ -42,15 +40,8 @@ def measure(
 ) -> dict[str, float]:
     """The held-out loss after the work of `full_steps` steps of the full model."""
     steps = full_steps if way == "full" else round(full_steps * depth / mean_depth(depth))
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        [AdamW(lr=lr), Cosine(warmup=0.05), Clip(), *WAYS[way]],
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
-    return {"loss": trained.held_out_loss(1024), "steps": steps, "seconds": trained.seconds}
+    chosen = [Cosine(warmup=0.05), *WAYS[way]]
+    return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
 
 
 def stacking(
@@ -82,11 +73,7 @@ def stacking(
         about="Stacking gains much in a short run and little in a long one, at equal work.",
         measure=measure,
         cases=cases,
-        quantities={
-            "loss": Quantity("held-out loss, nats per byte"),
-            "steps": Quantity("steps that the work paid for"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-        },
+        quantities=QUANTITIES,
         seeds=seeds,
         expect=[
             Expectation("at the short budget stacking gains more than 0.02 nats", lambda c: gain(c, short) > 0.02),
@@ -98,8 +85,6 @@ def stacking(
                 for way in ("zeroed", "mean")
             ),
         ],
-        plots=[
-            Plot("loss", "Held-out loss at equal work, nats per byte", x="full_steps", y="loss", by="way", log_x=True)
-        ],
+        plots=[losses_by("way")],
         minutes=15,
     )

@@ -34,6 +34,7 @@ from thrifty.core.growth.gates import add_gates, gates
 from thrifty.core.growth.growing import Taller, cut_stacks
 from thrifty.core.growth.image_sizes import images_of, with_images
 from thrifty.core.growth.sizes import positions_of, step_flops
+from thrifty.core.growth.text_lengths import cut_short, is_text_alone
 from thrifty.core.growth.weight_averages import Trailing
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
@@ -43,7 +44,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.surgery import find_stacks
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.transforms import Transform, chain
-from thrifty.kernels.resizing import resize, scaled_sides
+from thrifty.kernels.resizing import resize, scaled_side
 from thrifty.kernels.size_choice import best_size, fitted_weight, sizes_up
 
 AVERAGE = "weights_behind"
@@ -54,12 +55,11 @@ Size = tuple[float, float]
 def shortened(batch: Batch, share: float, multiple: int) -> Batch:
     """A share of each text, from its beginning, or images of so much smaller sides; other examples as they are."""
     images = images_of(batch)
-    if share == 1.0 or (images is None and batch.fields.keys() - {"key"} != {"tokens"}):
-        return batch
     if images is not None:
-        return with_images(batch, resize(images, *scaled_sides(*images.shape[-2:], share, multiple)))
-    length, _ = scaled_sides(batch["tokens"].shape[1] - 1, 1, share, multiple)
-    return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight, batch.last)
+        return with_images(batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:])))
+    if not is_text_alone(batch):
+        return batch
+    return cut_short(batch, scaled_side(batch["tokens"].shape[1] - 1, share, multiple))
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Searching:
         began = time.perf_counter()
         with gates(model, self.settings.name, lambda stack, block, _: block < blocks_at(depth, structure.full[stack])):
             outcome = self.inner(model, objective, shortened(batch, length, self.settings.multiple))
-        if searching and (loss := float(outcome.loss)) and math.isfinite(loss):
+        if searching and 0 < (loss := float(outcome.loss)) < math.inf:
             values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}
             for name in self.kept:
                 self.state[name][index] += values[name]
@@ -149,9 +149,11 @@ class AutoGrow(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.search) is type(self.until) and self.search * self.stages > self.until:
+        stage = self.until // self.stages if isinstance(self.until, int) else self.until / self.stages
+        # one that ends where the next stage begins would be cut off before anything is chosen
+        if type(self.search) is type(self.until) and self.search and self.search >= stage:
             raise UsageError(
-                f"{self.name}: a search of {self.search} does not fit a stage of {self.until / self.stages:g}",
+                f"{self.name}: a search of {self.search:g} does not fit a stage of {stage:g}",
                 fix="search less, or have fewer stages",
             )
 
@@ -184,7 +186,8 @@ class AutoGrow(Technique):
         """What is decided before this step, as plain JSON; None for nothing."""
         boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
         if step == 0:
-            return {"why": "start small", "sizes": [[self.start, self.start]]}
+            start = self.start if boundaries[-1] else 1.0  # fewer steps than stages
+            return {"why": "start small", "sizes": [[start, start]]}
         now = next(entry.decision for entry in reversed(state.log) if entry.technique == self.name)
         (depth, length), searching = now["sizes"][0], len(now["sizes"]) > 1
         if step == boundaries[-1]:
@@ -199,7 +202,8 @@ class AutoGrow(Technique):
         return None
 
     def _choose(self, sizes: Sequence[Sequence[float]], state: TrainState) -> dict[str, Any]:
-        memory = {name: values.tolist() for name, values in state.techniques[self.name].items()}
+        # all ranks choose the same, whatever the last bits of a loss are on each
+        memory = {name: mean_over_ranks(state.techniques[self.name][name]).tolist() for name in ("count", "loss")}
         tried = [index for index in range(len(sizes)) if memory["count"][index]]
         if not tried:
             return {"sizes": [list(sizes[0])]}

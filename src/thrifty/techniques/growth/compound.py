@@ -27,7 +27,8 @@ from thrifty.core.bounds import Positive, Rate
 from thrifty.core.change import Change, Moments
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.growth.growing import Taller, cut_stacks
-from thrifty.core.growth.pooling import Pooled, pool, refuse_more_than_tokens
+from thrifty.core.growth.pooling import Pooled, pool
+from thrifty.core.growth.text_lengths import cut_short, refuse_more_than_tokens
 from thrifty.core.growth.widening import Inner, divided, duplicated, inner_parameters, narrow
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
@@ -55,7 +56,8 @@ class Compound(Technique):
     at: tuple[Moment, ...] = (0.125, 0.3)
     """When the model grows."""
     depth: Positive = 4
-    """By what depth is divided at first; halved at each growth once that suffices to end at 1. 1 leaves it alone."""
+    """By what depth is divided at first, at most 2 for each growth; halved at each growth once that suffices to end at
+    1. 1 leaves it alone."""
     width: Positive = 2
     """The same for the inner units of feed-forward networks."""
     length: Positive = 2
@@ -76,9 +78,8 @@ class Compound(Technique):
             divisor = divisor_at(step, self.length, self.at)
             if divisor == 1:
                 return batch
-            refuse_more_than_tokens(batch.fields, "cut short")
-            length = max((batch["tokens"].shape[1] - 1) // divisor, 1)
-            return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight, batch.last)
+            refuse_more_than_tokens(batch, self.name, "leave the length alone: length=1")
+            return cut_short(batch, max((batch["tokens"].shape[1] - 1) // divisor, 1))
 
         return Mapped(source, shorten)
 

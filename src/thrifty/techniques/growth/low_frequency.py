@@ -15,8 +15,6 @@ Note      the paper's second half, augmentation that grows stronger, is a matter
 from dataclasses import dataclass
 from typing import Annotated
 
-from torch import Tensor
-
 from thrifty.core.batches import BatchSource
 from thrifty.core.bounds import Bound, Positive
 from thrifty.core.errors import UsageError
@@ -25,7 +23,7 @@ from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.frequencies import crop_spectrum
-from thrifty.kernels.resizing import scaled_sides
+from thrifty.kernels.resizing import scaled_side
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,9 @@ class LowFrequency(Technique):
                 fix="give one rising moment for each share: shares = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
-    def share_at(self, step: int) -> float:
-        return next((share for share, end in zip(self.shares, self.until, strict=True) if step < end), 1.0)
+    def side_at(self, step: int, side: int) -> int:
+        share = next((share for share, end in zip(self.shares, self.until, strict=True) if step < end), 1.0)
+        return scaled_side(side, share, self.multiple)
 
     def batches(self, source: BatchSource) -> BatchSource:
-        def crop(step: int, images: Tensor) -> Tensor:
-            return crop_spectrum(images, *scaled_sides(*images.shape[-2:], self.share_at(step), self.multiple))
-
-        return resized_images(source, crop)
+        return resized_images(source, self.side_at, crop_spectrum)

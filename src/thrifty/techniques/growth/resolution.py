@@ -13,8 +13,6 @@ Note      sides are multiples of `multiple`: let it be the side of a patch, or a
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from thrifty.core.batches import BatchSource
 from thrifty.core.bounds import Positive, Share
 from thrifty.core.growth.image_sizes import resized_images
@@ -37,12 +35,8 @@ class Resolution(Technique):
     phases: Positive = 4
     multiple: Positive = 8
 
-    def batches(self, source: BatchSource) -> BatchSource:
-        def shrink(step: int, images: Tensor) -> Tensor:
-            height, width = (
-                phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
-                for side in images.shape[-2:]
-            )
-            return resize(images, height, width)
+    def side_at(self, step: int, side: int) -> int:
+        return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
 
-        return resized_images(source, shrink)
+    def batches(self, source: BatchSource) -> BatchSource:
+        return resized_images(source, self.side_at, resize)

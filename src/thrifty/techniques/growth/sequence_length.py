@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.bounds import Positive
-from thrifty.core.errors import Refused
 from thrifty.core.growth.phases import phased_size
+from thrifty.core.growth.text_lengths import cut_short, refuse_more_than_tokens
 from thrifty.core.moments import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -31,14 +31,9 @@ class SequenceLength(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
-            others = sorted(batch.fields.keys() - {"tokens", "key"})
-            if "tokens" not in batch.fields or others:
-                raise Refused(
-                    f"{self.name} needs batches of tokens alone; these have {' and '.join(others)}",
-                    fix="use it on plain text",
-                )
+            refuse_more_than_tokens(batch, self.name)
             full = batch["tokens"].shape[1] - 1
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
-            return Batch({**batch.fields, "tokens": batch["tokens"][:, : length + 1]}, batch.weight)
+            return cut_short(batch, length)
 
         return Mapped(source, shorten)

@@ -77,6 +77,12 @@ def from_hex(text: str, count: int) -> list[int]:
     return [place for place, bit in enumerate(f"{int(text, 16):0{count}b}") if bit == "1"]
 
 
+def slim(model: nn.Module, kept: Mapping[str, Any]) -> None:
+    """Take out of a whole model what a ticket's decision, `kept`, does not keep."""
+    for name, pieces in find_pieces(model).items():
+        arrange(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
+
+
 class AddSigns(Selective):
     """The gradient of penalty · |c| for each coefficient c."""
 
@@ -167,8 +173,7 @@ class EarlyBird(Technique):
             for kind in KINDS:
                 note(f"{sum(each.count for each in found.values() if each.kind == kind)} {kind} have a coefficient")
             return model
-        for name, pieces in found.items():
-            arrange(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
+        slim(model, kept)
         for kind in KINDS:
             own = [each for each in find_pieces(model).values() if each.kind == kind]
             note(f"{sum(each.count for each in own)} {kind} are left")

@@ -59,6 +59,17 @@ class Gradual(MaskedWeights):
                 f"{self.name}: initial is {self.initial}, below the density of {self.density} that it should fall to",
                 fix=f"--set techniques.{self.name}.initial=1.0",
             )
+        # two shares of the run or two steps; of one of each nothing can be said yet
+        if type(self.start) is type(self.until) and self.until < self.start:
+            raise UsageError(
+                f"{self.name}: until is {self.until}, before the start at {self.start}",
+                fix=f"set until to {self.start} or later",
+            )
+        if isinstance(self.until, float) and self.until >= 1:
+            raise UsageError(
+                f"{self.name}: until is {self.until}, and no update follows that could reach the final density",
+                fix=f"--set techniques.{self.name}.until=0.75",
+            )
 
     def due(self, step: int) -> bool:
         start, until = int(self.start), int(self.until)

@@ -32,7 +32,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound, Positive, Rate
+from thrifty.core.bounds import Bound, Positive, Rate, check_pattern
 from thrifty.core.branches import is_transposed
 from thrifty.core.errors import IntegrityError
 from thrifty.core.layout import held_parts
@@ -170,7 +170,8 @@ class NOfM(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.pattern
+        check_pattern(self, self.name, "where")
+        _ = self.pattern  # refuses what is none
 
     @property
     def pattern(self) -> Pattern:

@@ -34,8 +34,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
+from thrifty.core.bounds import Positive, check_pattern
 from thrifty.core.change import Change
+from thrifty.core.errors import Refused
 from thrifty.core.machine import has_fast_bfloat16
 from thrifty.core.objective import Objective
 from thrifty.core.sparse.masks import masks_in
@@ -61,8 +62,8 @@ Lines = dict[torch.dtype, dict[Form, Line]]
 class Product:
     """What a layer knows of the mask that its weight is under, and which products it has chosen."""
 
-    def __init__(self, lines: Lines, former: Any):
-        self.lines, self.former = lines, former
+    def __init__(self, lines: Lines):
+        self.lines = lines
         self.patterns: dict[torch.dtype, Pattern] = {}
         """By the dtype of products, where sparse ones are chosen."""
         self.is_sparse = False
@@ -111,18 +112,13 @@ def in_words(form: Form, density: float, ratio: float) -> str:
 
 def put_on(layer: nn.Linear, lines: Lines) -> None:
     """Let a linear layer use sparse products while it is trained, once its `sparse_product` follows a mask."""
-    layer.sparse_product = Product(lines, vars(layer).get("forward"))  # type: ignore[assignment]
+    layer.sparse_product = Product(lines)  # type: ignore[assignment]
     wrap_forward(layer, _multiply)
 
 
 def take_off(layer: nn.Linear) -> None:
     """Undo `put_on`."""
-    former = layer.sparse_product.former
-    if former is None:
-        del layer.forward
-    else:
-        layer.forward = former
-    del layer.sparse_product
+    del layer.forward, layer.sparse_product
 
 
 def _multiply(layer: Any, inner: Any, x: Tensor) -> Tensor:
@@ -174,8 +170,14 @@ class SparseProducts(Technique):
     costs: Literal["measured", "counted"] = "measured"
     """Of products: timed on this machine, or told from their shapes."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self, self.name, "where")
+
     def model(self, model: nn.Module) -> nn.Module:
         layers = {name: layer for name, layer in weight_layers(model).items() if re.search(self.where, name)}
+        if not layers:
+            raise Refused(f"no layer has a name that matches {self.where!r}", fix="give another pattern as where")
         reasons = {name: reason for name, layer in layers.items() if (reason := _reason_to_skip(layer))}
         shapes: dict[tuple[int, ...], list[str]] = {}
         for name, layer in layers.items():
@@ -204,7 +206,8 @@ class SparseProducts(Technique):
     def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
         lines = layer.sparse_product.lines[layer.weight.dtype]
         when = ", ".join(f"{form} below a density of {line.crossover:.2f}" for form, line in lines.items())
-        return f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}: {when}"
+        found = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
+        return f"{found}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
 
     def changes(self, step: int, state: TrainState) -> Change | None:
         """No change of structure: layers follow their masks, which may have moved in the last update."""

@@ -17,7 +17,7 @@ Note      the controls of the paper are settings: "random-mask" keeps as many we
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,18 +30,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.accounting import unseen
-from thrifty.core.backward import Backward
 from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
 from thrifty.core.parameters import fused_slices
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparse.masked_weights import Telling
-from thrifty.core.sparse.masks import Layer, Masks, check_masks, masks_in
-from thrifty.core.sparse.sparsity import Shapes, largest, like_parameter, random_mask
-from thrifty.core.stages import Stage
+from thrifty.core.sparse.masked_weights import UnderMasks
+from thrifty.core.sparse.masks import check_masks, masks_in
+from thrifty.core.sparse.sparsity import Shapes, largest, like_parameter, masked_shapes, random_mask
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.surgery import note
-from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform
 
 KEY = "thrifty-ticket"
 """Of a ticket's metadata: one entry of JSON, since the order of several is not the same each time they are written."""
@@ -153,16 +149,13 @@ def contents_of(file: str, sha256: str) -> Contents:
 
 
 @dataclass(frozen=True)
-class Ticket(Technique):
-    stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
-    claims = frozenset({"weight masks"})
+class Ticket(UnderMasks):
     clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "it masks weights that adapters keep frozen",
+        **UnderMasks.clashes,
         "depth": "a ticket is drawn for the blocks of one model",
         "width": "a ticket is drawn for matrices of one size",
         "parameters of several blocks": "a ticket has a mask for each block, and they have one matrix together",
     }
-    instead: ClassVar[bool] = True
 
     file: str = ""
     """The ticket: safetensors of booleans by parameter name; empty for none yet, which masks nothing."""
@@ -181,22 +174,16 @@ class Ticket(Technique):
         for name, shape in drawn.shapes.items():
             if name not in parameters:
                 raise Refused(f"the ticket masks {name}, which the model has not", fix=did_you_mean(name, parameters))
-            if len(shape) != 2 or parameters[name].shape != shape:
+            if not masked_shapes({name: parameters[name]}) or parameters[name].shape != shape:
                 raise Refused(
                     f"the ticket's mask of {name} is {shape}, the weight {tuple(parameters[name].shape)}",
-                    fix="take the model that the ticket was drawn in; masks are for matrices",
+                    fix="take the model it was drawn in; masks are for matrices, and tables of positions are none",
                 )
         if self.control == "reinitialise":
             shuffle_values(parameters, f"{self.seed}")
         found = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
         note(f"{found}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
         return model
-
-    def backward(self, backward: Backward) -> Backward:
-        return Telling(backward)
-
-    def update(self, transform: Transform) -> Transform:
-        return Masks(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
         return [name for name in shapes if name in self.contents.shapes]
@@ -212,12 +199,6 @@ class Ticket(Technique):
             name: random_mask(each, counts[name] / each.numel(), f"{self.seed}/{name}")
             for name, each in parameters.items()
         }
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
     def holds(self, state: TrainState) -> None:
         assert state.model is not None
