@@ -1,7 +1,8 @@
 """Steps on several ranks against hand-written PyTorch doing the same on the same ranks, step by step in turn.
 
-Promise: step time at most 1.03 times that of DistributedDataParallel or FSDP2 by hand. Each pair uses the same model,
-rows, loss and optimizer, and both say the loss and the gradient's norm of the whole batch at every step.
+Promise: step time at most 1.03 times that of DistributedDataParallel, FSDP2 or tensor parallelism by hand. Each pair
+uses the same model, rows, loss and optimizer, and both say the loss and the gradient's norm of the whole batch at every
+step.
 
     python benchmarks/bench_parallel.py [results/benchmarks/parallel-cpu.json]
 """
@@ -9,7 +10,7 @@ rows, loss and optimizer, and both say the loss and the gradient's norm of the w
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import llama_by_hand
 from side_by_side import Timing, rows, side_by_side, tell, write
 from thrifty.core import mesh
 from thrifty.core.batches import BatchSource
@@ -29,10 +33,12 @@ from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.core.technique import Technique
 from thrifty.data import open_data
 from thrifty.models import build_model
+from thrifty.models.presets import shape_of
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.parallelism.replicate import Replicate
 from thrifty.techniques.parallelism.shard import Shard
+from thrifty.techniques.parallelism.tensor import TensorParallel
 from thrifty.training.loop import train
 
 RANKS, STEPS, ROUNDS = 2, 100_000, 40
@@ -43,26 +49,26 @@ PRESETS = ("llama-nano", "llama-micro")
 @dataclass(frozen=True)
 class Pair:
     divides: Technique
-    axes: Mapping[str, int]
-    by_hand: Callable[[nn.Module], nn.Module]
-    """The plain model divided by torch alone."""
+    axis: str
+    by_hand: Callable[[Plain, ModelSettings], Iterator[float]]
+    """Steps of the plain model divided by torch alone."""
+    tied: bool | None = None
+    """Whether the head shares the embedding's weights; as the preset has it unless given."""
 
 
-def in_blocks(model: nn.Module) -> nn.Module:
+def with_ddp(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+    return on_own_rows(plain, DistributedDataParallel(plain.build()))
+
+
+def with_fsdp2(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+    model = plain.build()
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(model, reshard_after_forward=False)
+    return on_own_rows(plain, fully_shard(model, reshard_after_forward=False))
 
 
-PAIRS = {
-    "DDP": Pair(Replicate(), {"replicate": RANKS}, DistributedDataParallel),
-    "FSDP2": Pair(Shard(), {"shard": RANKS}, in_blocks),
-}
-
-
-def by_hand(plain: Plain, model: nn.Module) -> Iterator[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    head = getattr(model, "module", model).head
+def on_own_rows(plain: Plain, model: nn.Module) -> Iterator[float]:
+    optimizer, head = adamw(model), getattr(model, "module", model).head
     own, first = plain.source.batch // RANKS, dist.get_rank() * plain.source.batch // RANKS
     for step in range(STEPS):
         batch = plain.source.rows(step, first, first + own)
@@ -78,14 +84,43 @@ def by_hand(plain: Plain, model: nn.Module) -> Iterator[float]:
         yield total.item() + _whole(norm).item()
 
 
+def with_tensor_parallel(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+    tokens = plain.source.at(0)["tokens"]
+    vocabulary = plain.build().head.out_features
+    shape = shape_of(settings, vocabulary, tokens.shape[1] - 1)
+    model = llama_by_hand.divided(llama_by_hand.Llama(shape), init_device_mesh("cpu", (RANKS,)))
+    optimizer = adamw(model)
+    for step in range(STEPS):
+        loss = llama_by_hand.backward(model, plain.source.at(step)["tokens"])
+        norm = llama_by_hand.whole_norm(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield _whole(loss).item() + norm.item()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    plain, divided = [], []
+    for parameter in model.parameters():
+        (divided if isinstance(parameter, DTensor) else plain).append(parameter)
+    groups = [{"params": parameters} for parameters in (plain, divided) if parameters]  # a list of one kind each
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+PAIRS = {
+    "DDP": Pair(Replicate(), "replicate", with_ddp),
+    "FSDP2": Pair(Shard(), "shard", with_fsdp2),
+    "tensor": Pair(TensorParallel(), "tensor", with_tensor_parallel, tied=False),
+}
+
+
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def timed(pair: Pair, plain: Plain) -> dict[str, Timing]:
-    mesh.lay({name: pair.axes.get(name, 1) for name in mesh.AXES}, "cpu")
+def timed(pair: Pair, plain: Plain, settings: ModelSettings) -> dict[str, Timing]:
+    mesh.lay({name: RANKS if name == pair.axis else 1 for name in mesh.AXES}, "cpu")
     run = compose(plain, [AdamW(lr=1e-3), pair.divides], STEPS)
-    ours, theirs = train(run, run.start(), seed=0), by_hand(plain, pair.by_hand(plain.build()))
+    ours, theirs = train(run, run.start(), seed=0), pair.by_hand(plain, settings)
     found = side_by_side({"by hand": lambda: next(theirs), "thrifty": lambda: next(ours)}, ROUNDS, 5)
     ours.close()
     mesh.lift()
@@ -99,13 +134,13 @@ def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
     source: BatchSource = data.train
     found = {}
     for preset in PRESETS:
-        plain = Plain(
-            lambda preset=preset: build_model(ModelSettings(preset=preset), data.vocabulary, DATA.length, 0),
-            source,
-            find_objective("next_token"),
-        )
         for name, pair in PAIRS.items():
-            timings = timed(pair, plain)
+            settings = ModelSettings(preset=preset, tied=pair.tied)
+
+            def build(settings: ModelSettings = settings) -> nn.Module:
+                return build_model(settings, data.vocabulary, DATA.length, 0)
+
+            timings = timed(pair, Plain(build, source, find_objective("next_token")), settings)
             found[f"{preset}, {name}"] = rows(timings, "by hand")
             if rank == 0:
                 tell(
