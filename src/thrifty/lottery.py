@@ -234,10 +234,8 @@ class _Rounds:
     def finished(self, number: int, control: str) -> dict[str, Any] | None:
         """The summary of a run that is finished."""
         with suppress(IntegrityError):
-            if (summary := RunFolder(self.runs / self.name(number, control)).read_json("summary"))[
-                "status"
-            ] == "finished":
-                return summary
+            summary = RunFolder(self.runs / self.name(number, control)).read_json("summary")
+            return summary if summary["status"] == "finished" else None
         return None
 
     def round(self, number: int, control: str) -> dict[str, Any]:
