@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 torch.set_num_threads(1)
+# machines that test are shared: how long an example takes there is no finding
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:

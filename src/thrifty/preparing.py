@@ -117,7 +117,7 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
 def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
     objective = chosen_objective(recipe.objective)
-    if objective.of_images and holds_images(recipe.data.source):
+    if objective.learns_from == "images" and holds_images(recipe.data.source):
         return objective, open_images(recipe.data, recipe.seed, own_side(recipe.model), say)
     _refuse_settings_of_images(recipe, objective)
     if isinstance(objective, Answer):
@@ -128,7 +128,8 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) ->
 
 def _refuse_settings_of_images(recipe: Recipe, objective: Objective) -> None:
     if set_in_vain := [name for name in ("size", "augment") if getattr(recipe.data, name) is not None]:
-        why = f"{recipe.data.source} holds none" if objective.of_images else f"{recipe.objective.name} learns from text"
+        from_text = objective.learns_from == "text"
+        why = f"{recipe.objective.name} learns from text" if from_text else f"{recipe.data.source} holds none"
         raise UsageError(
             f"data.{set_in_vain[0]} is set, which is for images, and {why}", fix=f"leave data.{set_in_vain[0]} out"
         )

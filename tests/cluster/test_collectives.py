@@ -4,7 +4,7 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as some
 
 from thrifty.cluster import collectives
@@ -148,13 +148,11 @@ groups = some.builds(
 )
 
 
-@settings(deadline=None)
 @given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), more=some.floats(0, 1e12))
 def test_more_bytes_never_take_less_time(kind: str, group: Group, size: float, more: float) -> None:
     assert seconds(kind, size + more, group) >= seconds(kind, size, group) * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), factor=some.floats(1, 10))
 def test_a_better_network_never_takes_longer(kind: str, group: Group, size: float, factor: float) -> None:
     better = Link("better", SLOW.latency / factor, SLOW.bandwidth * factor, "a test")
@@ -162,7 +160,6 @@ def test_a_better_network_never_takes_longer(kind: str, group: Group, size: floa
     assert seconds(kind, size, improved) <= seconds(kind, size, group) * (1 + 1e-12)
 
 
-@settings(deadline=None)
 @given(group=groups, size=some.floats(1, 1e12))
 def test_no_algorithm_beats_what_must_cross(group: Group, size: float) -> None:
     """All but its share must leave each node through its ports, and reach each rank over its links."""
@@ -201,7 +198,6 @@ def test_a_group_of_one_says_nothing() -> None:
     assert all(seconds(kind, GB, alone) == 0 for kind in ALGORITHMS)
 
 
-@settings(deadline=None)
 @given(some.integers(1, 64), some.floats(1, 1e10))
 def test_pieces_along_a_chain_are_as_many_as_is_best(steps: int, size: float) -> None:
     a, b = 2e-6, 25e9

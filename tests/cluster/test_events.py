@@ -21,7 +21,6 @@ def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float)
     return play(schedule(name, ranks, parts, chunks), lambda action: seconds[action.kind] / chunks)
 
 
-@settings(deadline=None)
 @given(
     name=some.sampled_from(["gpipe", "1f1b"]),
     ranks=some.integers(1, 12),
@@ -36,7 +35,6 @@ def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int, parts: int, forward: fl
     assert timeline.makespan == pytest.approx((parts + ranks - 1) * (forward + backward))
 
 
-@settings(deadline=None)
 @given(
     ranks=some.integers(1, 8),
     turns=some.integers(1, 5),
@@ -51,7 +49,6 @@ def test_bubble_of_interleaved(ranks: int, turns: int, chunks: int, forward: flo
     assert timeline.bubble / (1 - timeline.bubble) == pytest.approx((ranks - 1) / (chunks * parts), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(ranks=some.integers(1, 8), more=some.integers(0, 24), forward=duration, inputs=duration, weights=duration)
 def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: float, weights: float) -> None:
     """(p - 1)(F + I - W) seconds (Qi et al. 2023, table 2, ZB-H1) for W no longer than F and I; else what we found."""
@@ -61,7 +58,6 @@ def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: fl
     assert idle == pytest.approx((ranks - 1) * max(forward + inputs - weights, forward, inputs), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(ranks=some.integers(1, 8), more=some.integers(0, 16))
 def test_no_rank_waits_in_zero_bubble_v(ranks: int, more: int) -> None:
     """With F = I = W only the ranks' start is staggered (Qi et al. 2023, section 6)."""
@@ -94,7 +90,7 @@ def test_one_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even
     assert min(worst) > even
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(ranks=some.integers(1, 8), parts=some.integers(1, 24))
 def test_micro_batches_alive(ranks: int, parts: int) -> None:
     """GPipe m; 1F1B p - rank, at most m; ZB-H1 p, of which `rank` only wait for W (Qi et al. 2023, below table 1)."""
@@ -107,7 +103,6 @@ def test_micro_batches_alive(ranks: int, parts: int) -> None:
             assert timeline.peak(rank, for_weights=0.25) == (ranks - rank) + rank * 0.25
 
 
-@settings(deadline=None)
 @given(ranks=some.integers(2, 8), turns=some.integers(2, 4), chunks=some.integers(1, 4))
 def test_micro_batches_alive_interleaved(ranks: int, turns: int, chunks: int) -> None:
     """1 + (p - 1)/(p v) times that of 1F1B on the first rank (Korthikanti et al. 2022, from memory)."""
@@ -122,7 +117,6 @@ def test_what_is_held_over_time_in_bytes() -> None:
     assert timeline.peak(0, lambda stage: 7.0) == 14.0
 
 
-@settings(deadline=None)
 @given(
     name=some.sampled_from(SCHEDULES),
     ranks=some.integers(1, 6),
@@ -158,7 +152,6 @@ def test_nothing_starts_before_it_can(name: str, ranks: int, turns: int, way: fl
         assert all(left.end <= right.start for left, right in pairwise(carried))
 
 
-@settings(deadline=None)
 @given(ranks=some.integers(1, 8), parts=some.integers(1, 20), way=some.floats(0, 1))
 def test_transfers_that_overlap_delay_gpipe_once_each_way(ranks: int, parts: int, way: float) -> None:
     timeline = play(schedule("gpipe", ranks, parts), lambda action: 1.0, lambda source, target: way)

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.cluster.devices import DEVICES
@@ -32,7 +32,6 @@ def test_where_a_group_stands_on_nodes_of_eight(size: int, stride: int, per_node
     assert (group.inside, group.between) == (SELENE.inside, SELENE.between)
 
 
-@settings(deadline=None)
 @given(per_node=some.integers(1, 9), nodes=some.integers(1, 9), size=some.integers(1, 81), stride=some.integers(1, 40))
 def test_a_group_is_placed_as_its_ranks_are(per_node: int, nodes: int, size: int, stride: int) -> None:
     cluster = Cluster(DEVICES["h100"], per_node, nodes, LINKS["nvlink4"], LINKS["infiniband-ndr"])

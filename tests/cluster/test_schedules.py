@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -65,7 +65,6 @@ def test_gpipe_is_that_of_torch_with_the_last_backward_first() -> None:
         assert mine[:5] + mine[:4:-1] == theirs
 
 
-@settings(deadline=None)
 @given(
     name=some.sampled_from(SCHEDULES), ranks=some.integers(1, 9), parts=some.integers(1, 40), chunks=some.integers(1, 4)
 )

@@ -53,7 +53,7 @@ def test_small_work_waits_for_kernels_to_be_started() -> None:
     assert large == pytest.approx(1e15 / 156e12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     pipeline=st.sampled_from([1, 2, 4, 8]),
     parts=st.integers(1, 24),
@@ -175,7 +175,7 @@ def test_operations_that_are_not_fused_take_longer() -> None:
     assert 1.02 < unfused / fused < 1.6
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(factor=st.floats(1.1, 100.0), what=st.sampled_from(["inside", "between"]))
 def test_a_faster_network_is_never_slower(factor: float, what: str) -> None:
     mesh, chosen = Mesh(replicate=2, tensor=8, pipeline=4), Settings(32, overlap=False)

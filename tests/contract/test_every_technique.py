@@ -13,6 +13,7 @@ import tomli_w
 import torch
 from torch import nn
 
+from runs_for import plain_for
 from thrifty import techniques
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
@@ -56,9 +57,10 @@ def overrides(one: Technique, seam: str) -> bool:
     return getattr(type(one), seam) is not getattr(Technique, seam)
 
 
-def logits_of(model: nn.Module) -> torch.Tensor:
+def logits_of(model: nn.Module, plain: Plain) -> torch.Tensor:
+    objective = plain.objective
     with torch.no_grad():
-        return model.eval().head(model(plain_run().source.at(9)["tokens"][:, :-1]))
+        return objective.predict(model.eval(), objective.examples(plain.source.at(9))).logits
 
 
 def test_its_card_names_a_paper_and_a_promise(one: Technique) -> None:
@@ -85,7 +87,7 @@ def test_its_stage_and_its_numerics_agree(one: Technique) -> None:
 
 
 def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> None:
-    plain = plain_run()
+    plain = plain_for(one.name)
     run = Composition(plain, (one,), STEPS)
     bare = Composition(plain, (), STEPS)
     for seam, mine, theirs in (
@@ -100,7 +102,7 @@ def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
-    plain = plain_run(style="gpt", dropout=dropout)
+    plain = plain_for(one.name, style="gpt", dropout=dropout)
     if one.numerics is Numerics.DIFFERENT or (dropout and one.numerics is Numerics.ROUNDING):
         pytest.skip("another algorithm" if one.numerics is Numerics.DIFFERENT else "draws its masks differently")
     reference, expected = run_through(plain, with_optimizer([]), STEPS)
@@ -113,14 +115,14 @@ def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
 
 
 def test_it_learns(one: Technique) -> None:
-    records, _ = run_through(plain_run(repeated=True), with_optimizer([one]), 40)
+    records, _ = run_through(plain_for(one.name, repeated=True), with_optimizer([one]), 40)
     assert losses(records)[-1] < losses(records)[0] - LEAST_GAIN.get(one.name, 1.0)
 
 
 def test_it_keeps_every_name_of_the_plain_model(one: Technique) -> None:
-    _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
+    _, state = run_through(plain_for(one.name), with_optimizer([one]), STEPS)
     assert state.model is not None
-    both = (state.model, plain_run().build())
+    both = (state.model, plain_for(one.name).build())
     found, plain = (dict(model.named_parameters(remove_duplicate=False)).keys() for model in both)
     assert plain <= found
     if one.stage in HOW:
@@ -132,16 +134,16 @@ def test_the_order_in_which_techniques_are_given_is_irrelevant(one: Technique) -
     for other in ("optimizers.clip", "schedules.linear", "large_batch.accumulate", "memory.recompute"):
         if other != one.name and not technique(other).claims & one.claims:
             together.append(technique(other))
-    _, state = run_through(plain_run(), together, 4)
+    _, state = run_through(plain_for(one.name), together, 4)
     random.Random(one.name).shuffle(together)
     for order in (together, together[::-1]):
         torch._dynamo.reset()
-        _, other_state = run_through(plain_run(), order, 4)
+        _, other_state = run_through(plain_for(one.name), order, 4)
         assert_same(snapshot(other_state), snapshot(state))
 
 
 def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(one: Technique, tmp_path: Path) -> None:
-    plain = plain_run(style="gpt", dropout=0.3)  # what is drawn inside a step must come back too
+    plain = plain_for(one.name, style="gpt", dropout=0.3)  # what is drawn inside a step must come back too
     straight, expected = run_through(plain, with_optimizer([one]), STEPS)
     run = compose(plain, with_optimizer([one]), STEPS)
     state = run.start()
@@ -158,7 +160,7 @@ def test_a_run_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(one: Te
 
 
 def test_two_runs_of_one_composition_are_the_same_run(one: Technique) -> None:
-    run = compose(plain_run(), with_optimizer([one]), 3)
+    run = compose(plain_for(one.name), with_optimizer([one]), 3)
     states = []
     for _ in range(2):
         state = run.start()
@@ -168,7 +170,7 @@ def test_two_runs_of_one_composition_are_the_same_run(one: Technique) -> None:
 
 
 def test_its_promise_holds_at_every_step(one: Technique) -> None:
-    run = compose(plain_run(), with_optimizer([one]), STEPS)
+    run = compose(plain_for(one.name), with_optimizer([one]), STEPS)
     state = run.start()
     for step in range(STEPS + 1):
         run.verify(state)
@@ -189,7 +191,7 @@ def test_a_broken_promise_is_noticed(one: Technique) -> None:
         what_was_frozen_is_trained,
         what_was_shared_is_apart,
     ):
-        run = compose(plain_run(), with_optimizer([one]), STEPS)
+        run = compose(plain_for(one.name), with_optimizer([one]), STEPS)
         state = run.start()
         if masks_that_wait(state):
             advance(run, state)
@@ -240,34 +242,35 @@ def what_was_shared_is_apart(state: TrainState) -> None:
 
 
 def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Technique) -> None:
-    _, state = run_through(plain_run(), with_optimizer([one]), STEPS)
+    _, state = run_through(plain_for(one.name), with_optimizer([one]), STEPS)
     assert state.model is not None
-    before, plain = logits_of(state.model), plain_run().build()
+    plain = plain_for(one.name)
+    before, rebuilt = logits_of(state.model, plain), plain.build()
     try:
         finished = one.finish(state.model)
     except Refused as refused:  # right only where the plain architecture computes something else with these weights
         assert refused.what and refused.fix
-        assert torch.equal(logits_of(state.model), before)
-        values, names = state.model.state_dict(), plain.state_dict().keys()
-        plain.load_state_dict({name: values[name] for name in names})
-        assert (logits_of(plain) - before).abs().max() > 1e-2
+        assert torch.equal(logits_of(state.model, plain), before)
+        values, names = state.model.state_dict(), rebuilt.state_dict().keys()
+        rebuilt.load_state_dict({name: values[name] for name in names})
+        assert (logits_of(rebuilt, plain) - before).abs().max() > 1e-2
         return
     near = 1e-5 if before.dtype == torch.float32 else 1e-2 * float(before.abs().max())  # weights of 16 bits compute so
-    assert (logits_of(finished) - before).abs().max() < near
-    assert list(dict(finished.named_parameters())) == list(dict(plain.named_parameters()))
-    assert finished.state_dict().keys() == plain.state_dict().keys()
+    assert (logits_of(finished, plain) - before).abs().max() < near
+    assert list(dict(finished.named_parameters())) == list(dict(rebuilt.named_parameters()))
+    assert finished.state_dict().keys() == rebuilt.state_dict().keys()
 
 
 def test_its_footprint_counted_without_memory_is_the_one_counted_with_it(one: Technique) -> None:
     if overrides(one, "footprint"):
         pytest.skip("it states its own")
-    run = compose(plain_run(), with_optimizer([one]), STEPS)
+    run = compose(plain_for(one.name), with_optimizer([one]), STEPS)
     assert count(run, run.techniques) == count_built(run, run.source.at(STEPS - 1))
 
 
 def test_it_is_explained_without_making_a_tensor(one: Technique) -> None:
     built: list[nn.Module] = []
-    plain = plain_run()
+    plain = plain_for(one.name)
 
     def build_and_keep() -> nn.Module:
         built.append(plain.build())

@@ -37,7 +37,7 @@ def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> Non
     del c
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=some.lists(some.integers(1, 200), min_size=1, max_size=6))
 def test_the_peak_is_the_largest_sum_alive(rows: list[int]) -> None:
     wanted, kept = 0, 0

@@ -68,7 +68,7 @@ def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
 advice = some.dictionaries(some.integers(0, 5), some.sampled_from([PASS, INPUT, ALL]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(first=advice, again=some.dictionaries(some.integers(0, 5), advice))
 def test_gradients_are_the_same_whatever_is_kept(first: dict[int, Do], again: dict[int, dict[int, Do]]) -> None:
     wanted = gradients(Loop(6))

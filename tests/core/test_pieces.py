@@ -98,7 +98,7 @@ def in_pieces(transform: Transform, held: list[Tensor], steps: int) -> list[Tens
 
 
 @pytest.mark.parametrize("name", CHAINS)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5))
 def test_a_chain_in_pieces_is_the_chain(name: str, shapes: list[tuple[int, ...]]) -> None:
     found = in_pieces(CHAINS[name](), tensors(shapes, 99), 3)

@@ -47,7 +47,7 @@ def pictures(count: int, side: int = 8, seed: int = 0) -> torch.Tensor:
     return torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 99), rows=st.lists(st.integers(0, 11), min_size=1, max_size=12))
 def test_what_becomes_of_an_image_depends_on_its_key_alone(seed, rows):
     images, others, all_keys = pictures(12), pictures(12, seed=1), keys(12, seed)

@@ -49,7 +49,7 @@ def theirs():
 
 
 @pytest.mark.parametrize("source", [CHATML, ALPACA, LLAMA_LIKE, LOOPING])
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(messages=conversation(), prompt=st.booleans())
 def test_a_template_gives_the_text_that_transformers_gives(theirs, source, messages, prompt):
     expected = theirs.apply_chat_template(

@@ -54,7 +54,7 @@ def learned_runs(found):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(messages=conversation())
 def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, messages):
     tokenizer = TOKENIZERS[name]
@@ -69,7 +69,7 @@ def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, message
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(messages=conversation())
 def test_no_message_can_write_a_special_token(name, messages):
     tokenizer = TOKENIZERS[name]
@@ -82,7 +82,7 @@ def test_no_message_can_write_a_special_token(name, messages):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(messages=conversation())
 def test_an_answer_stands_behind_exactly_the_tokens_that_a_chat_begins_with(name, messages):
     tokenizer = TOKENIZERS[name]
@@ -93,7 +93,7 @@ def test_an_answer_stands_behind_exactly_the_tokens_that_a_chat_begins_with(name
 
 
 @pytest.mark.parametrize("name", ["chatml", "with system"])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(messages=conversation(st.text(st.characters(codec="utf-8", exclude_characters="<\ufdd0"), max_size=10)))
 def test_the_tokens_are_those_of_transformers_where_no_message_spells_a_special_one(name, messages):
     tokenizer = TOKENIZERS[name]

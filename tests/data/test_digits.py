@@ -2,7 +2,7 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
@@ -42,7 +42,6 @@ def test_the_splits_share_no_image_and_leave_none_out():
         DigitImages("tests")
 
 
-@settings(deadline=None)
 @given(step=st.integers(0, 10**6), start=st.integers(0, 31), count=st.integers(1, 32), seed=st.integers(0, 99))
 def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
     source = Digits("train", 32, seed)

@@ -1,11 +1,10 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.data.draws import chosen, drawn, example_keys, fractions
 
 
-@settings(deadline=None)
 @given(seed=st.integers(0, 2**40), start=st.integers(0, 2**50), count=st.integers(1, 50))
 def test_a_key_depends_on_the_seed_and_the_number_alone(seed, start, count):
     keys = example_keys(seed, np.arange(start, start + count))
@@ -14,7 +13,6 @@ def test_a_key_depends_on_the_seed_and_the_number_alone(seed, start, count):
     assert not set(keys.tolist()) & set(example_keys(seed + 1, np.arange(start, start + count)).tolist())
 
 
-@settings(deadline=None)
 @given(skip=st.integers(0, 500), count=st.integers(1, 50))
 def test_numbers_can_be_drawn_from_the_middle(skip, count):
     keys = example_keys(3, np.arange(4))

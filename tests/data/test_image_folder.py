@@ -135,7 +135,7 @@ def test_what_holds_images_is_told_from_what_holds_text(tmp_path):
     assert holds_images("digits") and holds_images("cifar10") and not holds_images("kjv")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.text(min_size=1, max_size=12).filter(lambda name: name.isprintable() and "/" not in name))
 def test_a_label_may_have_any_name(tmp_path_factory, name):
     assume(not name.startswith("."))

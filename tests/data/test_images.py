@@ -35,7 +35,7 @@ def test_digits_are_those_of_the_splits_normalised_by_their_training_pixels():
     assert torch.equal(shown["labels"], train.labels)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(step=st.integers(0, 10**6), start=st.integers(0, 15), count=st.integers(1, 16), seed=st.integers(0, 99))
 def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
     source = opened(seed, augment=MIXED).train

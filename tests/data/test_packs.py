@@ -30,7 +30,6 @@ def rows_of(sizes, length, together=True, everything=False, by_tokens=True):
     return Rows(found, arranged(found.sizes - 1, length, 0, together), length, 999, by_tokens)
 
 
-@trying(deadline=None)
 @given(sizes=SIZES, length=st.integers(20, 50), seed=st.integers(0, 99))
 def test_every_conversation_is_in_one_row_that_is_not_too_long(sizes, length, seed):
     rows = packed(np.array(sizes), length, seed)
@@ -45,7 +44,6 @@ def test_rows_are_nearly_full():
     assert sizes.sum() / (len(packed(sizes, 512, 0)) * 512) > 0.99
 
 
-@trying(deadline=None)
 @given(sizes=st.lists(st.integers(2, 30), min_size=1, max_size=40), together=st.booleans(), everything=st.booleans())
 def test_a_row_holds_whole_conversations_in_segments(sizes, together, everything):
     rows = rows_of(sizes, 24, together, everything)
@@ -85,7 +83,7 @@ def test_what_a_cut_leaves_without_an_answer_is_left_out():
     assert len(Conversations(words, 3, True)) == 2
 
 
-@trying(deadline=None, max_examples=40)
+@trying(max_examples=40)
 @given(step=st.integers(0, 1000), start=st.integers(0, 3), by_tokens=st.booleans(), seed=st.integers(0, 9))
 def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start, by_tokens, seed):
     rows = rows_of(np.random.default_rng(3).integers(2, 20, 80), 32, by_tokens=by_tokens)

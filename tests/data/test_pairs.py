@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as trying
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -86,7 +85,6 @@ def test_shapes_are_fixed_and_what_is_longer_is_cut(file):
     assert torch.equal(longer["tokens"][:, :7], batch["tokens"])
 
 
-@trying(deadline=None)
 @given(step=st.integers(0, 10**6), start=st.integers(0, 7), count=st.integers(1, 8), seed=st.integers(0, 99))
 def test_rows_and_shares_are_parts_of_the_whole_batch(step, start, count, seed):
     rng = np.random.default_rng(0)

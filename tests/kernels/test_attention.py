@@ -23,7 +23,7 @@ def output_and_gradients(attention, qkv: list[Tensor], *arguments) -> list[Tenso
     return [output, *torch.autograd.grad(output, qkv, weights)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     b=st.integers(1, 2),
     g=st.integers(1, 3),
@@ -39,7 +39,7 @@ def test_values_and_gradients_equal_the_plain_attention_for_any_shape(b, g, shar
     torch.testing.assert_close(tiled, output_and_gradients(causal_attention_reference, qkv))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(1, 20), min_size=1, max_size=5),
     g=st.integers(1, 2),

@@ -17,7 +17,7 @@ def total(sensitivities: list[float], bits: tuple[int, ...] | list[int]) -> floa
     return sum(map(disturbance, sensitivities, bits))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     tensors=some.lists(
         some.tuples(some.floats(1e-6, 1e6), some.integers(1, 12).map(lambda parts: 128 * parts)),

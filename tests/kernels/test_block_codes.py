@@ -56,7 +56,7 @@ def test_code_0_stands_for_zero_and_codes_ascend_around_it(signed: bool) -> None
     assert (ascending.diff() > 0).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rows=some.integers(1, 5),
     columns=some.sampled_from([1, 16, 255, 256, 257, 509, 600, 1216]),
@@ -102,7 +102,7 @@ def test_the_largest_number_of_a_block_is_kept_exactly(signed: bool) -> None:
         assert torch.equal(found.gather(1, place), wanted.gather(1, place))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(share=some.floats(2**-19, 1, width=32), signed=some.booleans(), negative=some.booleans())
 def test_rounded_by_chance_a_number_is_itself_on_average(share: float, signed: bool, negative: bool) -> None:
     book, wanted = BOOKS[signed], max(-share, -0.99) if negative and signed else share

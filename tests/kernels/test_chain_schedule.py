@@ -145,7 +145,7 @@ def test_a_budget_below_the_least_says_what_the_least_is() -> None:
 chains = some.builds(random_chain, some.integers(0, 10**6))
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(chain=chains, slots=some.integers(1, 60), extra=some.integers(0, 40))
 def test_no_periodic_schedule_is_faster_and_the_budget_is_kept_at_any_number_of_slots(
     chain: ChainCost, slots: int, extra: int
@@ -158,7 +158,7 @@ def test_no_periodic_schedule_is_faster_and_the_budget_is_kept_at_any_number_of_
         assert needed > budget or taken <= periodic
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(chain=chains, extra=some.integers(0, 40))
 def test_more_memory_is_never_slower(chain: ChainCost, extra: int) -> None:
     budget = least_bytes(chain) + extra

@@ -51,7 +51,7 @@ def gradients_of(loss: Tensor, case: Case) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss, case.parameters)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 70), d=st.integers(1, 9), v=st.integers(2, 40), chunk=st.integers(1, 80), seed=st.integers(0, 99)
 )

@@ -102,7 +102,7 @@ def test_halfway_numbers_go_to_the_even_code_and_others_to_the_nearer(format: Fo
 
 
 @formats
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(numbers=st.lists(st.floats(-(2.0**18), 2.0**18, width=32), min_size=1, max_size=40), power=st.integers(-30, 3))
 def test_any_number_gets_the_nearest_code(format: Format, numbers: list[float], power: int) -> None:
     small = torch.tensor(numbers) * 2.0**power
@@ -190,7 +190,7 @@ def test_a_history_keeps_the_newest_first_and_nothing_that_is_not_finite() -> No
     assert history.tolist() == [[4.0, 3.0, 2.0], [1.0, 0.0, 1.0]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seen=st.lists(st.sampled_from([0.0, 1e-3, 0.5, 7.0, 1e4, math.inf, math.nan]), min_size=1, max_size=25),
     length=st.integers(1, 6),

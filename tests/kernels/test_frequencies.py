@@ -40,7 +40,7 @@ def test_it_is_an_ideal_low_pass_sampled_at_the_new_pixels(height: int, width: i
     assert (crop_spectrum(images, *to) - expected).abs().max() < 1e-6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(some.integers(2, 12), some.integers(1, 12), some.floats(-3, 3))
 def test_a_grey_area_keeps_its_brightness(side: int, to: int, grey: float) -> None:
     small = crop_spectrum(torch.full((1, side, side), grey), min(to, side), min(to, side))

@@ -106,7 +106,7 @@ def test_what_is_outside_a_range_gets_its_first_or_last_code(bits: int) -> None:
     assert found.min() >= low and found.max() <= high + 1e-6
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     bits=some.sampled_from([2, 4, 8]), lines=some.integers(1, 5), width=some.sampled_from([8, 24, 64, 256]),
     seed=some.integers(0, 2**32 - 1), zeros=some.booleans(),
@@ -124,7 +124,7 @@ def test_every_code_survives_packing(bits: int, lines: int, width: int, seed: in
     assert torch.equal(found, codes.float())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     shape=some.lists(some.integers(1, 15), min_size=1, max_size=4), bits=some.sampled_from([2, 4, 8]),
     group=some.sampled_from([8, 64, 256]), zeros=some.booleans(), reverse=some.booleans(),

@@ -17,7 +17,7 @@ def by_complex_numbers(x: torch.Tensor, base: float) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(t=st.integers(1, 40), half=st.integers(1, 16), base=st.sampled_from([1e2, 1e4, 5e5]), seed=st.integers(0, 99))
 def test_rotation_is_multiplication_by_a_complex_number(t, half, base, seed):
     x = torch.randn(2, 3, t, 2 * half, generator=torch.Generator().manual_seed(seed))

@@ -75,7 +75,7 @@ def assert_equal_products(mask: Tensor, tokens: int, dtype: torch.dtype, toleran
                 torch.testing.assert_close(found, reference, **near)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 40),
@@ -89,7 +89,7 @@ def test_products_of_single_weights_are_the_dense_ones(
     assert_equal_products(drawn_mask(rows, columns, density, 1, seed), tokens, torch.float32, 1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     rows=st.integers(1, 5),
     columns=st.integers(1, 5),

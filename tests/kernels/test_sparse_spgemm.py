@@ -20,7 +20,7 @@ def drawn(rows: int, columns: int, density: float, seed: int) -> Tensor:
     return (torch.randn(rows, columns, generator=generator) * kept).to_sparse_csr()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(0, 30),
     inner=st.integers(0, 30),

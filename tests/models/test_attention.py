@@ -26,7 +26,7 @@ def qkv(h=2, g=2, t=6, s=5, k=4):
     return [torch.randn(3, n, length, k, generator=generator) for n, length in ((h, t), (g, s), (g, s))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     half=some.integers(2, 40),
     extra=some.integers(1, 300),

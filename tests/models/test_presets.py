@@ -139,7 +139,7 @@ def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
     assert [len(uneven.encoder.blocks), len(uneven.decoder.blocks)] == [3, 1]
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=20)
 @given(
     preset=st.sampled_from(["gpt-nano", "gpt1-nano", "llama-nano", "bert-nano", "t5-nano", "marian-nano"]),
     heads=st.integers(1, 4),

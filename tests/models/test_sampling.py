@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, VOCABULARY
 
@@ -122,7 +122,6 @@ def test_top_k_of_one_and_a_cold_temperature_are_greedy(tokens):
     assert torch.equal(generate(model, tokens, 10, top_p=1e-6), greedy)
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 1000),
     temperature=st.floats(0.1, 3),

@@ -59,7 +59,6 @@ def test_every_place_and_every_ordinary_token_is_as_likely_as_any_other() -> Non
         assert chi_squared < len(counts) - 1 + 5 * math.sqrt(2 * (len(counts) - 1))
 
 
-@settings(deadline=None)
 @given(length=some.integers(1, 70), rate=some.floats(0.01, 1.0), step=some.integers(0, 10**6))
 def test_each_row_has_the_same_number_of_predictions_and_nothing_else_is_touched(
     length: int, rate: float, step: int
@@ -73,7 +72,6 @@ def test_each_row_has_the_same_number_of_predictions_and_nothing_else_is_touched
     assert torch.equal(batch.weight, packed.at(step).weight)
 
 
-@settings(deadline=None)
 @given(step=some.integers(0, 10**6), start=some.integers(0, 7), rows=some.integers(1, 8))
 def test_any_rows_are_those_of_the_whole_batch(step: int, start: int, rows: int) -> None:
     _, masked = source()
@@ -189,7 +187,7 @@ def test_the_head_is_applied_at_the_chosen_places_only() -> None:
     assert torch.equal(prediction.hidden[2, 3], model(batch["tokens"])[2, batch["places"][2, 3]])
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(size=some.integers(1, 300), special=some.sets(some.integers(0, 50), max_size=20))
 def test_random_tokens_are_within_the_vocabulary(size: int, special: set[int]) -> None:
     objective = MaskedToken(

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.core.batches import Batch, Mapped
@@ -35,7 +35,6 @@ def parts(row: list[int]) -> list[list[int]]:
     return found
 
 
-@settings(deadline=None)
 @given(
     length=some.integers(2, 200),
     rate=some.floats(0.01, 0.9),
@@ -63,7 +62,6 @@ def test_texts_are_as_long_as_those_of_t5(length: int, text: int, target: int) -
     assert lengths(text, 0.15, 3.0) == (length, target)
 
 
-@settings(deadline=None)
 @given(length=some.integers(3, 600), rate=some.floats(0.01, 0.9), mean_span=some.floats(1, 12))
 def test_the_longest_text_that_fits_is_taken(length: int, rate: float, mean_span: float) -> None:
     text = text_length(length, rate, mean_span)
@@ -90,7 +88,6 @@ def objective(length: int) -> tuple[int, SequenceToSequence]:
     return plain.text_length(length), SequenceToSequence(sentinels=sentinels, end_of_text=0)
 
 
-@settings(deadline=None)
 @given(step=some.integers(0, 10**6), start=some.integers(0, 7), rows=some.integers(1, 8))
 def test_any_rows_are_those_of_the_whole_batch_and_have_the_lengths_promised(step: int, start: int, rows: int) -> None:
     text, learned = objective(64)

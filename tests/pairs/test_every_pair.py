@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
+from runs_for import plain_for
 from thrifty import techniques
 from thrifty.core.compose import compose
 from thrifty.core.errors import UsageError
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+from tiny_runs import advance, assert_same, restored, snapshot, technique, with_optimizer
 
 STEPS, SAVED = 4, 2
 
@@ -24,7 +25,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 
 def test_every_pair_trains_and_resumes_or_is_refused(pair: tuple[str, str]) -> None:
-    plain, chosen = plain_run(), with_optimizer([technique(name) for name in pair])
+    plain, chosen = plain_for(*pair), with_optimizer([technique(name) for name in pair])
     try:
         run = compose(plain, chosen, STEPS)
     except UsageError as refused:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import check_grad
 
@@ -48,7 +48,6 @@ def converged(noiseless: tuple[TrainedRun, ...]) -> Fit:
 
 
 @given(constants)
-@settings(deadline=None)
 def test_the_objective_and_its_gradient_are_those_of_autograd(at: np.ndarray) -> None:
     log_n, log_d, log_loss = logs(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS, noise=0.01))
     value, gradient = huber_objective(at, log_n, log_d, log_loss)

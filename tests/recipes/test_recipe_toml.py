@@ -97,7 +97,7 @@ NAMES = some.text("abcdefghijklmnopqrstuvwxyz0123456789-_é .", min_size=1, max_
 ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(recipe=ANY_RECIPE)
 def test_what_is_written_reads_back_as_the_same_value(recipe: Recipe) -> None:
     again = recipe_from_data(tomllib.loads(write_recipe(recipe)))
@@ -106,7 +106,7 @@ def test_what_is_written_reads_back_as_the_same_value(recipe: Recipe) -> None:
     assert differences(recipe_to_data(recipe), recipe_to_data(again)) == []
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(chosen=TECHNIQUES, order=some.randoms(use_true_random=False))
 def test_the_order_of_techniques_is_no_part_of_a_recipe(chosen: tuple[Technique, ...], order: Any) -> None:
     shuffled = list(chosen)

@@ -82,7 +82,7 @@ def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
 
 
 @given(some.integers(2, 5), some.integers(1, 4), some.integers(1, 5), some.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_balanced_factors_move_their_product_as_theorem_1_says(depth: int, rows: int, columns: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     start, gradient = (torch.randn(rows, columns, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -202,7 +202,7 @@ def test_a_budget_is_spent_by_six_flops_a_parameter_and_token() -> None:
 
 
 @given(some.lists(some.integers(1, 5), min_size=1, max_size=4), some.integers(0, 40), some.integers(0, 100))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_largest_weights_over_all_tensors_are_kept(sizes: list[int], kept: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(size, 3, generator=generator) for size in sizes]

@@ -80,7 +80,7 @@ def test_any_known_model_can_be_narrowed_and_widened(kind: str, divisor: int) ->
     torch.testing.assert_close(KINDS[kind].loss(full), KINDS[kind].loss(small), rtol=1e-5, atol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(some.integers(1, 9), some.integers(0, 12), some.floats(0, 2))
 def test_shares_of_copies_sum_to_what_the_origin_wrote(old: int, more: int, spread: float) -> None:
     value = torch.randn(3, old, dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
     assert found == [(1, 16, 4), (2, 32, 8), (2, 32, 8), (4, 64, 16), (4, 64, 16)]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(some.integers(1, 20), some.integers(1, 5))
 def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(length: int, group: int) -> None:
     x, tokens = torch.randn(2, length, 3), torch.arange(length + 1).expand(2, -1)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
@@ -27,7 +27,6 @@ from tiny_runs import advance, assert_same, losses, plain_run, run_through, snap
 finite_or_not = some.lists(some.booleans(), max_size=40)
 
 
-@settings(deadline=None)  # the scaler takes its time when it is first made
 @given(steps=finite_or_not, growth_interval=some.integers(1, 5))
 def test_the_scale_is_that_of_torchs_scaler(steps: list[bool], growth_interval: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=growth_interval)

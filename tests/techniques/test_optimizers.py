@@ -258,7 +258,7 @@ def one_step(transform: Transform, values: Tensors, given: Tensors) -> Tensors:
     [lambda: lamb(0.1, weight_decay=0.0), lambda: lars(1.0, weight_decay=0.0, coefficient=0.1)],
     ids=["lamb", "lars"],
 )
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(factor=some.floats(1e-4, 1e4), layer=some.sampled_from(MATRICES))
 def test_larger_weights_take_steps_larger_by_as_much(make: Callable[[], Transform], factor: float, layer: str) -> None:
     values = random_tensors(0)
@@ -269,7 +269,7 @@ def test_larger_weights_take_steps_larger_by_as_much(make: Callable[[], Transfor
         torch.testing.assert_close(after[name], scaled, rtol=1e-8, atol=1e-10 * max(1.0, factor))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(factor=some.floats(1e-6, 1e6))
 def test_lion_does_not_see_the_scale_of_gradients(factor: float) -> None:
     given_all = gradients(0)
@@ -278,7 +278,7 @@ def test_lion_does_not_see_the_scale_of_gradients(factor: float) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(decay=some.floats(0.0, 10.0), coefficient=some.floats(1e-3, 10.0), seed=some.integers(0, 99))
 def test_vectors_are_spared_decay_and_trust_ratio(decay: float, coefficient: float, seed: int) -> None:
     values, given_all = random_tensors(seed), gradients(seed)
@@ -298,7 +298,7 @@ def test_a_layer_of_zeros_has_a_ratio_of_one(empty: str) -> None:
     torch.testing.assert_close(found, -0.1 * (given_all[name] + 0.5 * values[name]))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=some.integers(1, 12), columns=some.integers(1, 12), factor=some.floats(1e-3, 1e3))
 def test_orthogonalizing_keeps_directions_and_forgets_sizes(rows: int, columns: int, factor: float) -> None:
     matrix = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(rows * columns))

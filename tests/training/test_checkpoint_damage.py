@@ -217,5 +217,5 @@ class Shelf(RuleBasedStateMachine):
 
 TestShelf = Shelf.TestCase
 TestShelf.settings = settings(
-    max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=20, suppress_health_check=list(HealthCheck)
 )

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -50,12 +50,12 @@ class Tokens(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
-    `measured` are the names of what `measures` tells besides the loss; `of_images` says whether it learns from images.
+    `measured` are the names of what `measures` tells besides the loss; `learns_from` is the kind of data it needs.
 
     The last four methods say how plain text is made into examples; they change nothing unless overridden.
     """
 
-    of_images: ClassVar[bool] = False
+    learns_from: ClassVar[Literal["text", "images", "pairs"]] = "text"
     measured: tuple[str, ...] = ()
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:

@@ -46,8 +46,11 @@ class PatchEmbedding(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, width)) if self.before else None
         self.position = nn.Parameter(torch.zeros(1, self.before + (side // patch) ** 2, width))
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        """`visible` int64 (b, n) numbers the patches of each image that are to be seen; all are unless it is given."""
         tokens = self.patches(images) + self.positions(images)[:, self.before :]
+        if visible is not None:
+            tokens = tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
         if self.class_token is None:
             return tokens
         first = self.class_token + self.position[:, : self.before]
@@ -80,7 +83,8 @@ class PatchEmbedding(nn.Module):
 
 class VisionTransformer(nn.Module):
     """Images (b, c, h, w) to the final hidden states of all tokens (b, t, d); `pooled` takes from those what the head
-    maps to logits (b, v), and `logits` does all three."""
+    maps to logits (b, v), and `logits` does all three. Of an image only the `visible` patches (b, n) are looked at,
+    where they are given."""
 
     task: Literal["classify"] = "classify"
 
@@ -97,8 +101,8 @@ class VisionTransformer(nn.Module):
         self.embedding, self.blocks, self.norm, self.head = embedding, nn.ModuleList(blocks), norm, head
         self.pool, self.law = pool, law
 
-    def forward(self, images: Tensor) -> Tensor:
-        x = self.embedding(images)
+    def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        x = self.embedding(images, visible)
         for block in self.blocks:
             x = block(x)
         return self.norm(x)

@@ -1,0 +1,32 @@
+"""The plain run that a technique can work on: of text, unless it needs other data."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.compose import Plain
+from thrifty.data.packing import PackedTokens
+from thrifty.objectives.masked_token import MaskedToken
+from tiny_runs import VOCABULARY, Repeated, corpus, plain_run, tiny_model
+
+
+def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0) -> Plain:
+    """A BERT of bytes that fills in half of a text; byte 0, which no text has, hides the others."""
+    source: BatchSource = PackedTokens(corpus(), 16, batch, seed=0)
+    objective = MaskedToken(rate=0.5, mask=0, vocabulary=VOCABULARY, special=frozenset({0}))
+    return Plain(lambda: tiny_model(style="bert", dropout=dropout), Repeated(source) if repeated else source, objective)
+
+
+RUNS: Mapping[str, Callable[..., Plain]] = {"data_selection.drop_masked_tokens": masked_run}
+"""By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""
+
+
+def plain_for(*names: str, style: str = "llama", **settings: Any) -> Plain:
+    """A tiny run for techniques of these names; the test is skipped where there is none for all of them. `style` is
+    that of a model of text, where such a one will do."""
+    needed = {RUNS[name] for name in names if name in RUNS}
+    if len(needed) > 1:
+        pytest.skip("they are for different data")
+    return needed.pop()(**settings) if needed else plain_run(style=style, **settings)
