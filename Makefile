@@ -11,11 +11,12 @@ demo: $(VENV)/installed
 	$(BIN)/thrifty train $$recipe --name $$run && $(BIN)/thrifty report $$run && \
 	$(BIN)/thrifty sample $$run --prompt "And the LORD said" --tokens 60
 
-# one thread for each of the two workers' processes, which would fight for the cores otherwise
+# one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 test: $(VENV)/tested lint
-	$(PYTEST) -n 2 --dist worksteal --durations=25
+	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=25
 
 test-slow: $(VENV)/tested
 	$(PYTEST) -m slow

@@ -15,6 +15,7 @@ from thrifty.core.pieces import local
 from thrifty.core.ranks import rank
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.training.loop import PATIENCE
 from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
 
 
@@ -57,7 +58,10 @@ def train_with_overflows(strategy: str) -> dict[str, Any]:
     state = run.start()
     records = advance(run, state)
     assert state.optimizer is not None
+    always = Overflowing(at=tuple(range(2 * (PATIENCE + 1))))
+    run = compose(plain_run(), with_optimizer([*others, float16(init_scale=2.0**20), always]), PATIENCE + 1)
     return {
+        "answered": len(advance(run, run.start())),
         "losses": losses(records),
         "skipped": [record.step for record in records if record.skipped],
         "scales": [record.notes["loss_scale"] for record in records],

@@ -8,7 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from thrifty.core.compose import compose
+from runs_for import RUNS
+from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
@@ -39,13 +40,18 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
+def plain_with(name: str) -> Plain:
+    """The run that ranks share with this technique."""
+    return RUNS[name]() if name in RUNS else plain_run(tied=name != "optimizers.lion")
+
+
 def train_with_each(strategy: Sequence[Technique], names: Sequence[str]) -> dict[str, Run]:
     """A run for each that the strategy goes together with."""
     found = {}
     for name in names:
         chosen = with_optimizer([*strategy, technique(name)])
         try:
-            run = compose(plain_run(tied=name != "optimizers.lion"), chosen, STEPS)
+            run = compose(plain_with(name), chosen, STEPS)
         except UsageError:
             continue
         state = run.start()

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from image_runs import autoencoder_run, image_run
+from pair_runs import pair_run
 from thrifty.core.batches import BatchSource
 from thrifty.core.compose import Plain
 from thrifty.data.packing import PackedTokens
@@ -12,14 +14,25 @@ from thrifty.objectives.masked_token import MaskedToken
 from tiny_runs import VOCABULARY, Repeated, corpus, plain_run, tiny_model
 
 
-def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0) -> Plain:
+def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0, length: int = 16) -> Plain:
     """A BERT of bytes that fills in half of a text; byte 0, which no text has, hides the others."""
-    source: BatchSource = PackedTokens(corpus(), 16, batch, seed=0)
+    source: BatchSource = PackedTokens(corpus(), length, batch, seed=0)
     objective = MaskedToken(rate=0.5, mask=0, vocabulary=VOCABULARY, special=frozenset({0}))
     return Plain(lambda: tiny_model(style="bert", dropout=dropout), Repeated(source) if repeated else source, objective)
 
 
-RUNS: Mapping[str, Callable[..., Plain]] = {"data_selection.drop_masked_tokens": masked_run}
+def untied_run(**settings: Any) -> Plain:
+    """Of text, by a model whose head is its own."""
+    return plain_run(tied=False, **settings)
+
+
+RUNS: Mapping[str, Callable[..., Plain]] = {
+    "adapters.head_only": untied_run,
+    "data_selection.drop_masked_patches": autoencoder_run,
+    "data_selection.drop_masked_tokens": masked_run,
+    "data_selection.drop_patches": image_run,
+    "large_batch.gradient_cache": pair_run,
+}
 """By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""
 
 

@@ -24,12 +24,13 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.data.catalogue import entry_of_model
 from thrifty.data.corpus import TextData, open_data, say_on_stderr
+from thrifty.data.image_pairs import open_image_pairs
 from thrifty.data.images import holds_images, open_images
 from thrifty.data.instructions import Learning, open_instructions
 from thrifty.data.pairs import holds_pairs
 from thrifty.data.run_data import RunData
 from thrifty.data.tokenizing import read_tokenizer
-from thrifty.models import build_for, own_side
+from thrifty.models import build_for, own_patch, own_side
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
@@ -117,8 +118,18 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
 def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
     objective = chosen_objective(recipe.objective)
+    if recipe.data.near_duplicates is not None and (objective.learns_from != "text" or isinstance(objective, Answer)):
+        raise UsageError(
+            f"data.near_duplicates is set, which is for plain text, and {recipe.objective.name} learns from other data",
+            fix="leave data.near_duplicates out",
+        )
+    if objective.learns_from == "pairs":
+        data = open_image_pairs(recipe.data, recipe.seed, own_side(recipe.model), say)
+        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
     if objective.learns_from == "images" and holds_images(recipe.data.source):
-        return objective, open_images(recipe.data, recipe.seed, own_side(recipe.model), say)
+        side, patch, labelled = own_side(recipe.model), own_patch(recipe.model), objective.needs_labels
+        objective, data = objective.looking(patch), open_images(recipe.data, recipe.seed, side, say, labelled)
+        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
     _refuse_settings_of_images(recipe, objective)
     if isinstance(objective, Answer):
         return _open_conversations(recipe, objective, say)
@@ -199,7 +210,8 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device, counted_as: int) 
         return _steps_in_seconds(budget.seconds, recipe, plain, device)
     if budget.tokens is None:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
-    per_step = recipe.data.batch * counted_as
+    batch = _sizes_fixed(recipe, plain, device).source.batch
+    per_step = batch * mesh.axis("data").size * counted_as  # some techniques look at more than they train on
     if budget.tokens < per_step:
         raise Infeasible(
             f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",
@@ -208,12 +220,18 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device, counted_as: int) 
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
 
 
-def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain, device: torch.device) -> int:
-    """The most steps that go through no more than so many tokens, a step of the recipe's batch through `per_step`."""
+def _sizes_fixed(recipe: Recipe, plain: Plain, device: torch.device) -> Composition:
+    """The run in batches that are all of one size."""
     fixed = [technique for technique in recipe.techniques if technique.stage is not Stage.RESIZE]
-    if len(fixed) == len(recipe.techniques):
+    return compose(plain, fixed, 1, device)
+
+
+def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain, device: torch.device) -> int:
+    """The most steps that go through no more than so many tokens, a step of the largest batch through `per_step`."""
+    fixed = _sizes_fixed(recipe, plain, device)
+    if len(fixed.techniques) == len(recipe.techniques):
         return int(budget // per_step)
-    batch = compose(plain, fixed, 1, device).source.batch
+    batch = fixed.source.batch
 
     def spent(steps: int) -> float:
         source = compose(plain, recipe.techniques, steps, device).source  # how fast batches grow may depend on steps

@@ -20,6 +20,7 @@ from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.sparse.masks import SLOT
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
+from thrifty.data.showing import selection
 from thrifty.planning.probe import peak_flops
 from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together
 from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
@@ -258,6 +259,7 @@ def _run(
         "folder": str(folder.path),
         **known,
         **({"measured": list(run.judged_by.measured)} if run.judged_by.measured else {}),
+        **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
         "predicted_memory": explained["footprint"]["memory"],
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
@@ -269,6 +271,8 @@ def _run(
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
         data.keep(folder.path)
+        if run.source.choice is not None:
+            folder.write_json("selection", selection(data, run.source.choice))
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))

@@ -16,6 +16,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from runs_for import RUNS
 from thrifty import techniques
 from thrifty.core.compose import Plain, compose
 from thrifty.core.explain import explain
@@ -41,7 +42,7 @@ TOGETHER = (
     ("memory.compress_activations", "optimizers.muon", "precision.optimizer_state"),
     ("parallelism.share_parameters", "precision.bfloat16_weights", "optimizers.clip"),
 )
-CHOSEN = [*((name,) for name in techniques.names()), *TOGETHER]
+CHOSEN = [*((name,) for name in techniques.names() if name not in RUNS), *TOGETHER]
 GRID = [(MODELS[place % len(MODELS)], names) for place, names in enumerate(CHOSEN)]
 
 

@@ -24,12 +24,16 @@ def write_folder(root: Path, count: int = 12, labels: tuple[str, ...] = ("dark",
     return root
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A small PNG file that says it has so many pixels."""
+def png(width: int, height: int, packed: bytes, depth: int = 8, colour: int = 0) -> bytes:
+    """A PNG file that says it has so many pixels of this depth and type of colour (0 grey, 2 RGB), its lines packed."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    lines = zlib.compress(bytes(1000))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", lines) + chunk(b"IEND", b"")
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A small PNG file that says it has so many pixels."""
+    return png(width, height, zlib.compress(bytes(1000)))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from data.image_files import write_folder, write_image
 from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
 from thrifty.data.look import document_lengths, histogram
@@ -53,6 +54,34 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
     (tmp_path / "short.txt").write_text("A short text, but a text.")
     seen = json.loads(run("look", tmp_path / "short.txt", "--json").stdout)
     assert len(seen["examples"]) == 1 and seen["examples"][0].startswith("A short")
+
+
+def test_look_describes_images_with_labels_and_says_why_others_have_none(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    (folder / "dark" / "empty.png").write_bytes(b"")
+    seen = json.loads(run("look", folder, "--size", "8", "--held-out", "0.3", "--json").stdout)
+    assert sum(own["dark"] for own in seen["labels"].values()) == 12 and seen["left_out"] == 1
+    write_image(tmp_path / "flat" / "deep" / "a.png", seed=8)
+    for number in range(20):
+        write_image(tmp_path / "flat" / f"{number}.png", seed=number)
+    shown = run("look", tmp_path / "flat", "--held-out", "0.3").stdout
+    assert "images of 64 x 64 pixels" in shown and "no labels" in shown
+    assert "all images have the label 'deep'" in shown and "label entropy" not in shown
+
+
+def test_look_describes_images_with_captions(tmp_path):
+    for number in range(20):
+        write_image(tmp_path / f"{number}.png", seed=number)
+        (tmp_path / f"{number}.txt").write_text("a picture\nnoise of sixty shades of grey\n")
+    (tmp_path / "alone.txt").write_text("nothing")
+    options = ["--size", "8", "--held-out", "0.3", "--length", "9", "--vocabulary", "270"]
+    seen = json.loads(run("look", tmp_path, *options, "--json").stdout)
+    assert sum(seen["images"].values()) == 20 and sum(seen["captions"].values()) == 40
+    assert seen["left_out"] == {"captions without an image": 1} and 0 < seen["cut"] < 1
+    assert seen["examples"] == [["a picture", "noise of sixty shades of grey"]] * 3
+    shown = run("look", tmp_path, *options, "--examples", "1").stdout
+    assert "captions without an image: 1" in shown and "alone.txt: no image" in shown
+    assert "a picture | noise of sixty shades of grey" in shown and "of the captions have more than 8 tokens" in shown
 
 
 def test_lengths_are_counted_between_powers_of_two():

@@ -5,12 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from data.image_files import bomb, write_folder, write_image
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import DataSettings
+from thrifty.core.recipe import Augmentation, DataSettings
 from thrifty.data.image_arrays import open_arrays
 from thrifty.data.image_folder import image_files, prepare_folder
 from thrifty.data.images import holds_images, holds_only_images, open_images
@@ -21,7 +22,7 @@ def said_of(folder, **changed):
     """What was said, and the arrays."""
     said: list[str] = []
     wanted = {"side": 8, "held_out": 0.3} | changed
-    prepared = prepare_folder(folder, wanted["side"], wanted["held_out"], said.append)
+    prepared = prepare_folder(folder, wanted["side"], wanted["held_out"], said.append, wanted.get("labelled", True))
     return said, open_arrays(prepared), prepared
 
 
@@ -143,3 +144,81 @@ def test_a_label_may_have_any_name(tmp_path_factory, name):
     write_image(folder / name / "a.png")
     write_image(folder / (name + "2") / "b.png")
     assert {file.label for file in image_files(folder)} == {name, name + "2"}
+
+
+def test_without_labels_images_may_lie_anywhere_and_the_held_out_ones_are_the_same(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3)
+    said: list[str] = []
+    labelled = open_images(asked, 0, None, said.append)
+    bare = open_images(asked, 0, None, said.append, labelled=False)
+    assert len(said) == 1  # decoded once for both
+    assert bare.ends.labels == () and "label_entropy" not in bare.facts and bare.described()["labels"] == []
+    (one,), (other,) = (list(data.held_out.batches(99, 99)) for data in (labelled, bare))
+    assert other.fields.keys() == {"inputs", "key"} and torch.equal(one["inputs"], other["inputs"])
+    write_image(folder / "flat.png", 99)
+    assert sum(map(len, open_images(asked, 0, None, said.append).parts.values())) == 24
+    assert sum(map(len, open_images(asked, 0, None, said.append, labelled=False).parts.values())) == 25
+    write_folder(tmp_path / "flat", 20, labels=(".",))
+    write_image(tmp_path / "flat" / "deep" / "er" / "x.png", 99)
+    flat = open_images(
+        DataSettings(source=str(tmp_path / "flat"), batch=4, size=8, held_out=0.3), 0, None, said.append, labelled=False
+    )
+    assert sum(map(len, flat.parts.values())) == 21
+    with pytest.raises(UsageError, match="there are no images"):
+        (tmp_path / "void").mkdir()
+        image_files(tmp_path / "void", labelled=False)
+
+
+def test_without_labels_one_class_is_enough_and_given_parts_are_taken(tmp_path):
+    one = write_folder(tmp_path / "one", labels=("cat",))
+    with pytest.raises(UsageError, match="all images have the label 'cat'") as refused:
+        image_files(one)
+    assert "an objective that needs none" in refused.value.fix
+    assert len(image_files(one, labelled=False)) == 12
+    for part, count in (("train", 5), ("val", 3)):
+        for number in range(count):
+            write_image(tmp_path / "parts" / part / f"{number}.png", seed=number)
+    _, opened, _ = said_of(tmp_path / "parts", labelled=False)
+    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {Part.TRAIN: 5, Part.HELD_OUT: 3}
+
+
+def test_a_label_none_of_whose_images_can_be_read_does_not_matter_without_labels(tmp_path):
+    blind = write_folder(tmp_path / "blind")
+    for path in (blind / "dark").iterdir():
+        path.write_bytes(b"")
+    said, opened, _ = said_of(blind, labelled=False)
+    assert sum(map(len, opened.parts.values())) == 12 and "12 of 24 image files are left out" in said[-1]
+    with pytest.raises(UsageError, match="not one image of the label 'dark'"):
+        said_of(blind)
+
+
+def test_links_are_followed_once_and_what_is_no_file_is_left_out(tmp_path):
+    folder = write_folder(tmp_path / "set", 6)
+    other = write_folder(tmp_path / "other", 3)
+    (folder / "dark" / "more").symlink_to(other / "dark", target_is_directory=True)
+    (folder / "dark" / "circle").symlink_to(folder / "dark", target_is_directory=True)
+    (folder / "light" / "link.png").symlink_to(other / "light" / "00.png")
+    (folder / "light" / "nowhere.png").symlink_to(tmp_path / "gone.png")
+    (folder / "light" / "loop.png").symlink_to(folder / "light" / "loop.png")
+    os.mkfifo(folder / "light" / "pipe.png")
+    said, opened, _ = said_of(folder, held_out=0.5)
+    assert sum(map(len, opened.parts.values())) == 6 + 3 + 6 + 1
+    assert "3 of 19 image files are left out" in said[-1] and "light/nowhere.png: it is no file" in said[-1]
+
+
+def test_names_that_are_no_text_are_taken_too(tmp_path):
+    strange = os.fsdecode(b"caf\xe9")
+    folder = write_folder(tmp_path / "set", labels=("dark", strange))
+    (folder / "dark" / f"{strange}.png").write_bytes(b"")
+    said, opened, _ = said_of(folder)
+    assert opened.parts[Part.TRAIN].ends.labels == ("caf\ufffd", "dark")
+    assert "dark/caf\ufffd.png: it is empty" in said[-1]
+    "".join([*said, *opened.parts[Part.TRAIN].ends.labels]).encode()
+
+
+def test_mixing_needs_labels(tmp_path):
+    folder = write_folder(tmp_path / "set")
+    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3, augment=Augmentation(mixup=0.2))
+    with pytest.raises(UsageError, match=r"data.augment.mixup mixes labels"):
+        open_images(asked, 0, None, print, labelled=False)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.data.augment import changed
 from thrifty.data.digits import DigitImages
+from thrifty.data.draws import example_keys
 from thrifty.data.image_arrays import normalized
 from thrifty.data.images import open_images
 from thrifty.data.kept import kept_ends
@@ -57,10 +59,40 @@ def test_an_image_is_changed_in_another_way_in_every_epoch_and_for_every_seed():
         assert float(same.float().mean()) < 0.5
 
 
+def test_every_image_has_a_key_of_its_own_in_this_run_and_held_out_ones_always_the_same():
+    def keys(seed, **how):
+        source = opened(seed, batch=130, **how).train
+        return torch.cat([source.at(step)["key"] for step in range(20)])
+
+    assert len(set(keys(0).tolist())) == 2600 and keys(0).dtype == torch.int64
+    assert not set(keys(0).tolist()) & set(keys(1).tolist())
+    assert torch.equal(keys(0), keys(0, augment=MIXED))
+    source = opened(batch=16).train
+    assert torch.equal(source.rows(3, 5, 9)["key"], source.at(3)["key"][5:9])
+    one, other = (torch.cat([b["key"] for b in opened(seed).held_out.batches(497, 100)]) for seed in (0, 1))
+    assert torch.equal(one, other) and len(set(one.tolist())) == 497
+
+
+def test_without_labels_none_are_given_out():
+    data = open_images(DataSettings(source="digits", batch=4), 0, None, print, labelled=False)
+    assert data.train.at(0).fields.keys() == {"inputs", "key"} and data.ends.labels == ()
+    changed = DataSettings(source="digits", batch=4, augment=Augmentation(crop=1, flip=True))
+    assert open_images(changed, 0, None, print, labelled=False).train.at(0).fields.keys() == {"inputs", "key"}
+    assert torch.equal(data.train.at(5)["inputs"], opened(batch=4).train.at(5)["inputs"])
+
+
 def test_what_is_held_out_is_not_changed_and_the_same_for_every_seed():
     one, other = (opened(seed, augment=MIXED).held_out for seed in (0, 1))
     (first,), (second,) = (list(held_out.batches(64, 64)) for held_out in (one, other))
     assert torch.equal(first["inputs"], second["inputs"]) and first["labels"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [8, 12])
+def test_bytes_are_moved_to_the_same_effect_as_images(size):
+    arrays, keys = opened(size=size).parts[Part.TRAIN], example_keys(0, np.arange(50)).view(np.uint64)
+    chosen = np.arange(50)
+    by_images = changed(arrays.shown(chosen), keys, MIXED, arrays.ends.mean)
+    assert torch.equal(arrays.changed(chosen, keys, MIXED), by_images)
 
 
 def test_images_can_be_given_out_in_another_size():

@@ -29,6 +29,10 @@ PUBLISHED = {
     "vit-base": 86_567_656,
     "deit-tiny": 5_717_416,
     "deit-small": 22_050_664,
+    "mae-base": 111_907_840 - 197 * (768 + 512),  # positions are fixed, and no parameters here
+    "mae-large": 329_541_888 - 197 * (1024 + 512),
+    "clip-vit-b32": 151_277_313,
+    "clip-vit-b16": 149_620_737,
 }
 OURS = {
     "gpt-nano": 1.3e6,
@@ -47,6 +51,11 @@ OURS = {
     "llama-small": 124e6,
     "vit-nano": 0.81e6,
     "vit-micro": 2.7e6,
+    "mae-nano": 0.91e6,
+    "mae-micro": 2.9e6,
+    "mae-tiny": 5.8e6,
+    "clip-nano": 2.1e6,
+    "clip-micro": 4.1e6,
 }
 
 

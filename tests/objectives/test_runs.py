@@ -1,5 +1,6 @@
 """Whole runs by a recipe, for the objectives on text: by the command line, resumed, over two ranks, by own models."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from thrifty.techniques.optimizers.adamw import AdamW
 LEARNED = {
     "masked_token": {"objective__name": "masked_token", "model__preset": "bert-nano"},
     "sequence_to_sequence": {"objective__name": "sequence_to_sequence", "model__preset": "t5-nano"},
+    "mass": {"objective__name": "mass", "model__preset": "marian-nano"},
 }
 PER_STEP = 8 * 32
 
@@ -43,7 +46,22 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, nam
     assert_equal(thrifty.tensors(name), expected)
     assert thrifty.records(name, "evaluation")[-1] == evaluated[-1]
     refused = thrifty("sample", name, exit_code=2).stderr
-    assert f"a model that learned {name} does not predict the token that follows" in refused
+    kind = {"mass": "sequence_to_sequence"}.get(name, name)
+    assert f"a model that learned {kind} does not predict the token that follows" in refused
+
+
+def test_an_encoder_that_read_no_masks_is_explained_exported_and_loaded_by_transformers(thrifty: CommandLine) -> None:
+    changed = {**LEARNED["masked_token"], "objective__rate": 0.5, "model__depth": 4}
+    thrifty.train("around", "--with", "data_selection.drop_masked_tokens:blocks=1", steps=2, **changed)
+    explained = json.loads((thrifty.run("around") / "explanation.json").read_text())
+    (row,) = (row for row in explained["techniques"] if row["name"] == "data_selection.drop_masked_tokens")
+    assert row["after"]["flops"] < 0.95 * row["before"]["flops"]
+    thrifty("export", "around", "exported")
+    model, found = transformers.BertForMaskedLM.from_pretrained(thrifty.folder / "exported", output_loading_info=True)
+    assert not any(found.values())
+    values = thrifty.tensors("around")
+    exported = model.bert.encoder.layer[1].output.dense.weight
+    assert torch.equal(exported, values["parameters/blocks.1.mlp.down.weight"])
 
 
 def test_two_ranks_follow_the_single_process(thrifty: CommandLine) -> None:
@@ -121,7 +139,7 @@ def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tm
 
 @pytest.mark.usefixtures("own_cache")
 def test_lengths_are_those_of_the_recipe_whatever_the_text_they_are_made_of(thrifty: CommandLine) -> None:
-    for name, wanted in (("next_token", 33), ("masked_token", 32), ("sequence_to_sequence", 32)):
+    for name, wanted in (("next_token", 33), ("masked_token", 32), ("sequence_to_sequence", 32), ("mass", 32)):
         recipe = Recipe(data=settings(thrifty), objective=ObjectiveSettings(name))
         objective, data = open_examples(recipe)
         for batch in (objective.examples(data.train.at(0)), next(data.held_out.batches(8, 8))):
@@ -133,7 +151,11 @@ def test_lengths_are_those_of_the_recipe_whatever_the_text_they_are_made_of(thri
 @pytest.mark.usefixtures("own_cache")
 def test_a_tokenizer_without_the_tokens_needed_is_refused_with_what_to_do(thrifty: CommandLine, tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")).save(str(tmp_path / "t.json"))
-    for name, token in (("masked_token", r"<mask> or \[MASK\]"), ("sequence_to_sequence", "<extra_id_0>")):
+    for name, token in (
+        ("masked_token", r"<mask> or \[MASK\]"),
+        ("mass", r"<mask> or \[MASK\]"),
+        ("sequence_to_sequence", "<extra_id_0>"),
+    ):
         data = settings(thrifty, tokenizer=str(tmp_path / "t.json"))
         with pytest.raises(UsageError, match=f"has no token {token}") as caught:
             open_examples(Recipe(data=data, objective=ObjectiveSettings(name)))

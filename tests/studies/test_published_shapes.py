@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
+from pair_runs import write_crosses
 from thrifty.core.errors import UsageError
 from thrifty.recipes import RECIPES, load_tables, studies
 from thrifty.recipes.studies import depth_preconditioner, isoflop, norm_free, train_large, width_lazy
@@ -20,22 +22,57 @@ from thrifty.studies.summary import cells_of
 from thrifty.techniques.optimizers.adamw import AdamW
 
 SMALL = {
+    "attention_filters": ["steps=2", "depth=1", "width=32", "batch=2", "length=16"],
     "batch_scaling": ["batches=[16, 650]", "epochs=1", "hidden=[8]"],
     "chinchilla_refit": ["per_budget=2", 'starts=["coarse"]'],
     "compressed_activations": ["depth=2", "width=16", "length=16", "batch=2", "steps=3"],
+    "data_diet": ["networks=2", "scored_after=2", "width=16", "steps=3", "batch=8"],
     "depth_preconditioner": ["examples=40", "features=4", "most_steps=3"],
     "early_bird": ["depth=1", "width=16", "length=16", "batch=2", "steps=8"],
+    "flip": ["budgets=[2]", "depth=1", "width=32", "side=16", "patch=4", "batch=16"],
+    "hard_or_easy": [
+        "digits=[40]",
+        "clothes=[]",
+        "networks=1",
+        "scored_after=2",
+        "width=16",
+        "steps=3",
+        "batch=8",
+    ],
+    "importance_sampling": [
+        "full_steps=8",
+        "depth=1",
+        "width=16",
+        "batch=4",
+        "length=16",
+        "windows=64",
+    ],
     "isoflop": ["budgets=[2e8, 4e8]", "length=16", "batch=2"],
     "lamb_batch": ["batches=[2, 4]", "sequences=8", "depth=1", "width=16", "length=16"],
     "layer_drop": ["budgets=[3]", "depth=2", "width=16", "length=16", "batch=2"],
     "lion_rate": ["depth=1", "width=16", "length=16", "batch=2", "steps=3"],
+    "mae": [
+        "rates=[0.5]",
+        "steps=2",
+        "tuning=2",
+        "longer=2",
+        "labels=[10]",
+        "depth=1",
+        "width=32",
+        "batch=8",
+        "tested=50",
+        "side=32",
+        "paced=1",
+    ],
     "lottery_ticket": ["rounds=[1]", "width=8", "steps=3", "batch=8"],
+    "masked_tokens": ["steps=[3, 4]", "tuning=2", "depth=2", "width=16", "length=16", "batch=2"],
     "n_of_m": ["depth=1", "width=16", "length=16", "batch=2", "steps=3"],
     "norm_free": ["depth=2", "width=16", "length=16", "batch=2", "steps=3", "warmup=2"],
     "pruning_digits": ["densities=[0.1]", "width=16", "steps=3", "batch=8", "every=1"],
     "resolution": ["budgets=[2, 3]", "data=digits", "depth=1", "width=32", "patch=2", "batch=8", "tested=50"],
     "sparse_vit": ["densities=[0.5]", "steps=3", "depth=1", "width=32", "batch=8", "every=1", "tested=50"],
     "stacking": ["budgets=[3, 6]", "depth=4", "width=16", "length=16", "batch=2"],
+    "teacher_perceptron": ["per_dimension=[2, 4]", "width=20"],
     "train_large": ["widths=[8, 16]", "budgets=[1e8]", "depth=1", "length=16", "batch=2"],
     "weight_averaging": ["moments=[2, 4]", "every=1", "depth=1", "width=16", "length=16", "batch=2"],
     "width_lazy": ["widths=[4, 8]", "inputs=sphere", "examples=20", "most_steps=3"],
@@ -43,8 +80,9 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", studies.names())
-def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: str) -> None:
-    study = studies.make(name, SMALL[name])
+def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: str, tmp_path: Path) -> None:
+    data = [f"data={write_crosses(tmp_path)}"] if name == "flip" else []
+    study = studies.make(name, SMALL[name] + data)
     assert study.name == name
     for label, case in study.cases.items():
         numbers = study.measure(seed=0, **case)

@@ -1,19 +1,35 @@
 """Sampling by gradient norms: unbiased, gated by tau."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rank_processes import on_ranks
+from runs_for import plain_for
+from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
 from thrifty.core.backward import Outcome
-from thrifty.core.batches import Batch
+from thrifty.core.batches import Batch, BatchSource, Share
 from thrifty.core.compose import compose
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Objective, Prediction
-from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler, draw, variance_reduction
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+from thrifty.core.errors import Infeasible, Refused
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.recipe import Budget
+from thrifty.preparing import prepare
+from thrifty.recipes import RECIPES
+from thrifty.techniques.data_selection.gradient_norm_sampling import (
+    Sampler,
+    draw,
+    shares,
+    variance_reduction,
+    weighted_scores,
+)
+from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 
 def test_tau_is_the_formula_and_one_for_equal_scores() -> None:
@@ -22,6 +38,56 @@ def test_tau_is_the_formula_and_one_for_equal_scores() -> None:
     assert float(variance_reduction(scores)) == pytest.approx(math.sqrt(4 * sum(g * g for g in share)))
     assert float(variance_reduction(torch.full((7,), 3.0))) == pytest.approx(1.0)
     assert float(variance_reduction(torch.tensor([0.0, 0.0, 0.0, 5.0]))) == pytest.approx(2.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))
+def test_tau_is_at_least_one_and_one_only_for_equal_scores(values: list[float]) -> None:
+    scores = torch.tensor(values, dtype=torch.float64)
+    tau = float(variance_reduction(scores))
+    assert tau >= 1 - 1e-12 and tau <= math.sqrt(len(values)) + 1e-9
+    if max(values) > 1.01 * min(values):
+        assert tau > 1 + 1e-8
+    else:
+        assert tau == pytest.approx(1, abs=1e-4)
+    g = scores / scores.sum()
+    u = torch.full_like(g, 1 / len(g))
+    assert 1 / tau**2 == pytest.approx(float(1 - (g - u).square().sum() / g.square().sum()), rel=1e-6, abs=1e-9)
+
+
+def expectation(batch: Batch, scores: Tensor, count: int, of: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
+    """The mean and the mean square of the drawn weighted sum, over every draw that there can be."""
+    probability = shares(scores)
+    first, second = 0.0, 0.0
+    for rows in itertools.product(range(len(batch)), repeat=count):
+        taken = torch.tensor(rows)
+        monkeypatch.setattr(torch, "multinomial", lambda *_, taken=taken, **__: taken)
+        drawn = draw(batch, scores, count)
+        chance, found = float(probability[taken].prod()), drawn.weight @ drawn[of]
+        if chance > 0:
+            first, second = first + chance * found, second + chance * found.square().sum()
+    return first, second
+
+
+def test_every_draw_counted_the_drawn_gradient_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values, weight = (torch.randn(5, 3, generator=generator).double(), torch.rand(5, generator=generator).double())
+    values[2] = 0  # an example that moves nothing has no score, is never drawn, and is not missed
+    scores = (torch.rand(5, generator=generator) + 0.1).double() * values.norm(dim=1).sign()
+    mean, _ = expectation(Batch({"value": values}, weight), scores, 2, "value", monkeypatch)
+    torch.testing.assert_close(mean, weight @ values)
+
+
+def test_the_variance_of_single_draws_falls_by_tau_squared(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.tensor([0.1, 0.3, 0.5, 4.0, 0.2], dtype=torch.float64)[:, None]
+    batch, norms = Batch({"value": values}, torch.full((5,), 0.2, dtype=torch.float64)), values.squeeze(1)
+    _, uniform = expectation(batch, torch.ones(5, dtype=torch.float64), 1, "value", monkeypatch)
+    _, by_norm = expectation(batch, norms, 1, "value", monkeypatch)
+    assert float(uniform / by_norm) == pytest.approx(float(variance_reduction(norms)) ** 2)
+
+
+def test_scores_that_are_all_zero_draw_uniformly() -> None:
+    assert shares(torch.zeros(4)).tolist() == [0.25] * 4
 
 
 def test_the_drawn_batch_has_the_expected_weighted_sum_of_the_whole() -> None:
@@ -137,17 +203,168 @@ def test_a_share_that_cannot_be_divided_is_refused() -> None:
         Sampler(lambda *_: Outcome(torch.zeros(())), 3, 0.9)(torch.nn.Identity(), ScoredAs(torch.ones(5)), batch)
 
 
-class ScoredAs(Objective):
-    """Scores given beforehand, for the examples in order."""
+def dropped(seed: int = 0) -> tuple[nn.Module, Objective, Batch]:
+    plain = plain_run(batch=6, style="gpt", dropout=0.3)
+    return plain.build().train(), plain.objective, plain.source.at(seed)
 
-    def __init__(self, given: torch.Tensor):
-        self.given = given
 
-    def predict(self, model: torch.nn.Module, batch: Batch) -> Prediction:
-        return Prediction()
+def test_scores_are_taken_without_dropout_and_leave_model_and_randomness_as_they_were() -> None:
+    model, objective, batch = dropped()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    found = weighted_scores(model, objective, batch, 6)
+    assert model.training and torch.equal(torch.get_rng_state(), before)
+    model.eval()
+    wanted = batch.weight * objective.scores(objective.predict(model, batch), batch)
+    assert torch.equal(found, wanted)
 
-    def scores(self, prediction: Prediction | None, batch: Batch) -> torch.Tensor:
-        return self.given[: len(batch)]
 
-    def losses(self, prediction: Prediction | None, batch: Batch) -> torch.Tensor:
-        return torch.ones(len(batch))
+def test_scores_are_the_same_however_many_are_taken_at_once() -> None:
+    model, objective, batch = dropped()
+    whole = weighted_scores(model, objective, batch, 6)
+    for at_once in (1, 4):
+        torch.testing.assert_close(weighted_scores(model, objective, batch, at_once), whole, rtol=1e-5, atol=1e-7)
+
+
+class Seeing(Around):
+    """Another objective that keeps the sizes of the batches that are predicted, and whether for gradients."""
+
+    def __init__(self, inner: Objective):
+        super().__init__(inner)
+        self.seen: list[tuple[int, bool]] = []
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        self.seen.append((len(batch), torch.is_grad_enabled()))
+        return super().predict(model, batch)
+
+
+def test_an_open_gate_with_accumulation_scores_and_trains_in_small_parts_with_the_gradient_of_the_whole() -> None:
+    found = []
+    for parts, at_once, sizes in ((1, 0, [(4, False)] * 3 + [(4, True)]), (2, 2, [(2, False)] * 6 + [(2, True)] * 2)):
+        chosen = [technique(NAME, at_once=at_once), technique("large_batch.accumulate", parts=parts)]
+        run = compose(plain_run(), with_optimizer(chosen), 3)
+        state, seeing = run.start(), Seeing(run.objective)
+        run.memories[NAME]["tau"].fill_(100.0)
+        torch.manual_seed(0)
+        outcome = run.backward(state.model, seeing, run.source.at(0))  # type: ignore[arg-type]
+        assert outcome.notes["sampled"] == 1.0 and seeing.seen == sizes
+        assert state.model is not None
+        found.append([parameter.grad for parameter in state.model.parameters()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_counts_like_a_score_in_what_is_drawn() -> None:
+    model, objective, batch = dropped()
+    model.eval()
+    uneven = batch.weighted(torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]))
+    ratio = weighted_scores(model, objective, uneven, 6) / weighted_scores(model, objective, batch, 6)
+    torch.testing.assert_close(ratio, uneven.weight / batch.weight)
+
+
+def test_a_gradient_that_was_not_finite_and_is_answered_stays_answered() -> None:
+    batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
+
+    def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        return Outcome((objective.losses(Prediction(), batch) * batch.weight).sum(), answered=True)
+
+    assert Sampler(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).answered
+
+
+class Contrasting(ScoredAs):
+    joint = True
+
+
+def test_losses_that_belong_to_several_examples_are_refused() -> None:
+    with pytest.raises(Refused, match="a loss of Contrasting is one of several"):
+        technique(NAME).objective(Around(Contrasting(torch.ones(2))))
+
+
+def test_an_objective_without_scores_is_refused_before_the_first_step() -> None:
+    with pytest.raises(Refused, match="Objective has no gradient-norm scores"):
+        technique(NAME).objective(Around(Objective()))
+
+
+def test_with_a_growing_batch_an_open_gate_draws_a_third_of_what_each_step_looks_at() -> None:
+    chosen = [technique(NAME), technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)]
+    run = compose(plain_run(batch=8), with_optimizer(chosen), 6)
+    state, heard = run.start(), Heard()
+    sampler = Sampler(heard, times=3, momentum=0.9)
+    assert state.model is not None
+    for step in (0, 3, 5):
+        sampler.state["tau"].fill_(100.0)
+        assert sampler(state.model, run.objective, run.source.at(step)).notes["sampled"] == 1.0
+    assert [len(batch) for batch in heard.batches] == [2, 4, 8]
+
+
+def test_each_rank_draws_of_its_own_share_and_together_they_expect_the_whole_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = plain_run(batch=6).source
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, 2, generator=generator).double()
+    scores = torch.rand(6, generator=generator).double()
+    whole = Batch({"value": values, "row": torch.arange(6)}, source.at(0).weight.double())
+    total = torch.zeros(2, dtype=torch.float64)
+    for rank in (0, 1):
+        share = Share(Fixed(whole), rank, 2).at(0)
+        mean, _ = expectation(share, scores[share["row"]], 2, "value", monkeypatch)
+        total = total + mean
+    torch.testing.assert_close(total, whole.weight @ values)
+
+
+class Fixed(BatchSource):
+    """The same examples at every step."""
+
+    def __init__(self, batch: Batch):
+        self.given, self.batch = batch, len(batch)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        return self.given.rows(start, stop)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "adapters.prompt",
+        "compile",
+        "data_selection.drop_patches",
+        "growth.layer_drop",
+        "growth.sequence_length",
+        "large_batch.noise_scale",
+        "memory.compress_activations",
+        "memory.recompute",
+        "precision.mixed",
+        "sparsity.rigl",
+    ],
+)
+def test_an_open_gate_stays_open_beside_what_acts_on_forward_and_backward_passes(other: str) -> None:
+    torch._dynamo.reset()
+    run = compose(plain_for(NAME, other), with_optimizer([technique(NAME), technique(other)]), 3)
+    state = run.start()
+    state.techniques[NAME]["tau"].fill_(100.0)
+    records = advance(run, state)
+    assert all(record.notes["sampled"] == 1.0 and math.isfinite(record.loss) for record in records)
+
+
+@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+def test_the_gate_is_one_for_all_ranks_and_closed_it_is_that_of_a_single_process(strategy: str) -> None:
+    alone, _ = run_through(plain_run(), with_optimizer([technique(NAME)]), 3)
+    closed, opened = zip(*on_ranks(2, sampled_runs, strategy), strict=True)
+    for records in closed:
+        assert [tau for tau, _ in records] == pytest.approx([record.notes["tau"] for record in alone], rel=1e-4)
+    assert closed[0] == closed[1] and opened[0] == opened[1]
+    assert all(sampled for _, sampled in opened[0]) and not any(sampled for _, sampled in closed[0])
+
+
+def test_a_score_without_a_number_on_one_rank_closes_the_gate_on_both() -> None:
+    assert on_ranks(2, a_number_is_missing_on_one_rank) == [(0.0, 9.0), (0.0, 9.0)]
+
+
+def test_a_budget_of_tokens_counts_what_is_looked_at() -> None:
+    recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=400.0), device="cpu")
+    sampling = replace(recipe, techniques=(*recipe.techniques, technique(NAME)))
+    assert prepare(recipe, quiet=True).run.steps == 6
+    assert prepare(sampling, quiet=True).run.steps == 2
+    with pytest.raises(Infeasible, match="does not fit one step of 192"):
+        prepare(replace(sampling, budget=Budget(tokens=100.0)), quiet=True)

@@ -119,6 +119,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all(strategy: str) -> None:
     assert first == second
     assert first["skipped"] == [3] and first["updates"] == 5
     assert first["scales"] == [1024] * 3 + [512] * 3
+    assert first["answered"] == PATIENCE + 1  # a lower scale has answered each of them: no sign of divergence
 
 
 def test_the_scale_comes_back_from_a_checkpoint(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from tiny_runs import advance, assert_same, losses, restored, snapshot, techniqu
 OF_TEXT = {
     "adapters.prompt": "adapters.visual_prompt",
     "attention.tiled": "no plain causal attention",
+    "data_selection.drop_masked_patches": "no masked autoencoder",
+    "data_selection.drop_masked_tokens": "take a BERT",
     "growth.compound": "use it on plain text",
     "growth.sequence_length": "use it on plain text",
 }

@@ -216,6 +216,4 @@ class Shelf(RuleBasedStateMachine):
 
 
 TestShelf = Shelf.TestCase
-TestShelf.settings = settings(
-    max_examples=40, stateful_step_count=20, suppress_health_check=list(HealthCheck)
-)
+TestShelf.settings = settings(max_examples=40, stateful_step_count=20, suppress_health_check=list(HealthCheck))

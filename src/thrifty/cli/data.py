@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from thrifty.cli.data_images import told_of_images
+from thrifty.cli.data_scores import choice_options, look_at_scores, prune, score
 from thrifty.cli.telling import print_json
 
 if TYPE_CHECKING:
     from thrifty.data.catalogue import Entry
-    from thrifty.data.look import ImageLook, Look
+    from thrifty.data.look import Look
     from thrifty.data.preview import Preview, Shown
 
 BAR = 40
@@ -20,7 +22,11 @@ BAR = 40
 
 @click.group(name="data")
 def command() -> None:
-    """List, fetch and look into data sets and pretrained models."""
+    """List, fetch and look into data sets and pretrained models; score and prune training examples."""
+
+
+command.add_command(score)
+command.add_command(prune)
 
 
 @command.command(name="list")
@@ -64,33 +70,39 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--vocabulary", type=int, default=None, help="Tokens of the tokenizer to train.")
 @click.option("--length", type=int, default=None, help="Tokens per example.")
 @click.option("--held-out", type=float, default=None, help="Fraction of documents kept for evaluation.")
+@click.option("--near-duplicates", type=float, default=None, help="Leave out documents so alike to one before: 0.8.")
 @click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="How many examples to show.")
+@click.option("--scores", type=click.Path(path_type=Path), help="A file of scores: write a page of what stands out.")
+@click.option("--out", type=click.Path(path_type=Path), help="With --scores: the page.  [default: SCORES.html]")
+@choice_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def look(source: str, examples: int, as_json: bool, **changes: Any) -> None:
+def look(source: str, examples: int, as_json: bool, scores: Path | None, out: Path | None, **changes: Any) -> None:
     """Show what SOURCE holds: a file, a folder, a known set, or hub:owner/name.
 
-    Counts, document lengths, duplicates, the statistics of the tokenizer, and decoded examples; of images the labels,
-    and which files cannot be read. A folder that holds nothing but images is taken for one of images.
+    Counts, document lengths, duplicates, which near-duplicates were left out, the statistics of the tokenizer, and
+    decoded examples; of images the labels or captions, and which files cannot be read. A folder that holds nothing
+    but images, or images and their captions, is taken for one of those.
+
+    With --scores a page shows the examples that are likely mislabelled, and those with the highest and the lowest
+    scores; with --keep and so on also what would be kept.
     """
+    choice = {name: changes.pop(name) for name in ("keep", "order", "offset", "floor")}
+    if scores is not None:
+        _refuse(changes, "with --scores", "they are as they were when it was scored")
+        return look_at_scores(source, scores, out, as_json, **choice)
+    _refuse({"out": out, **choice}, "without --scores", "it is for a page of scores")
     from thrifty.core.recipe import DataSettings
-    from thrifty.data.images import holds_only_images
     from thrifty.data.look import look as look_into
-    from thrifty.data.look import look_at_images
 
     given = {name: value for name, value in changes.items() if value is not None}
     settings = replace(DataSettings(source=source), **given)
-    if holds_only_images(source):
-        images = look_at_images(settings, say=_on_stderr)
-        if as_json:
-            print_json(asdict(images))
-        else:
-            click.echo("\n".join(_labels(images)))
+    if told_of_images(settings, examples, as_json):
         return
     seen = look_into(settings, examples, say=_on_stderr)
     if as_json:
         print_json(asdict(seen))
     else:
-        click.echo("\n".join([*_counts(seen), "", *_bars(seen), *_titled(seen.examples)]))
+        click.echo("\n".join([*_counts(seen), *_left_out(seen), "", *_bars(seen), *_titled(seen.examples)]))
 
 
 @command.command()
@@ -130,6 +142,16 @@ def preview(
         print_json(asdict(seen))
     else:
         click.echo("\n".join(_learned(seen)))
+
+
+def _refuse(options: dict[str, Any], when: str, why: str) -> None:
+    """Raises UsageError for an option that means nothing here; one that was silently ignored would mislead."""
+    from thrifty.core.errors import UsageError
+
+    for option, value in options.items():
+        if value is not None:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave --{name} out")
 
 
 def _convert(entry: "Entry") -> None:
@@ -183,33 +205,27 @@ def _counts(seen: "Look") -> list[str]:
     ]
 
 
+def _left_out(seen: "Look") -> list[str]:
+    """How many near-duplicates, and of those that are least alike to what was kept, both around where they differ."""
+    from thrifty.report.units import percent, scaled, whole
+
+    found = seen.near_duplicates
+    if found is None:
+        return []
+    amount = f"{whole(found['documents'])} documents, {scaled(found['bytes'], 'B')}"
+    rows = [f"near-duplicates  {amount} left out, at least {percent(found['threshold'])} alike to one before"]
+    for pair in found["least_alike"]:
+        texts = (" ".join(pair[side].split()) for side in ("kept", "left_out"))
+        rows += [f"  {percent(pair['similarity'])} alike", *(f"    {text}" for text in texts)]
+    return rows
+
+
 def _bars(seen: "Look") -> list[str]:
     highest = max(bucket.documents for bucket in seen.lengths)
     rows = ["documents by length in tokens"]
     for bucket in seen.lengths:
         bar = "█" * round(BAR * bucket.documents / highest)
         rows.append(f"{bucket.low:>9,} – {bucket.high - 1:<11,}{bucket.documents:>9,}  {bar}".rstrip())
-    return rows
-
-
-def _labels(seen: "ImageLook") -> list[str]:
-    from thrifty.report.units import significant, whole
-
-    rows = [
-        f"{seen.source}   images of {seen.side} x {seen.side} pixels, {seen.channels} channels",
-        f"{'':24}{'train':>10}{'held out':>10}",
-        f"{'images':<24}{whole(seen.images['train']):>10}{whole(seen.images['held_out']):>10}",
-    ]
-    for label, count in seen.labels["train"].items():
-        rows.append(f"  {label:<22}{whole(count):>10}{whole(seen.labels['held_out'][label]):>10}")
-    rows += [
-        "",
-        f"mean             {', '.join(map(significant, seen.mean))}",
-        f"deviation        {', '.join(map(significant, seen.std))}",
-        f"label entropy    {significant(seen.label_entropy)} nats per image",
-    ]
-    if seen.left_out:
-        rows += [f"left out         {whole(seen.left_out)} files", *(f"  {name}" for name in seen.named)]
     return rows
 
 

@@ -125,10 +125,13 @@ def _in_words(data: dict[str, Any]) -> str:
     if "train_images" in data:
         side, channels = data["side"], data["channels"]
         left_out = f", {data['left_out']:,} files left out" if data["left_out"] else ""
-        return (
-            f"{data['train_images']:,} training images of {side} x {side} x {channels}, {len(data['labels'])} labels, "
-            f"entropy of their frequencies {data['label_entropy']:.3f} nats{left_out}"
-        )
+        images = f"{data['train_images']:,} training images of {side} x {side} x {channels}"
+        if "train_captions" in data:
+            return f"{images} with {data['train_captions']:,} captions, vocabulary {data['vocabulary']:,}{left_out}"
+        if data["label_entropy"] is None:
+            return f"{images}{left_out}"
+        labels = f"{len(data['labels'])} labels, entropy of their frequencies {data['label_entropy']:.3f} nats"
+        return f"{images}, {labels}{left_out}"
     return (
         f"{data['train_tokens']:,} training tokens, vocabulary {data['vocabulary']:,}, "
         f"unigram entropy {data['unigram_entropy']:.3f} nats/token"

@@ -30,7 +30,7 @@ def command(
     import torch
 
     from thrifty.cli.telling import print_json, run_path
-    from thrifty.core.ends import ImageEnds
+    from thrifty.core.ends import ImageEnds, PairEnds
     from thrifty.core.surgery import find_blocks, noting
     from thrifty.data.kept import kept_ends
     from thrifty.models import export_model, shape_for
@@ -54,7 +54,8 @@ def command(
         elif isinstance(ends, ImageEnds):
             export_model(model, shape, folder, dtype=getattr(torch, dtype), images=ends)
         else:
-            export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype))
+            images = ends.images if isinstance(ends, PairEnds) else None
+            export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype), images)
     said = [text for text in notes if FILLED_UP in text]
     files = sorted(file.name for file in folder.iterdir())
     if as_json:

@@ -65,6 +65,10 @@ def _presets() -> list[tuple[str, str]]:
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in assemble(shape).parameters())
         ends = f"vocabulary {shape.vocabulary:,}"
+        if shape.style == "clip":
+            ends = f"images of {shape.image} pixels in patches of {shape.patch}, captions of {shape.length} tokens"
+        if shape.style == "mae":
+            ends = f"a decoder of {shape.decoder_depth}, images of {shape.image} pixels in patches of {shape.patch}"
         if shape.style == "vit":
             ends = f"images of {shape.image} pixels in patches of {shape.patch}, {shape.vocabulary:,} labels"
         about = f"{shape.depth} blocks, width {shape.width}, {ends}, {parameters:,} parameters"

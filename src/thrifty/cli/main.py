@@ -18,19 +18,22 @@ from thrifty.core.errors import ThriftyError, did_you_mean
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ABOUT = {
+    "check": "Does a recipe still compute what it promises? Seconds, before it runs.",
     "train": "Train by a recipe, or a study: a name or a TOML file, with anything changed.",
     "resume": "Go on with a run that ended early, exactly where it was.",
     "lottery": "Lottery tickets: train, prune, rewind, again; stopped, it goes on.",
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",
+    "trace": "What attention computes, recorded into a file for simulated accelerators.",
     "plan": "Model size and tokens for a compute budget: size, fit.",
-    "simulate": "A step on hardware that is not here: cluster, published.",
+    "simulate": "What is not here: a step on a cluster, attention on an accelerator.",
     "explain": "What a recipe will do, stage by stage, before it runs.",
     "report": "A run folder as one offline HTML page.",
     "export": "A trained model as a Hugging Face folder.",
     "sample": "Text from a trained model.",
     "chat": "Talk to a trained model.",
-    "data": "Known data sets: list, get, look.",
+    "retrieve": "How well images and captions find each other.",
+    "data": "Data sets: list, get, look; score and prune examples.",
     "doctor": "What this machine can do, and what is missing.",
 }
 """The short help of each verb stands here so that it can be listed without importing the verb."""

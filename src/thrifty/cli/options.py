@@ -60,9 +60,11 @@ def put_together(
     if data is not None:
         layers.lay("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:
-        is_folder = Path(model).is_dir()
-        chosen = {"folder": _whole_path(model)} if is_folder else {"preset": model, "folder": ""}
-        layers.lay("--model", {"model": chosen})
+        if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
+            fresh = layers.data.get("model", {}).get("fresh", False)
+            layers.replace("--model", "model", {"folder": _whole_path(model), "fresh": fresh})
+        else:
+            layers.lay("--model", {"model": {"preset": model, "folder": ""}})
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name)):

@@ -1,4 +1,4 @@
-"""`thrifty simulate`: what a training step would cost on hardware that is not here."""
+"""`thrifty simulate`: what a training step, attention or a sparse product would cost on hardware that is not here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from thrifty.cli.simulate_attention import attention, gemm
+from thrifty.cli.simulate_paper import paper
+from thrifty.cli.simulate_spgemm import spgemm
+
 if TYPE_CHECKING:
     from thrifty.cluster.published import Run
     from thrifty.cluster.step_report import StepReport
@@ -14,7 +18,13 @@ if TYPE_CHECKING:
 
 @click.group(name="simulate")
 def command() -> None:
-    """What a training step would cost on hardware that is not here."""
+    """What a training step, attention or a sparse product would cost on hardware that is not here."""
+
+
+command.add_command(attention)
+command.add_command(gemm)
+command.add_command(paper)
+command.add_command(spgemm)
 
 
 @command.command()
@@ -82,7 +92,7 @@ def published(as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    _tell_table(
+    tell_table(
         ["run", "table", "ranks", "quantity", "measured", "simulated", "off"],
         [
             [
@@ -165,14 +175,14 @@ def _tell(report: StepReport, cluster: str) -> None:
         [title, duration(getattr(report.seconds, name)), percent(getattr(report.seconds, name) / report.step_seconds)]
         for name, title in spent.items()
     ]
-    _tell_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]])
+    tell_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]])
     click.echo(
         f"\n{scaled(report.model_flops, 'FLOP/s')} a device, MFU {percent(report.mfu)}; with what is recomputed "
         f"{scaled(report.hardware_flops, 'FLOP/s')}, HFU {percent(report.hfu)}; "
         f"{scaled(report.tokens_per_second)} tokens/s\n"
     )
     chosen = {report.memory[0].rank: "first", report.memory[-1].rank: "last", report.fullest.rank: "fullest"}
-    _tell_table(
+    tell_table(
         ["memory of pipeline rank", "weights", "gradients", "optimizer", "activations", "temporary", "total"],
         [
             [f"{rank} ({title})"]
@@ -185,7 +195,7 @@ def _tell(report: StepReport, cluster: str) -> None:
         click.echo(f"\nDOES NOT FIT: rank {report.fullest.rank} has {scaled(report.fullest.limit, 'B')}")
 
 
-def _tell_table(titles: list[str], rows: list[list[str]]) -> None:
+def tell_table(titles: list[str], rows: list[list[str]]) -> None:
     import sys
 
     from rich.console import Console

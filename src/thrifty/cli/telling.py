@@ -41,11 +41,15 @@ def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
         click.echo(f"held-out loss {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
         if summary.get("held_out_loss_at_start") is not None:
             click.echo(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
+    measured = "".join(f", {name} {value:.1%}" for name, value in summary.get("held_out", {}).items())
     if loss is not None and summary.get("label_entropy") is not None:
-        measured = "".join(f", {name} {value:.1%}" for name, value in summary.get("held_out", {}).items())
         click.echo(
             f"held-out loss {loss:.3f} nats{measured}; by the labels' frequencies {summary['label_entropy']:.3f}"
         )
+    elif loss is not None and measured:
+        click.echo(f"held-out loss {loss:.3f} nats{measured}")
+    if loss is not None and "loss_in" in summary:
+        click.echo(f"held-out loss {loss:.3f}, {summary['loss_in']}")
     if advice := _batch_advice(Path(summary["folder"])):
         click.echo(advice)
     click.echo(f"run folder {summary['folder']}")

@@ -6,8 +6,10 @@ micro-batches there are. A position in a pure function is all that resuming need
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,6 +55,27 @@ class Batch:
         return replace(self, weight=weight)
 
 
+@dataclass(frozen=True)
+class Inventory:
+    """The examples that a source goes through in an epoch, by number and in no order of training."""
+
+    count: int
+    fingerprint: str
+    """A hash of what they are: other examples, and these cut into other pieces, have another."""
+    labels: Tensor | None = None
+    """The number of each one's class (n,), where examples have one."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which examples of a source are gone through."""
+
+    kept: Tensor
+    """Their numbers in the whole source, int64 (k,), ascending."""
+    scores: Tensor | None = None
+    """Of all its examples (n,), what they were chosen by: higher is harder."""
+
+
 class BatchSource:
     """The effective batch of every step. Subclasses give `rows`; the rest follows."""
 
@@ -81,6 +104,25 @@ class BatchSource:
         of which holds for all later ones."""
         return Resized(self, sizes)
 
+    def inventory(self) -> Inventory:
+        """Raises Refused where examples have no numbers to be known by."""
+        raise _numberless(self)
+
+    def only(self, choice: Choice) -> "BatchSource":
+        """The same kind of source with these of its examples; all else, such as the seed, stays. Raises Refused where
+        examples have no numbers, or fewer are left than one effective batch."""
+        raise _numberless(self)
+
+    @property
+    def choice(self) -> Choice | None:
+        """Which of its examples it goes through, where not all."""
+        return None
+
+
+def _numberless(source: BatchSource) -> Refused:
+    kind = type(source).__name__
+    return Refused(f"the examples of this data ({kind}) have no fixed numbers to be known by", "train on all of them")
+
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
     """Examples first … stop-1 of all that a source gives, in its order; its effective batches are of one size."""
@@ -91,7 +133,25 @@ def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
     return Batch(joined, torch.cat([part.weight for part in parts]))
 
 
-class Mapped(BatchSource):
+class Derived(BatchSource):
+    """Another source with something done to what it gives; its examples are that one's."""
+
+    source: BatchSource
+
+    def inventory(self) -> Inventory:
+        return self.source.inventory()
+
+    def only(self, choice: Choice) -> Self:
+        changed = copy(self)
+        changed.source = self.source.only(choice)
+        return changed
+
+    @property
+    def choice(self) -> Choice | None:
+        return self.source.choice
+
+
+class Mapped(Derived):
     """Another source with a pure function of (step, batch) applied to what it gives."""
 
     def __init__(self, source: BatchSource, function: Callable[[int, Batch], Batch]):
@@ -111,7 +171,7 @@ class Mapped(BatchSource):
         return Mapped(self.source.resized(sizes), self.function)
 
 
-class Share(BatchSource):
+class Share(Derived):
     """The rows of one rank: an equal, contiguous part of the effective batch. Raises Refused where there is none."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
@@ -143,7 +203,7 @@ def _refuse_unequal(source: BatchSource, ranks: int) -> None:
     raise Refused(f"effective batches in multiples of {source.unit} examples {what}", fix)
 
 
-class Presampled(BatchSource):
+class Presampled(Derived):
     """`times` consecutive effective batches as one, for techniques that choose among more than they train on."""
 
     def __init__(self, source: BatchSource, times: int):
@@ -158,7 +218,7 @@ class Presampled(BatchSource):
         return self.source.resized([size * self.times for size in sizes])
 
 
-class Resized(BatchSource):
+class Resized(Derived):
     """Another source's examples in its own order, none skipped and none repeated, in batches of varying size."""
 
     def __init__(self, source: BatchSource, sizes: Sequence[int]):

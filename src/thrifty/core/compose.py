@@ -1,7 +1,8 @@
 """Techniques folded over the plain run, sorted by stage."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -58,7 +59,8 @@ class Composition:
     def objective(self) -> Objective:
         objective = self.plain.objective
         for technique in self.techniques:
-            objective = technique.objective(objective)
+            with _named(technique):
+                objective = technique.objective(objective)
         return objective
 
     @cached_property
@@ -111,11 +113,8 @@ class Composition:
         if any(parameter.device != self.device for parameter in model.parameters()):
             model = model.to(self.device)
         for technique in self.techniques:
-            with noting() as notes:
-                try:
-                    model = technique.model(model)
-                except Refused as refused:
-                    raise Refused(f"{technique.name}: {refused.what}", fix=refused.fix) from None
+            with noting() as notes, _named(technique):
+                model = technique.model(model)
             self.notes[technique.name] = notes
         return keep_orders(model)
 
@@ -167,13 +166,26 @@ class Composition:
             technique.holds(state)
 
 
+@contextmanager
+def _named(technique: Technique) -> Iterator[None]:
+    """Says whose refusal it is."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.what.startswith(technique.name):
+            raise
+        raise Refused(f"{technique.name}: {refused.what}", fix=refused.fix) from None
+
+
 def compose(plain: Plain, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Composition:
     """Sort by stage, fill in settings that depend on the run, refuse what cannot go together. The order given is
     irrelevant."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, technique.name))
     refuse_illegal(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
-    return Composition(plain, tuple(resolved), steps, device)
+    run = Composition(plain, tuple(resolved), steps, device)
+    _ = run.objective  # a technique that cannot serve it says so before anything is built
+    return run
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
@@ -184,8 +196,9 @@ def refuse_illegal(techniques: Sequence[Technique]) -> None:
             raise UsageError(f"{technique.name} is given twice", fix="keep one of them")
         for claim in sorted(technique.claims):
             if claim in claimed:
+                article = "" if claim.startswith(("what ", "which ")) else "the "
                 raise UsageError(
-                    f"{claimed[claim]} and {technique.name} both decide the {claim}",
+                    f"{claimed[claim]} and {technique.name} both decide {article}{claim}",
                     fix=f"keep one of them, for instance --without {claimed[claim]}",
                 )
             claimed[claim] = technique.name

@@ -16,7 +16,7 @@ class TextEnds:
 @dataclass(frozen=True)
 class ImageEnds:
     labels: tuple[str, ...]
-    """What images are told apart by, in the order of the model's outputs."""
+    """What images are told apart by, in the order of the model's outputs; none where they only are looked at."""
     side: int
     """Images are so many pixels high and wide."""
     channels: int
@@ -33,4 +33,19 @@ class ImageEnds:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 
-Ends = TextEnds | ImageEnds
+@dataclass(frozen=True)
+class PairEnds:
+    """Of images with captions: a model of two towers takes both."""
+
+    images: ImageEnds
+    text: TextEnds
+
+    def as_data(self) -> dict[str, Any]:
+        return {"images": self.images.as_data(), "text": asdict(self.text)}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "PairEnds":
+        return cls(ImageEnds.from_data(data["images"]), TextEnds(**data["text"]))
+
+
+Ends = TextEnds | ImageEnds | PairEnds

@@ -50,13 +50,24 @@ class Tokens(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
-    `measured` are the names of what `measures` tells besides the loss; `learns_from` is the kind of data it needs.
+    `measured` are the names of what `measures` tells besides the loss; `learns_from` is the kind of data it needs, and
+    `needs_labels` whether images must come with labels. `joint` says that the loss of an example depends on the others
+    of the effective batch, which then cannot be taken apart.
 
-    The last four methods say how plain text is made into examples; they change nothing unless overridden.
+    The last five methods say how plain text or images are made into examples; they change nothing unless overridden.
     """
 
     learns_from: ClassVar[Literal["text", "images", "pairs"]] = "text"
+    needs_labels: ClassVar[bool] = False
+    loss_in: ClassVar[str] = "nats"
+    """What the loss is a number of."""
+    joint: bool = False
     measured: tuple[str, ...] = ()
+
+    @property
+    def plain(self) -> "Objective":
+        """The objective without what techniques have put around it."""
+        return self
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         raise NotImplementedError
@@ -97,11 +108,16 @@ class Objective:
         """This objective with the token numbers that it needs for examples of this length."""
         return self
 
+    def looking(self, patch: int | None) -> "Objective":
+        """This objective for a model that cuts images into patches of so many pixels' side, where it does."""
+        return self
+
     def examples(self, batch: Batch) -> Batch:
         """What is learned from, made of plain examples: a pure function of each row by itself.
 
         Rows of text come as "tokens" (b, t+1) and "key" (b,), 64 random bits for each that no other row of the run
-        has: where something must be drawn, it is drawn from those.
+        has: where something must be drawn, it is drawn from those. Rows of images come as "inputs" (b, c, h, w), a
+        "key" and, where they have them, "labels".
         """
         return batch
 
@@ -111,7 +127,11 @@ class Around(Objective):
 
     def __init__(self, inner: Objective):
         self.inner = inner
-        self.measured = inner.measured
+        self.measured, self.joint = inner.measured, inner.joint
+
+    @property
+    def plain(self) -> Objective:
+        return self.inner.plain
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return self.inner.predict(model, batch)

@@ -35,7 +35,15 @@ class ModelSettings:
     patch: int | None = None
     """Of a vit: height and width of a patch in pixels."""
     pool: str | None = None
-    """Of a vit: what the head is given, "class" for the class token or "mean" for the mean of all patches."""
+    """Of a vit: what the head is given, "class" for the class token, "mean" for the mean of all patches of a model
+    without one, "patches" for that mean beside a class token, as a trained MAE has one."""
+    decoder_depth: int | None = None
+    """Of a mae: blocks of the decoder."""
+    decoder_width: int | None = None
+    text_depth: int | None = None
+    """Of a clip: blocks of the tower that reads captions; the sizes above are those of the tower for images."""
+    text_width: int | None = None
+    text_heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,12 @@ class DataSettings:
     """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
     sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for answer a .jsonl or
     .json of conversations, or a known set of them; for classify "digits", a known set of images, or a folder with a
-    folder of images for each label."""
+    folder of images for each label; for reconstruct any of these and any folder of images; for contrast a known set of
+    images with captions, a .jsonl, .tsv or .parquet that names them, or a folder with such a table, or with a text
+    beside each image."""
     column: str = "text"
-    """Where a row of .jsonl or .parquet keeps its text."""
+    """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
+    otherwise looked for under the usual names."""
     tokenizer: str = ""
     """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
     vocabulary: int = 4096
@@ -80,6 +91,9 @@ class DataSettings:
     held_out: float = 0.05
     """Fraction of documents kept for evaluation, chosen by the hash of their text; of images by that of their file,
     where the source does not say itself which to test on."""
+    near_duplicates: float | None = None
+    """Of text: how alike a document may be to one before it, as a share of their runs of five words, before it is left
+    out; 0.8 is usual. None are looked for unless it is given."""
     size: int | None = None
     """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
     augment: Augmentation | None = None
@@ -91,7 +105,10 @@ class ObjectiveSettings:
 
     name: str = "next_token"
     rate: float | None = None
-    """masked_token: the share of tokens that is predicted; sequence_to_sequence: the share cut out of plain text."""
+    """masked_token: the share of tokens that is predicted; sequence_to_sequence: the share cut out of plain text;
+    mass: the share that the hidden span is; reconstruct: the share of patches that is removed."""
+    normalize: bool | None = None
+    """reconstruct: whether each patch is given back less its mean, over its deviation."""
     mask_share: float | None = None
     """masked_token: of the predicted tokens, the share that is hidden behind the mask."""
     random_share: float | None = None

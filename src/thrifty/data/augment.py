@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     ERASE = 3
     MIX = 4
     PARTNER = 5
+    CAPTION = 6
 
 
 def uniform(keys: np.ndarray, purpose: Purpose, count: int) -> Tensor:
@@ -62,16 +63,16 @@ def changed(images: Tensor, keys: np.ndarray, how: Augmentation, fill: tuple[flo
 
 def moved(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
     """Moved by up to `crop` pixels each way, black coming in, and mirrored for every other key."""
-    b, c, h, w = images.shape
-    padded = F.pad(images, (crop,) * 4)
-    down, right = (uniform(keys, Purpose.CROP, 2) * (2 * crop + 1)).long().unbind(1)
-    columns = torch.arange(w).expand(b, w)
-    if flip:
-        mirrored = uniform(keys, Purpose.FLIP, 1) < 0.5
-        columns = torch.where(mirrored, w - 1 - columns, columns)
-    y = (down[:, None] + torch.arange(h))[:, None, :, None]
-    x = (right[:, None] + columns)[:, None, None, :]
-    return padded[torch.arange(b)[:, None, None, None], torch.arange(c)[None, :, None, None], y, x]
+    h, w = images.shape[-2:]
+    padded = F.pad(images, (crop,) * 4).numpy()
+    places = (uniform(keys, Purpose.CROP, 2) * (2 * crop + 1)).long().tolist()
+    mirrored = (uniform(keys, Purpose.FLIP, 1)[:, 0] < 0.5).tolist()
+    found = np.empty(images.shape, padded.dtype)
+    # a slice for each image is some ten times as fast as one indexing of all by tensors
+    for number, (top, left) in enumerate(places):
+        piece = padded[number, :, top : top + h, left : left + w]
+        found[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
+    return torch.from_numpy(found)
 
 
 def erased(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:

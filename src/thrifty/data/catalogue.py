@@ -44,7 +44,7 @@ class Package:
     def archive(self, folder: Path) -> Path | None:
         """The archive in this folder under the name its client gives it, where it is there."""
         if self.client == "apt":
-            pattern = f"{self.name}_{self.version}_*.deb"
+            pattern = f"{self.name}_{self.version.replace(':', '%3a')}_*.deb"
         elif self.client == "npm":
             pattern = f"{self.name.lstrip('@').replace('/', '-')}-{self.version}.tgz"
         else:
@@ -54,7 +54,8 @@ class Package:
 
 @dataclass(frozen=True)
 class Entry:
-    """A set of texts, conversations or images, or a pretrained model. The fields are explained in `catalogue.toml`."""
+    """A set of texts, conversations, images or images with captions, or a pretrained model. The fields are explained
+    in `catalogue.toml`."""
 
     name: str
     about: str
@@ -66,14 +67,15 @@ class Entry:
     documents: str = ""
     conversations: str = ""
     images: str = ""
+    pairs: str = ""
     together: bool = False
     instead: str = ""
 
     @property
     def kind(self) -> str:
-        """ "text", "chats", "images" or "model"."""
-        if self.images:
-            return "images"
+        """ "text", "chats", "images", "pairs" or "model"."""
+        if self.images or self.pairs:
+            return "images" if self.images else "pairs"
         if self.conversations or self.name == PYTHON_FUNCTIONS:
             return "chats"
         return "model" if self.packages and not self.documents else "text"

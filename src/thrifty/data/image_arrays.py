@@ -2,6 +2,7 @@
 
 train.bin, held_out.bin                 pixels, uint8 (n, c, h, w)
 train_labels.bin, held_out_labels.bin   int32 (n,)
+train_names.json, held_out_names.json   the files they come from, where they come from files of their own
 images.json                             shape and number of images, names of labels, mean and deviation of training
                                         pixels, and what the pixels came from
 """
@@ -9,6 +10,7 @@ images.json                             shape and number of images, names of lab
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thrifty.core.batches import Inventory
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError
+from thrifty.core.recipe import Augmentation
+from thrifty.data.augment import changed, moved
+from thrifty.data.epochs import fingerprint
 from thrifty.data.splitting import Part
 from thrifty.kernels.resizing import resize
 
@@ -29,7 +35,7 @@ LABEL = np.dtype("<i4")
 def normalized(images: Tensor, ends: ImageEnds) -> Tensor:
     """Images (b, c, h, w) of 0 … 1 as models are given them: less the mean, over the deviation of each channel."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
-    return (images - mean) / std
+    return images.sub(mean).div_(std)
 
 
 @dataclass(frozen=True)
@@ -42,21 +48,54 @@ class ImageArrays:
     ends: ImageEnds
     """The side may be another than that of the pixels: images are then given out in that size."""
     brightest: int = BRIGHTEST
+    names: Sequence[str] = ()
+    """Of the files that the images come from, where they come from files of their own."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def shown(self, indices: np.ndarray) -> Tensor:
         """Images of 0 … 1, float32 (b, c, side, side)."""
-        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[indices]))
-        return resize(pixels.float() / self.brightest, self.ends.side, self.ends.side)
+        return self._scaled(self._stored(indices))
+
+    def changed(self, indices: np.ndarray, keys: np.ndarray, how: Augmentation) -> Tensor:
+        """The same, each changed by its own of the keys uint64 (b,), see `augment.changed`."""
+        pixels = self._stored(indices)
+        if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # bytes are moved faster, to the same effect
+            pixels, how = moved(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)
+        return changed(self._scaled(pixels), keys, how, self.ends.mean)
+
+    def _stored(self, indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self.pixels[indices]))
+
+    def _scaled(self, pixels: Tensor) -> Tensor:
+        return resize(pixels.float().div_(self.brightest), self.ends.side, self.ends.side)
 
     def labels_of(self, indices: np.ndarray) -> Tensor:
         """int64 (b,)."""
         return torch.from_numpy(self.labels[indices].astype(np.int64))
 
+    def inventory(self) -> Inventory:
+        """Of the pixels as they are stored: given out in another size they are the same images."""
+        labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
+        return Inventory(len(self), self._fingerprint, labels)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.pixels, *([self.labels] if self.ends.labels else []), also=self.ends.labels)
+
+    def unlabelled(self) -> "ImageArrays":
+        """The same images for whoever has no use for their labels."""
+        return replace(self, ends=replace(self.ends, labels=()))
+
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        return {"inputs": normalized(self.shown(indices), self.ends), "labels": self.labels_of(indices)}
+        """{"inputs": (b, c, side, side)}, and "labels" (b,) where there are any."""
+        labels = {"labels": self.labels_of(indices)} if self.ends.labels else {}
+        return {"inputs": normalized(self.shown(indices), self.ends), **labels}
+
+
+def names_file(part: Part) -> str:
+    return f"{part}_names.json"
 
 
 @dataclass
@@ -130,7 +169,9 @@ def open_arrays(folder: Path, side: int | None = None) -> OpenedArrays:
             labels = np.fromfile(folder / f"{part}_labels.bin", LABEL)
             if len(labels) != count:
                 raise ValueError(f"{len(labels)} labels for {count} images")
-            parts[part] = ImageArrays(pixels, labels, ends if side is None else replace(ends, side=side))
+            named = folder / names_file(part)
+            names = json.loads(named.read_text(encoding="utf-8")) if named.is_file() else ()
+            parts[part] = ImageArrays(pixels, labels, ends if side is None else replace(ends, side=side), names=names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
             f"{folder} is damaged: {error}", fix="delete the folder, so that it is made anew"

@@ -13,17 +13,18 @@ from thrifty.core.batches import BatchSource
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.augment import changed, mixed, partners
+from thrifty.data.augment import mixed, partners
 from thrifty.data.cache import file_sha256
 from thrifty.data.catalogue import Entry, entries
 from thrifty.data.digits import BRIGHTEST as BRIGHTEST_DIGIT
 from thrifty.data.digits import STORED as STORED_DIGITS
 from thrifty.data.digits import DigitImages
 from thrifty.data.draws import example_keys
-from thrifty.data.epochs import Epochs, HeldOutExamples
+from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples
 from thrifty.data.fetching import origin
 from thrifty.data.image_arrays import Channels, ImageArrays, normalized, open_arrays
-from thrifty.data.image_folder import has_image_files, has_other_files, prepare_folder
+from thrifty.data.image_folder import prepare_folder
+from thrifty.data.image_listing import has_image_files, has_other_files
 from thrifty.data.image_sets import DIGITS as DIGIT_LABELS
 from thrifty.data.kept import keep_images
 from thrifty.data.prepare import check_settings, read_manifest
@@ -35,8 +36,8 @@ LABELS = "labels"
 
 
 def holds_images(source: str) -> bool:
-    """Whether a source is a known set of images, or a folder with some in it."""
-    if source == DIGITS or (source in entries() and entries()[source].kind == "images"):
+    """Whether a source is a known set of images, with labels or captions, or a folder with some in it."""
+    if source == DIGITS or (source in entries() and entries()[source].kind in ("images", "pairs")):
         return True
     path = Path(source).expanduser()
     return source not in entries() and path.is_dir() and has_image_files(path)
@@ -51,7 +52,8 @@ def holds_only_images(source: str) -> bool:
 class TrainingImages(Epochs):
     """Images in epochs, changed as the recipe says: a pure function of (seed, number of the example in the run).
 
-    {"inputs": (b, c, h, w), "labels": (b,)}; labels are distributions (b, v) where images are mixed.
+    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}; labels are distributions (b, v) where images are mixed, and
+    there are none where the images have none. The key is random bits of the example's own in this run (see `draws`).
     """
 
     contents: ImageArrays
@@ -61,14 +63,24 @@ class TrainingImages(Epochs):
         self.how = how
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        keys = example_keys(self.seed, numbers)
+        return {**self._fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return {**super().judged_fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
+
+    def _fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
         if self.how is None:
             return self.contents.fields(chosen)
-        keys, ends = example_keys(self.seed, numbers).view(np.uint64), self.contents.ends
-        images = changed(self.contents.shown(chosen), keys, self.how, ends.mean)
+        ends = self.contents.ends
+        images = self.contents.changed(chosen, keys, self.how)
+        if not ends.labels:
+            return {"inputs": normalized(images, ends)}
         labels = self.contents.labels_of(chosen)
         if self.how.mixup or self.how.cutmix:
-            other, other_keys = partners(keys, len(self.contents))
-            others = changed(self.contents.shown(other), other_keys, self.how, ends.mean)
+            other, other_keys = partners(keys, self.examples)
+            other = self.places(other)
+            others = self.contents.changed(other, other_keys, self.how)
             images, own = mixed(images, others, keys, self.how)
             one, another = (
                 torch.nn.functional.one_hot(each, len(ends.labels)).float()
@@ -76,6 +88,13 @@ class TrainingImages(Epochs):
             )
             labels = another + own[:, None] * (one - another)
         return {"inputs": normalized(images, ends), "labels": labels}
+
+
+class HeldOutImages(HeldOutExamples):
+    """Images for evaluation as they are, with keys that are the same for every seed."""
+
+    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return {**super().fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
 
 
 @dataclass(frozen=True)
@@ -88,8 +107,8 @@ class ImageData:
     ends: ImageEnds
     identity: Mapping[str, str]
     parts: Mapping[Part, ImageArrays]
-    frequencies_entropy: float
-    """Nats per held-out image for who answers by how frequent each label is in training."""
+    frequencies_entropy: float | None = None
+    """Nats per held-out image for who answers by how frequent each label is in training; None without labels."""
     left_out: int = 0
     """Image files that cannot be read."""
     named: tuple[str, ...] = ()
@@ -99,7 +118,8 @@ class ImageData:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"unit": "images", "label_entropy": self.frequencies_entropy}
+        known = {} if self.frequencies_entropy is None else {"label_entropy": self.frequencies_entropy}
+        return {"unit": "images", **known}
 
     def described(self) -> dict[str, Any]:
         return {
@@ -124,29 +144,36 @@ class ImageData:
             )
 
 
-def open_images(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> ImageData:
+def open_images(
+    settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None], labelled: bool = True
+) -> ImageData:
     """Open the images of a recipe; those of a folder are decoded once and kept in the cache.
 
-    `side` is that of a folder's images in pixels where the settings do not say. Raises UsageError where the source or
-    a setting is not what it must be, or there are fewer images than one batch.
+    `side` is that of a folder's images in pixels where the settings do not say. Without `labelled` there need be no
+    labels, and none are given out. Raises UsageError where the source or a setting is not what it must be, or there
+    are fewer images than one batch.
     """
     check_settings(settings, special=())
     _refuse_settings_of_text(settings)
-    parts, identity, said = _open(settings, settings.size or side, say)
+    _refuse_mixing(settings, labelled)
+    parts, identity, said = _open(settings, settings.size or side, say, labelled)
+    if not labelled:
+        parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
     train, held_out = (parts[part] for part in Part)
     if len(train) < settings.batch:
         raise UsageError(
             f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
             fix=f"lower data.batch to at most {len(train)}",
         )
+    labels = train.ends.labels
     return ImageData(
         source=settings.source,
         train=TrainingImages(train, settings.batch, seed, settings.augment),
-        held_out=HeldOutExamples(held_out),
+        held_out=HeldOutImages(held_out),
         ends=train.ends,
-        identity={**identity, LABELS: "/".join(train.ends.labels)},
+        identity={**identity, LABELS: "/".join(labels)},
         parts=parts,
-        frequencies_entropy=_entropy(train.labels, held_out.labels, len(train.ends.labels)),
+        frequencies_entropy=_entropy(train.labels, held_out.labels, len(labels)) if labels else None,
         left_out=said.get("left_out", 0),
         named=tuple(said.get("named", ())),
     )
@@ -156,21 +183,23 @@ Opened = tuple[dict[Part, ImageArrays], dict[str, str], dict[str, Any]]
 """The arrays, the sha256 of their files, and what else was said when they were made."""
 
 
-def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) -> Opened:
+def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], labelled: bool) -> Opened:
     if settings.source == DIGITS:
         return _digits(settings.size), {STORED_DIGITS.name: file_sha256(STORED_DIGITS)}, {}
     if settings.source in entries():
-        return _fetched(entries()[settings.source], settings.size)
+        return _fetched(entries()[settings.source], settings.size, labelled)
     if side is None:
         raise UsageError(
             "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
         )
-    folder = prepare_folder(Path(settings.source).expanduser(), side, settings.held_out, say)
+    folder = prepare_folder(Path(settings.source).expanduser(), side, settings.held_out, say, labelled)
     manifest = read_manifest(folder)
     return open_arrays(folder).parts, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
 
 
-def _fetched(entry: Entry, side: int | None) -> Opened:
+def _fetched(entry: Entry, side: int | None, labelled: bool) -> Opened:
+    if labelled and entry.kind == "pairs":
+        raise UsageError(f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrast")
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
     return open_arrays(entry.folder, side).parts, origin(entry)["files"], {}
@@ -193,6 +222,16 @@ def _entropy(train: np.ndarray, held_out: np.ndarray, labels: int) -> float:
     """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
     share, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
     return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + labels)))
+
+
+def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
+    how = settings.augment
+    if how is not None and not labelled and (how.mixup or how.cutmix):
+        name = "mixup" if how.mixup else "cutmix"
+        raise UsageError(
+            f"data.augment.{name} mixes labels of images, and the objective learns from none",
+            fix=f"leave data.augment.{name} out",
+        )
 
 
 def _refuse_settings_of_text(settings: DataSettings) -> None:

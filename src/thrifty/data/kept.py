@@ -1,9 +1,10 @@
-"""What a run folder keeps of its data, by which a trained model is used: a tokenizer, or labels and sizes of images."""
+"""What a run folder keeps of its data, by which a trained model is used: a tokenizer, or labels and sizes of images, or
+of images with captions both."""
 
 import json
 from pathlib import Path
 
-from thrifty.core.ends import Ends, ImageEnds, TextEnds
+from thrifty.core.ends import Ends, ImageEnds, PairEnds, TextEnds
 from thrifty.core.errors import IntegrityError
 from thrifty.data.prepare import TOKENIZER
 from thrifty.data.tokenizing import read_tokenizer
@@ -21,8 +22,14 @@ def kept_ends(folder: Path, length: int) -> Ends:
     Raises IntegrityError where what it says of images is damaged, UsageError where it holds neither.
     """
     path = folder / LABELS
-    if not path.is_file():
-        return TextEnds(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    images = path.is_file()
+    if images and not (folder / TOKENIZER).is_file():
+        return _kept_images(path)
+    text = TextEnds(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    return PairEnds(_kept_images(path), text) if images else text
+
+
+def _kept_images(path: Path) -> ImageEnds:
     try:
         return ImageEnds.from_data(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:

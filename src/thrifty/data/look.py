@@ -2,13 +2,12 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from thrifty.core.recipe import DataSettings
 from thrifty.data.documents import open_source
-from thrifty.data.images import open_images
 from thrifty.data.packing import Windows
 from thrifty.data.permutation import permuted
 from thrifty.data.prepare import prepare
@@ -40,52 +39,11 @@ class Look:
     """Nats per held-out token under the training frequencies of single tokens."""
     duplicates: float
     """Share of documents whose exact text came before."""
+    near_duplicates: dict | None
+    """What was left out as being nearly the same as what came before (`near_duplicates.Distinct.report`)."""
     lengths: list[Lengths]
     examples: list[str]
     """Decoded training examples, as a model would see them."""
-
-
-@dataclass(frozen=True)
-class ImageLook:
-    """Counts are by part: "train" and "held_out"."""
-
-    source: str
-    side: int
-    channels: int
-    images: dict[str, int]
-    labels: dict[str, dict[str, int]]
-    """How many images of each label there are, by part."""
-    mean: list[float]
-    std: list[float]
-    """Of each channel of the training images, pixels being 0 … 1."""
-    label_entropy: float
-    """Nats per held-out image for who answers by how frequent each label is in training."""
-    left_out: int
-    named: list[str]
-    """The first of the files that cannot be read, with the reasons."""
-
-
-FOLDER_SIDE = 64
-"""Pixels to which the images of a folder are scaled where no size is given, and no model says one."""
-
-
-def look_at_images(settings: DataSettings, say: Callable[[str], None]) -> ImageLook:
-    """Prepare a source of images if need be and describe it. Raises UsageError as `open_images` does."""
-    data = open_images(replace(settings, batch=1), 0, FOLDER_SIDE, say)
-    names = data.ends.labels
-    counts = {part: np.bincount(arrays.labels, minlength=len(names)).tolist() for part, arrays in data.parts.items()}
-    return ImageLook(
-        source=settings.source,
-        side=data.ends.side,
-        channels=data.ends.channels,
-        images={part: len(arrays) for part, arrays in data.parts.items()},
-        labels={part: dict(zip(names, own, strict=True)) for part, own in counts.items()},
-        mean=list(data.ends.mean),
-        std=list(data.ends.std),
-        label_entropy=data.frequencies_entropy,
-        left_out=data.left_out,
-        named=list(data.named),
-    )
 
 
 def look(settings: DataSettings, examples: int, say: Callable[[str], None]) -> Look:
@@ -107,6 +65,7 @@ def look(settings: DataSettings, examples: int, say: Callable[[str], None]) -> L
         bytes_per_token=manifest["bytes_per_token"],
         unigram_entropy=manifest["unigram_entropy"],
         duplicates=_duplicates(settings),
+        near_duplicates=manifest.get("near_duplicates"),
         lengths=histogram(np.concatenate(lengths)),
         examples=[tokenizer.decode(window.tolist()) for window in windows.at(chosen)],
     )

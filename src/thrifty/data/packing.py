@@ -1,12 +1,15 @@
 """Examples cut from a stream of tokens: windows of equal length."""
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from thrifty.core.batches import Inventory
 from thrifty.core.errors import UsageError
 from thrifty.data.draws import example_keys
-from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples
+from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples, fingerprint
 
 
 class Windows:
@@ -30,6 +33,13 @@ class Windows:
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         return {"tokens": self.at(indices)}
 
+    def inventory(self) -> Inventory:
+        return Inventory(len(self), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.tokens, also=self.length)
+
 
 class PackedTokens(Epochs):
     """Training examples: {"tokens": int64 (b, length + 1), "key": int64 (b,)}, in epochs.
@@ -50,6 +60,9 @@ class PackedTokens(Epochs):
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return {**super().judged_fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
 
 
 class HeldOut(HeldOutExamples):

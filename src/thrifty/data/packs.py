@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.batches import Batch, BatchSource, Derived
 from thrifty.data.epochs import HELD_OUT_KEY, HeldOutExamples
 from thrifty.data.permutation import permuted
 
@@ -123,7 +123,7 @@ class Rows:
         return {name: torch.from_numpy(values) for name, values in made.items()}
 
 
-class Weighed(BatchSource):
+class Weighed(Derived):
     """Another source whose examples weigh as much as their "amount" says, beside the others of their batch."""
 
     def __init__(self, source: BatchSource):

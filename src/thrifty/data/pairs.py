@@ -3,14 +3,17 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from thrifty.core.batches import Inventory
 from thrifty.core.errors import UsageError
 from thrifty.data.documents import FileSource
+from thrifty.data.epochs import fingerprint
 from thrifty.data.reading import check_characters, json_rows, lines
 
 SIDES = ("source", "target")
@@ -107,6 +110,13 @@ class Pairs:
         start = np.full((len(indices), 1), self.end_of_text)
         rows = {"source": source, "source_keep": source_keep, "tokens": np.hstack((start, target)), "counted": counted}
         return {name: torch.from_numpy(values) for name, values in rows.items()}
+
+    def inventory(self) -> Inventory:
+        return Inventory(len(self), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.tokens, also=self.length)
 
     def _side(self, indices: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
         """One side of these pairs (b, length) with its end of text, and where it is no filling."""

@@ -20,6 +20,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.cache import building, cache_folder, file_sha256, locked
 from thrifty.data.documents import Source, open_source
+from thrifty.data.near_duplicates import Distinct
 from thrifty.data.pairs import SEPARATOR, PairFile
 from thrifty.data.splitting import Part, Split, plan_split
 from thrifty.data.streams import Stream, token_type, unigram_entropy, write_streams
@@ -58,8 +59,10 @@ def prepare(
     check_settings(settings, special)
     path = Path(settings.source).expanduser()
     source = PairFile(path) if pairs else open_source(settings.source, settings.column)
+    if settings.near_duplicates is not None:
+        source = Distinct(source, settings.near_duplicates)
     key = _key(settings, source, special)
-    return prepared_once(key, settings.source, lambda folder: _build(settings, source, special, folder), say)
+    return prepared_once(key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say)
 
 
 def prepared_once(key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Prepared:
@@ -86,6 +89,9 @@ def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
     """Raises UsageError for a setting that is not what it must be."""
     if not 0 < settings.held_out < 1:
         raise UsageError(f"data.held_out is {settings.held_out}", fix="give a fraction between 0 and 1, such as 0.05")
+    alike = settings.near_duplicates
+    if alike is not None and not 0 < alike <= 1:
+        raise UsageError(f"data.near_duplicates is {alike}", fix="give a share above 0 and at most 1, such as 0.8")
     for name in ("length", "batch"):
         if getattr(settings, name) < 1:
             raise UsageError(f"data.{name} is {getattr(settings, name)}", fix="give 1 or more")
@@ -128,11 +134,11 @@ def _damage(folder: Path) -> str:
     return ""
 
 
-def _build(settings: DataSettings, source: Source, special: Sequence[str], folder: Path) -> None:
+def _build(settings: DataSettings, source: Source, special: Sequence[str], pairs: bool, folder: Path) -> None:
     given = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
-    pieces = _pieces_of_pairs if isinstance(source, PairFile) else _whole
+    pieces = _pieces_of_pairs if pairs else _whole
     split = plan_split(source.documents(), settings.held_out, settings.source)
-    if split.longest is not None and isinstance(source, PairFile):  # what cuts a text in two would cut a pair in two
+    if split.longest is not None and pairs:  # what cuts a text in two would cut a pair in two
         raise UsageError(
             f"{settings.source} has too few pairs to hold {100 * settings.held_out:g}% of them out",
             fix="give more pairs, or raise data.held_out",
@@ -142,7 +148,8 @@ def _build(settings: DataSettings, source: Source, special: Sequence[str], folde
     with building(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
-        write_manifest(aside, _manifest(settings, split, tokenizer, streams))
+        left_out = {"near_duplicates": source.report()} if isinstance(source, Distinct) else {}
+        write_manifest(aside, _manifest(settings, split, tokenizer, streams) | left_out)
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thrifty.core.attention.places import plain_core
 from thrifty.core.errors import UsageError
 
 
@@ -34,10 +35,18 @@ def tiled_causal_attention(
         return _TiledCausalAttention.apply(q, k, v, mask, tile)
 
 
+@plain_core(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The same by torch's own kernel; a mask must itself let no token see later ones."""
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
+
+
+@plain_core(causal=False)
+def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """Softmax attention over everything that the mask leaves, by torch's kernels; `scale` multiplies the scores, with
+    1 / sqrt(k) unless given."""
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def segment_mask(segments: Tensor) -> Tensor:

@@ -11,20 +11,14 @@ import math
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.attention import causal_attention_reference as causal_attention
+from thrifty.kernels.attention import full_attention
 from thrifty.kernels.rotary import rotary_table, rotate
 
 AttentionCore = Callable[..., Tensor]
-
-
-def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """Softmax attention over everything that the mask leaves, by torch's kernels; `scale` multiplies the scores, with
-    1 / sqrt(k) unless given."""
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def padding_mask(keep: Tensor | None) -> Tensor | None:

@@ -94,10 +94,17 @@ class NormedEmbedding(nn.Module):
         self.token_type = nn.Embedding(types, width)
         self.norm = norm
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        refuse_longer(tokens.shape[1], self.position.num_embeddings)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.norm(self.token(tokens) + self.token_type(torch.zeros_like(tokens)) + self.position(positions))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """`positions` (b, t) say where in its text each token stands; without them it is all of the text."""
+        return self.placed(self.token(tokens), positions)
+
+    def placed(self, vectors: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What is given for tokens of these vectors (b, t, d) at these positions."""
+        if positions is None:
+            refuse_longer(vectors.shape[1], self.position.num_embeddings)
+            positions = torch.arange(vectors.shape[1], device=vectors.device)
+        types = self.token_type(torch.zeros_like(positions))
+        return self.norm(vectors + types + self.position(positions))
 
 
 class Block(nn.Module):

@@ -34,7 +34,8 @@ def read_shape(config: Config) -> Shape:
     if name not in families:
         raise Refused(f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}")
     family = families[name]
-    for key, value in config.items():
+    parts = [config, *(config[name] for name in family.sections if isinstance(config.get(name), dict))]
+    for key, value in (item for part in parts for item in part.items()):
         if not _accepted(family, key, value):
             raise Refused(f"config.json sets {key} = {value!r}, and a {name} model is imported only without that")
     return family.shape(config)
@@ -50,6 +51,6 @@ def write_config(shape: Shape) -> dict[str, Any]:
     """Raises Refused for a shape that the family's format has no word for."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
-    if family.task != "classify":
+    if family.task not in ("classify", "contrast", "reconstruct"):
         shared |= {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "use_cache": True}
     return shared | family.config(shape)

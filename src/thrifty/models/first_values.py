@@ -6,7 +6,7 @@ standard deviation is that of the laws that have one; the others follow from the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,23 @@ def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: i
     return Normal((columns * head_width) ** -0.5 if name.endswith("attention.q") else columns**-0.5)
 
 
+def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, int]) -> Normal | Uniform:
+    """CLIP as its published code draws the captions' tower, for both towers of so many blocks: d being the width, 1 /
+    sqrt(d) for queries, keys, values and projections, 1 / sqrt(2 d) into feed-forward networks, and what goes back into
+    the residual stream divided by the root of the number of branches. Token embeddings have 0.02, positions of captions
+    0.01, and those of patches and the class token 1 / sqrt(d). Patches are as torch draws any convolution."""
+    tower, _, inside = name.partition(".")
+    if inside == "embedding.patch":
+        return Uniform(1 / math.sqrt(math.prod(size[1:])))
+    if inside == "embedding.token":
+        return Normal(0.02)
+    if inside == "embedding.position" and tower == "text":
+        return Normal(0.01)
+    if inside.endswith((".out", ".down")):
+        return Normal((2 * depths[tower] * size[0]) ** -0.5)
+    return Normal((2 * size[1]) ** -0.5 if inside.endswith(".up") else size[-1] ** -0.5)
+
+
 def vit_uniform(name: str, size: torch.Size, std: float) -> Normal | Uniform:
     """ViT: matrices by Glorot and Bengio 2010, equation 16; class token, positions and head with one standard
     deviation; patches as torch draws any convolution, by how many pixels they have. DeiT draws matrices with 0.02 too,
@@ -81,3 +98,11 @@ def vit_uniform(name: str, size: torch.Size, std: float) -> Normal | Uniform:
     if name.startswith("blocks"):
         return Uniform(math.sqrt(6 / sum(size)))
     return Normal(std)
+
+
+def mae_uniform(name: str, size: torch.Size, std: float) -> Normal | Uniform:
+    """MAE: every matrix by Glorot and Bengio 2010, equation 16, the patches' too, whose kernel counts as a matrix from
+    pixels to channels; class and mask token with one standard deviation."""
+    if name.endswith("token"):
+        return Normal(std)
+    return Uniform(math.sqrt(6 / (size[0] + math.prod(size[1:]))))

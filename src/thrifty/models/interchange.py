@@ -6,11 +6,12 @@ stores its matrices transposed. No number is changed, so a round trip in the sto
 """
 
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, Refused
@@ -34,7 +35,7 @@ _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 
 def packing_table(shape: Shape) -> list[Packing]:
     family = FAMILIES[shape.style]
-    head = [] if shape.tied else [Packing("head.weight", (family.head,))]
+    head = [] if shape.tied or not family.head else [Packing("head.weight", (family.head,))]
     return [*family.table(shape), *head]
 
 
@@ -63,11 +64,11 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
         model = assemble(shape)
     with StoredTensors(folder) as stored:
         values = _read_values(stored, shape, dtype)
-    for name, parameter in model.named_parameters():
-        if values[name].shape != parameter.shape:
+    for name, tensor in _kept(model, values.keys()).items():
+        if values[name].shape != tensor.shape:
             raise IntegrityError(
                 f"{folder}: {name} would be {tuple(values[name].shape)} by its weights and "
-                f"{tuple(parameter.shape)} by config.json"
+                f"{tuple(tensor.shape)} by config.json"
             )
     model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head has no value of its own
     tie(model, shape)
@@ -77,7 +78,7 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
 def _read_values(stored: StoredTensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     family, table = FAMILIES[shape.style], packing_table(shape)
     wanted = {name for packing in table for name in packing.theirs}
-    names = {_today(name): name for name in stored.names if not re.search(family.left_out, name)}
+    names = {_today(name, family.renamed): name for name in stored.names if not re.search(family.left_out, name)}
     if not any(name.startswith(family.body) for name in names):  # as first published, without the prefix
         names = {family.body + name if family.body + name in wanted else name: own for name, own in names.items()}
     _discard_repeats(stored, shape, names)
@@ -91,7 +92,16 @@ def _read_values(stored: StoredTensors, shape: Shape, dtype: torch.dtype) -> dic
     return {packing.ours: packing.pack([stored[names[name]].to(dtype) for name in packing.theirs]) for packing in table}
 
 
-def _today(name: str) -> str:
+def _kept(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
+    """The parameters of a model, and those of its buffers that have a place in a file."""
+    kept: dict[str, Tensor] = dict(model.named_parameters())
+    return kept | {name: buffer for name, buffer in model.named_buffers() if name in places}
+
+
+def _today(name: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
     for old, new in _OLDER.items():
         if name.endswith(old):
             return name.removesuffix(old) + new
@@ -130,14 +140,15 @@ def export_folder(
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
     task = FAMILIES[shape.style].task
-    special = {} if task == "classify" else special_ids(tokenizer_json, task)
-    if images is not None:
+    if task not in ("classify", "reconstruct"):
+        config = FAMILIES[shape.style].with_special(config, special_ids(tokenizer_json, task))
+    if images is not None and images.labels:
         config |= label_names(images)
     with written_aside(folder) as aside:
         write_weights(aside, tensors)
-        write_json(aside / "config.json", config | special | {"dtype": str(dtype).removeprefix("torch.")})
-        if special.get("eos_token_id") is not None and task != "masked_token":
-            write_json(aside / "generation_config.json", special)
+        write_json(aside / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+        if task in ("next_token", "sequence_to_sequence") and config["eos_token_id"] is not None:
+            write_json(aside / "generation_config.json", special_ids(tokenizer_json, task))
         if tokenizer_json is not None:
             write_tokenizer(aside, tokenizer_json, shape.length)
         if images is not None:
@@ -168,8 +179,8 @@ def image_processor(images: ImageEnds) -> dict[str, Any]:
 
 
 def _written_tensors(model: Model, table: list[Packing], dtype: torch.dtype) -> dict[str, Tensor]:
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     places = {packing.ours for packing in table}
+    values = {name: tensor.detach() for name, tensor in _kept(model, places).items()}
     if values.keys() != places:
         extra, missing = sorted(values.keys() - places), sorted(places - values.keys())
         raise Refused(

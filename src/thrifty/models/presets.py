@@ -32,6 +32,17 @@ def _vit(depth: int, width: int, heads: int, image: int = 224, patch: int = 16, 
     )
 
 
+def _mae(encoder: Shape, depth: int, width: int, heads: int) -> Shape:
+    """A vit's sizes, and a decoder of such a depth, width and heads."""
+    sizes = {"decoder_depth": depth, "decoder_width": width, "decoder_heads": heads, "decoder_hidden": 4 * width}
+    return replace(encoder, style="mae", **sizes)
+
+
+def _clip(patch: int) -> Shape:
+    """As published: images of 224 pixels, captions of up to 77 tokens."""
+    return Shape("clip", 12, 768, 12, 12, 3072, 49_408, 77, tied=False, patch=patch)
+
+
 _SMALL = {"vocabulary": 4096, "length": 256}
 _LLAMA_32 = Llama3Scaling(factor=32.0, low=1.0, high=4.0, original=8192)
 
@@ -84,6 +95,21 @@ PRESETS: dict[str, Shape] = {
     "vit-base": _vit(12, 768, 12),  # ViT-B/16
     "deit-tiny": _vit(12, 192, 3),  # DeiT's sizes are ViT's: the difference is in how they are trained
     "deit-small": _vit(12, 384, 6),
+    "mae-nano": _mae(_vit(4, 128, 4, 32, 4), 2, 64, 4),
+    "mae-micro": _mae(_vit(6, 192, 3, 32, 4), 2, 96, 3),
+    "mae-tiny": _mae(_vit(12, 192, 3), 2, 96, 3),
+    "mae-base": _mae(_vit(12, 768, 12), 8, 512, 16),  # MAE's ViT-B/16 and ViT-L/16
+    "mae-large": _mae(_vit(24, 1024, 16), 8, 512, 16),
+    "clip-nano": Shape(
+        "clip", 4, 128, 4, 4, 512, 4096, 32, tied=False, image=32, patch=4,
+        text_depth=4, text_width=128, text_heads=4, text_hidden=512, space=128,
+    ),
+    "clip-micro": Shape(
+        "clip", 6, 192, 3, 3, 768, 4096, 32, tied=False, image=64, patch=8,
+        text_depth=4, text_width=128, text_heads=4, text_hidden=512, space=128,
+    ),
+    "clip-vit-b32": _clip(32),
+    "clip-vit-b16": _clip(16),
 }
 
 
@@ -96,8 +122,15 @@ def resized(shape: Shape, settings: ModelSettings, images: ImageEnds | None = No
         changes["hidden"] = 32 * math.ceil(changes["width"] * shape.hidden / shape.width / 32)
     if "heads" in changes and "kv_heads" not in changes:
         changes["kv_heads"] = max(1, changes["heads"] * shape.kv_heads // shape.heads)
+    if "decoder_width" in changes:
+        changes["decoder_hidden"] = changes["decoder_width"] * shape.decoder_hidden // shape.decoder_width
+    if "text_width" in changes:
+        changes["text_hidden"] = changes["text_width"] * shape.text_hidden // shape.text_width
+    if images is not None and shape.style in ("clip", "mae"):
+        changes |= {"image": images.side, "channels": images.channels}
     if images is not None and shape.style == "vit":
-        changes |= {"vocabulary": len(images.labels), "image": images.side, "channels": images.channels}
+        labels = len(images.labels) or shape.vocabulary
+        changes |= {"vocabulary": labels, "image": images.side, "channels": images.channels}
     return replace(shape, **changes)
 
 
@@ -114,7 +147,7 @@ def shape_of(
             f"model.preset: there is no preset {settings.preset!r}", fix=did_you_mean(settings.preset, PRESETS)
         )
     shape = resized(PRESETS[settings.preset], settings, images)
-    if shape.style == "vit":
+    if shape.style in ("vit", "mae"):
         return shape
     return replace(
         shape,

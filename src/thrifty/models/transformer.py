@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from thrifty.core.randomness import keyed_generator
 from thrifty.kernels.attention import segment_mask
 from thrifty.models.attention import RelativePositions, padding_mask
+from thrifty.models.autoencoder import MaskedAutoencoder
+from thrifty.models.contrastive import ContrastiveModel
 from thrifty.models.first_values import Law, gpt2_normal, normal, xavier_uniform
 from thrifty.models.vision import VisionTransformer
 
-Task = Literal["next_token", "masked_token", "sequence_to_sequence", "classify"]
+Task = Literal["next_token", "masked_token", "sequence_to_sequence", "classify", "contrast", "reconstruct"]
 """What a model can learn, by what its tokens can see and what they are."""
 
 
@@ -69,7 +71,8 @@ def segment_positions(segments: Tensor) -> Tensor:
 
 class Encoder(nn.Module):
     """Tokens (b, t), each of which sees all others, to hidden states (b, t, d). `keep` (b, t) is False where there is
-    only padding: nothing looks there. `transform` is what stands between the last block and the head."""
+    only padding: nothing looks there. Tokens that are not all of their text come with their `positions` (b, t).
+    `transform` is what stands between the last block and the head."""
 
     task: Task = "masked_token"
 
@@ -85,14 +88,14 @@ class Encoder(nn.Module):
         self.embedding, self.blocks, self.transform, self.head = embedding, nn.ModuleList(blocks), transform, head
         self.law = law
 
-    def forward(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        x, mask = self.embedding(tokens), padding_mask(keep)
+    def forward(self, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        x, mask = self.embedding(tokens, positions), padding_mask(keep)
         for block in self.blocks:
             x = block(x, mask)
         return self.transform(x)
 
-    def logits(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        return self.head(self(tokens, keep))
+    def logits(self, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        return self.head(self(tokens, keep, positions))
 
 
 class Stack(nn.Module):
@@ -114,7 +117,8 @@ class Stack(nn.Module):
 
 class EncoderDecoder(nn.Module):
     """A source (b, s) and the tokens so far (b, t) to the decoder's hidden states (b, t, d). `keep` (b, s) is False
-    where the source is only padding. One embedding serves both sides; `scale` multiplies what the head is given."""
+    where the source is only padding. Tokens that begin in the middle of a text come with their `positions` (b, t), for
+    models with a table of those. One embedding serves both sides; `scale` multiplies what the head is given."""
 
     task: Task = "sequence_to_sequence"
 
@@ -131,22 +135,29 @@ class EncoderDecoder(nn.Module):
         self.embedding, self.encoder, self.decoder, self.head = embedding, encoder, decoder, head
         self.scale, self.law = scale, law
 
-    def forward(self, source: Tensor, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
+    def forward(
+        self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         mask = padding_mask(keep)
         memory = self.encoder(self.embedding(source), mask)
-        hidden = self.decoder(self.embedding(tokens), None, memory, mask)
+        hidden = self.decoder(self.embedding(tokens, positions), None, memory, mask)
         return hidden if self.scale == 1.0 else hidden * self.scale
 
-    def logits(self, source: Tensor, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        return self.head(self(source, tokens, keep))
+    def logits(
+        self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        return self.head(self(source, tokens, keep, positions))
 
 
 @torch.no_grad()
 def initialize(
-    model: Transformer | Encoder | EncoderDecoder | VisionTransformer, seed: int, std: float = 0.02, within: str = ""
+    model: Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder,
+    seed: int,
+    std: float = 0.02,
+    within: str = "",
 ) -> None:
-    """First values by the model's law: matrices are drawn, gains are one, biases zero. `std` is for those laws that
-    have one.
+    """First values by the model's law: matrices are drawn, gains are one unless the model's `starts` says otherwise,
+    biases zero. `std` is for those laws that have one.
 
     Each parameter draws from a generator keyed by (seed, its name), so that what it draws does not depend on how
     many blocks the model has, in which order they were built or on which rank. With `within` only parameters whose
@@ -158,7 +169,7 @@ def initialize(
         if name.endswith("bias"):
             parameter.zero_()
         elif parameter.ndim == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(getattr(model, "starts", {}).get(name, 1.0))
         else:
             generator = keyed_generator(f"{seed}/{name}", parameter)
             drawn = [(model.law(part, values.shape, std), values) for part, values in _parts(model, name, parameter)]

@@ -15,15 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
+from thrifty.kernels.places import taken
 from thrifty.models.first_values import Law, vit_uniform
 
-Pool = Literal["class", "mean"]
-"""What the head is given: the class token, or the mean over all patches of a model without one."""
+Pool = Literal["class", "mean", "patches"]
+"""What the head is given: the class token; the mean over all patches of a model without one; or that mean in a model
+that has a class token too."""
 
 
 def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Learned positions (1, before + s · s, d) of a square grid, for a grid of other height and width: those of the
-    `before` tokens stay, those of the patches are interpolated bicubically."""
+    """Positions (1, before + s · s, d) of a square grid, for a grid of other height and width: those of the `before`
+    tokens stay, those of the patches are interpolated bicubically."""
     s = round((positions.shape[1] - before) ** 0.5)
     if grid == (s, s):
         return positions
@@ -34,26 +36,41 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
 
 
 class PatchEmbedding(nn.Module):
-    """Images (b, c, h, w) to tokens (b, t, d): patches through one matrix, the class token in front, learned positions
-    added. The table of positions is for square images of `side` pixels; for others it is interpolated at each call."""
+    """Images (b, c, h, w) to tokens (b, t, d): patches through one matrix, the class token in front, positions added.
+    These are learned, unless a `fixed` table of them (1, t, d) is given. The table is for square images of `side`
+    pixels; for others it is interpolated at each call."""
 
-    def __init__(self, side: int, patch: int, channels: int, width: int, pool: Pool = "class"):
+    position: Tensor
+
+    def __init__(
+        self,
+        side: int,
+        patch: int,
+        channels: int,
+        width: int,
+        pool: Pool = "class",
+        bias: bool = True,
+        fixed: Tensor | None = None,
+    ):
         super().__init__()
-        self.before = int(pool == "class")
+        self.before = int(pool != "mean")
         """Tokens in front of the patches."""
         self.side, self.channels, self.patch_size = side, channels, patch
-        self.patch = nn.Conv2d(channels, width, patch, patch)
+        self.patch = nn.Conv2d(channels, width, patch, patch, bias=bias)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width)) if self.before else None
-        self.position = nn.Parameter(torch.zeros(1, self.before + (side // patch) ** 2, width))
+        if fixed is None:
+            self.position = nn.Parameter(torch.zeros(1, self.before + (side // patch) ** 2, width))
+        else:
+            self.register_buffer("position", fixed)
 
     def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """`visible` int64 (b, n) numbers the patches of each image that are to be seen; all are unless it is given."""
         tokens = self.patches(images) + self.positions(images)[:, self.before :]
         if visible is not None:
-            tokens = tokens.gather(1, visible[..., None].expand(-1, -1, tokens.shape[-1]))
+            tokens = taken(tokens, visible)
         if self.class_token is None:
             return tokens
-        first = self.class_token + self.position[:, : self.before]
+        first = self.class_token + self.position[:, : self.before].to(self.class_token.dtype)
         return torch.cat((first.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
 
     def patches(self, images: Tensor) -> Tensor:
@@ -64,7 +81,18 @@ class PatchEmbedding(nn.Module):
     def positions(self, images: Tensor) -> Tensor:
         """The positions (1, before + t, d) that belong to images of this size."""
         grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
-        return resized_positions(self.position, grid, self.before)
+        positions = resized_positions(self.position, grid, self.before)
+        return positions.to(self.patch.weight.dtype)  # a fixed table keeps float32
+
+    @torch.no_grad()
+    def resize(self, side: int) -> None:
+        """Let the table be that for images of another size."""
+        if side == self.side:
+            return
+        grid = (side // self.patch_size,) * 2
+        table = resized_positions(self.position, grid, self.before).clone()
+        self.position = nn.Parameter(table) if isinstance(self.position, nn.Parameter) else table
+        self.side = side
 
     def check(self, images: Tensor) -> None:
         """Raises UsageError for what is no batch of images that can be cut into patches."""
@@ -109,7 +137,7 @@ class VisionTransformer(nn.Module):
 
     def pooled(self, hidden: Tensor) -> Tensor:
         """What stands for each image (b, d), of its hidden states (b, t, d)."""
-        return hidden[:, 0] if self.pool == "class" else hidden.mean(1)
+        return hidden[:, 0] if self.pool == "class" else hidden[:, self.embedding.before :].mean(1)
 
     def logits(self, images: Tensor) -> Tensor:
         return self.head(self.pooled(self(images)))
@@ -125,10 +153,7 @@ def refit(model: VisionTransformer, labels: int, side: int) -> bool:
     """Let a trained model take images of another size and tell other labels apart: its positions are interpolated, its
     head is put in anew where the number of labels differs. Returns whether the head is new, its values still unset."""
     embedding = model.embedding
-    if side != embedding.side:
-        grid = (side // embedding.patch_size,) * 2
-        embedding.position = nn.Parameter(resized_positions(embedding.position, grid, embedding.before).clone())
-        embedding.side = side
+    embedding.resize(side)
     if labels == model.head.out_features:
         return False
     model.head = nn.Linear(model.head.in_features, labels, dtype=model.head.weight.dtype)

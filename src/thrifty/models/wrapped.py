@@ -169,7 +169,14 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
 
     task, auto, words = "sequence_to_sequence", "AutoModelForSeq2SeqLM", "sequence-to-sequence model"
 
-    def inputs(self, source: Tensor, tokens: Tensor, keep: Tensor | None = None) -> dict[str, Any]:
+    def inputs(
+        self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
+    ) -> dict[str, Any]:
+        if positions is not None:
+            raise Refused(
+                f"{type(self.lm).__name__} cannot be told where in a text its target stands",
+                fix="take a model of ours: model.preset = marian-nano or t5-nano, or a folder of their families",
+            )
         inputs = {"input_ids": source, "decoder_input_ids": tokens, "use_cache": False}
         return inputs | ({} if keep is None else {"attention_mask": keep.long()})
 

@@ -7,16 +7,22 @@ from thrifty.core.objective import Objective
 from thrifty.core.recipe import ObjectiveSettings
 from thrifty.objectives.answer import Answer
 from thrifty.objectives.classify import Classify
+from thrifty.objectives.contrast import Contrast
 from thrifty.objectives.masked_token import MaskedToken
+from thrifty.objectives.mass import Mass
 from thrifty.objectives.next_token import NextToken
+from thrifty.objectives.reconstruct import Reconstruct
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": NextToken,
     "masked_token": MaskedToken,
     "sequence_to_sequence": SequenceToSequence,
+    "mass": Mass,
     "answer": Answer,
     "classify": Classify,
+    "contrast": Contrast,
+    "reconstruct": Reconstruct,
 }
 
 

@@ -5,8 +5,13 @@ Paper     Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1: 15 % of the 
           tokens each time that a text is seen.
 Fields    "tokens" (b, t) as the model sees them, "places" (b, k) of the tokens to predict in ascending order, "targets"
           (b, k) what stood there. k = max(1, round(rate · t)), so the head is applied to k hidden states, not to t.
+          "visible" (b, n) are places without a mask in ascending order, for models that leave out what is hidden.
+Shares    are kept as exactly as whole tokens allow: where 80 % of k is no whole number, rows differ by one mask, at
+          random, so that it is 80 % on average. n = t less the most masks that a row has; in rows with one fewer, one
+          more that is predicted is not among the visible: one that a random token has replaced, if there is any.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +29,12 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 MASK = "<mask>"
 
 
+def counts_of_fates(share: float, count: int) -> tuple[int, int]:
+    """The fewest and the most of `count` tokens that a share of them may come to, rounded down or up."""
+    exact = round(share * count, 9)  # 0.8 · 15 is 12 and not a little more
+    return math.floor(exact), math.ceil(exact)
+
+
 def masked(
     tokens: np.ndarray,
     keys: np.ndarray,
@@ -33,22 +44,37 @@ def masked(
     special: np.ndarray,
     mask_share: float = 0.8,
     random_share: float = 0.1,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Texts with `count` tokens each hidden (b, t), the places of these (b, count), and what stood there (b, count).
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Texts with `count` tokens each hidden (b, t), the places of these (b, count), what stood there (b, count), and
+    visible places (b, t - m), m being the most masks that a row may have.
 
     `keys` (b,) decide all that is drawn. Random tokens are drawn among the `ordinary` ones; `special` ones are hidden
     only in a text that has too few others.
     """
-    scores = drawn(keys, tokens.shape[1]) >> np.uint64(1)
+    b, t = tokens.shape
+    scores = drawn(keys, t) >> np.uint64(1)
     scores |= np.isin(tokens, special).astype(np.uint64) << np.uint64(63)
     places = chosen(scores, count)
     targets = np.take_along_axis(tokens, places, axis=1)
-    fates, random = np.split(fractions(drawn(keys, 2 * count, skip=tokens.shape[1])), 2, axis=1)
-    strangers = ordinary[(random * len(ordinary)).astype(np.int64)]
-    shown = np.where(fates < mask_share, mask, np.where(fates < mask_share + random_share, strangers, targets))
+    fates, random = np.split(drawn(keys, 2 * count, skip=t), 2, axis=1)
+    rank = fates.argsort(axis=1).argsort(axis=1)
+    offset = fractions(drawn(keys, 1, skip=t + 2 * count))
+    masks, changed = (_rounded(share, count, offset) for share in (mask_share, mask_share + random_share))
+    strangers = ordinary[(fractions(random) * len(ordinary)).astype(np.int64)]
+    shown = np.where(rank < masks, mask, np.where(rank < changed, strangers, targets))
     corrupted = tokens.copy()
     np.put_along_axis(corrupted, places, shown, axis=1)
-    return corrupted, places, targets
+    most = counts_of_fates(mask_share, count)[1]
+    seen = np.ones((b, t), dtype=bool)
+    np.put_along_axis(seen, places, rank >= most, axis=1)
+    return corrupted, places, targets, np.nonzero(seen)[1].reshape(b, t - most)
+
+
+def _rounded(share: float, count: int, offset: np.ndarray) -> np.ndarray:
+    """How many of `count` tokens have a share in each row (b, 1), rounded up where the row's offset in [0, 1) says so:
+    as often as makes the mean right."""
+    few, most = counts_of_fates(share, count)
+    return np.minimum(np.where(share * count - few > offset, most, few), count)
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,7 @@ class MaskedToken(TokenCrossEntropy):
         count = max(1, round(self.rate * tokens.shape[1]))
         numbers = self.mask, self._ordinary, self._special
         made = masked(tokens, batch["key"].numpy(), count, *numbers, self.mask_share, self.random_share)
-        fields = dict(zip(("tokens", "places", "targets"), map(torch.from_numpy, made), strict=True))
+        fields = dict(zip(("tokens", "places", "targets", "visible"), map(torch.from_numpy, made), strict=True))
         return Batch(fields, batch.weight)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:

@@ -9,14 +9,15 @@ from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
-from thrifty.recipes import instruct, studies, text, vision
+from thrifty.recipes import autoencoder, images_and_text, instruct, masked, studies, text, vision
 from thrifty.recipes.toml import read_tables, recipe_to_data
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        text.text, text.masked, text.spans, text.kjv, text.stdlib, instruct.instruct, instruct.instruct_kjv,
-        vision.vit_digits, vision.vit_cifar10,
+        text.text, text.masked, masked.mask_more, text.spans, masked.mass, text.kjv, text.stdlib,
+        instruct.instruct, instruct.instruct_kjv, vision.vit_digits, vision.vit_cifar10, autoencoder.mae_digits,
+        autoencoder.mae_cifar10, images_and_text.flip_emoji,
     )
 }  # fmt: skip
 

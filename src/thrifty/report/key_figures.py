@@ -41,10 +41,13 @@ class KeyFigures:
     """Nats per image for who answers by how frequent labels are."""
     unit: str = "tokens"
     """What examples are counted in."""
+    loss_in: str = "nats"
 
     @property
     def nats(self) -> str:
         """What a loss is in."""
+        if self.loss_in != "nats":
+            return self.loss_in
         return "nats per token" if self.unit == "tokens" else f"nats per {self.unit.removesuffix('s')}"
 
     @property
@@ -99,6 +102,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
         measured=_measured(record),
         label_entropy=number(summary.get("label_entropy")),
         unit="images" if summary.get("unit") == "images" else "tokens",
+        loss_in=str(summary.get("loss_in", "nats")),
     )
 
 
@@ -130,7 +134,8 @@ def _verdict_on_labels(key: KeyFigures) -> str:
         seen = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
         return f"Nothing has been measured on held-out {key.unit} yet{seen}."
     shares = "".join(f", {name} {percent(value)}" for name, value in key.measured.items())
-    opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {key.nats}{shares}"
+    loss_in = key.nats if key.loss_in == "nats" else f"({key.nats})"
+    opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {loss_in}{shares}"
     if entropy is None:
         return f"{opening}."
     if loss >= entropy:

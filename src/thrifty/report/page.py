@@ -14,7 +14,7 @@ import altair as alt
 import jinja2
 import vl_convert
 
-from thrifty.report import tables
+from thrifty.report import gallery, tables
 from thrifty.report.charts import Figure, figures
 from thrifty.report.key_figures import key_figures, verdict
 from thrifty.report.palette import DARK, LIGHT, chart_look, css_variable
@@ -24,6 +24,7 @@ VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SECTIONS = [
     ("curves", "Curves"),
     ("techniques", "Techniques"),
+    ("examples", "Examples"),
     ("timeline", "Timeline"),
     ("repeat", "Repeat this run"),
     ("environment", "Environment"),
@@ -57,11 +58,14 @@ def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
         record=record,
         key=key,
         verdict=verdict(key),
-        sections=SECTIONS,
+        sections=[section for section in SECTIONS if section[0] != "examples" or record.selection],
         tiles=tables.tiles(key),
         figures=[(figure, tables.chart_table(figure)) for figure in drawn],
         techniques=tables.techniques(record, key),
         parts=tables.predicted_parts(record),
+        selected=gallery.sentence(record.selection),
+        kept=gallery.kept_by_label(record.selection),
+        groups=gallery.groups(record.selection),
         timeline=tables.timeline(record),
         settings=tables.settings(record),
         environment=tables.environment(record),
@@ -113,7 +117,8 @@ def _policy(scripts: Sequence[str]) -> str:
     """Nothing may be fetched, and no script may run but these: also when text of a run gets past the escaping."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
 
 
 @functools.cache

@@ -4,7 +4,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class RunRecord:
     """Changes, checkpoints and notices by step."""
     damage: tuple[str, ...]
     """Sentences about what could not be read."""
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run on some of its examples: which, as `gallery` shows them. Not redacted yet, since pictures are text."""
 
     @property
     def name(self) -> str:
@@ -89,6 +91,7 @@ def read_run(folder: Path) -> RunRecord:
         recipe_text=text,
         recipe=recipe,
         **files,
+        selection=_read_object(folder / "selection.json", damage),
         steps=kinds["step"],
         evaluations=kinds["evaluation"],
         events=tuple(redact(record) for record in records if record["kind"] in EVENTS),

@@ -1,16 +1,23 @@
-"""A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, and how
-many digits it tells right."""
+"""A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, on which
+of the digits, and how many it tells right."""
 
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.compose import Plain, compose
 from thrifty.core.technique import Technique
 from thrifty.data.digits import DigitImages
+from thrifty.data.epochs import Epochs, Examples
+from thrifty.objectives.classify import Classify
 from thrifty.techniques.optimizers.sgd import Sgd
 from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.training.loop import train
 
 PIXELS, CLASSES = 64, 10
 
@@ -55,3 +62,40 @@ def accuracy(model: nn.Module) -> float:
     """Percent of the test images that are told right."""
     test = DigitImages("test")
     return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
+
+
+class GivenImages:
+    """Images (n, 8, 8) with labels (n,) of somebody's choice, each to be had by itself."""
+
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        rows = torch.from_numpy(indices)
+        return {"inputs": self.images[rows], "labels": self.labels[rows]}
+
+
+def with_wrong_labels(share: float, seed: int) -> tuple[GivenImages, Tensor]:
+    """The training images, a share of them under another label than their own, and which those are (n,)."""
+    digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
+    wrong = torch.zeros(len(digits), dtype=torch.bool)
+    wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True
+    moved = torch.randint(1, CLASSES, (len(digits),), generator=generator)
+    return GivenImages(digits.images, torch.where(wrong, (digits.labels + moved) % CLASSES, digits.labels)), wrong
+
+
+def in_training(
+    build: Callable[[], nn.Module], contents: Examples, *, steps: int, batch: int, seed: int
+) -> Iterator[tuple[int, nn.Module]]:
+    """A classifier before its training and after each step of it, with how many those were; always the same module."""
+    plain = Plain(build, Epochs(contents, min(batch, len(contents)), seed), Classify())
+    run = compose(plain, decayed_sgd(), steps)
+    state = run.start()
+    assert state.model is not None
+    yield 0, state.model
+    with closing(train(run, state, seed)) as records:
+        for record in records:
+            yield record.step, state.model

@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import Refused, UsageError
+from thrifty.models.autoencoder import MaskedAutoencoder
+from thrifty.models.contrastive import ContrastiveModel
 from thrifty.models.shape import Shape
 from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer
 from thrifty.models.vision import VisionTransformer
 
 Config = Mapping[str, Any]
-Model = Transformer | Encoder | EncoderDecoder | VisionTransformer
+Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
@@ -37,14 +39,17 @@ class Packing:
     transposed: bool = False
     as_row: bool = False
     """Theirs is a matrix of one row, ours a vector."""
+    ahead: int = 0
+    """So many dimensions of size 1 stand in front of ours that theirs has not."""
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         parts = [tensor.T if self.transposed else tensor for tensor in tensors]
         packed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return (packed[0] if self.as_row else packed).contiguous()
+        return (packed[0] if self.as_row else packed[(None,) * self.ahead]).contiguous()
 
     def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
-        parts = tensor.split(self.rows) if self.rows else [tensor[None] if self.as_row else tensor]
+        whole = tensor[None] if self.as_row else tensor[(0,) * self.ahead]
+        parts = whole.split(self.rows) if self.rows else [whole]
         parts = [(part.T if self.transposed else part).contiguous() for part in parts]
         return dict(zip(self.theirs, parts, strict=True))
 
@@ -65,6 +70,8 @@ class Family:
     free_hidden: ClassVar[bool] = True
     """Whether config.json can say how wide feed-forward networks are inside."""
 
+    sections: ClassVar[tuple[str, ...]] = ()
+    """Parts of config.json that hold settings like its own, one for each tower."""
     read: ClassVar[frozenset[str]]
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -74,7 +81,9 @@ class Family:
     token: ClassVar[str]
     """Their name of the token embedding."""
     head: ClassVar[str] = "lm_head.weight"
-    """Their name of the head, which holds the token embedding where it is tied."""
+    """Their name of the head, which holds the token embedding where it is tied; "" for a model without one."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """How names of tensors begin in some files, and how they begin in the table."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Names under which some files repeat a tensor."""
     left_out: ClassVar[str] = r"(?!)"
@@ -92,6 +101,11 @@ class Family:
     def config(self, shape: Shape) -> dict[str, Any]:
         """The settings of config.json that are the family's own. Raises Refused for what it has no word for."""
         raise NotImplementedError
+
+    def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
+        """config.json with the numbers of special tokens, where they belong. Raises Refused where one is missing that
+        the model cannot be used without."""
+        return config | special
 
     def table(self, shape: Shape) -> Iterator[Packing]:
         """Which of their tensors make up which of ours, a free head apart."""
@@ -115,3 +129,16 @@ def flag(config: Config, key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"config.json: {key} is {value!r}", fix="it must be true or false")
     return value
+
+
+def side(config: Config, key: str, default: int) -> int:
+    """A height and width of config.json, which may be given as one number or as two equal ones."""
+    value = config.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise Refused(f"config.json: {key} is {value}, and images and patches are square here")
+        config = {**config, key: value[0]}
+    pixels = number(config, key, int, default)
+    if pixels > 1 << 16:
+        raise UsageError(f"config.json: {key} is {pixels}", fix="give a number of pixels")
+    return pixels

@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import Refused
 from thrifty.models.attention import Attention, full_attention
 from thrifty.models.blocks import Block, FeedForward
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number
+from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
 from thrifty.models.shape import Shape
 from thrifty.models.vision import PatchEmbedding, VisionTransformer
 
-_EMBEDDING = {
+EMBEDDING = {
     "class_token": "cls_token",
     "position": "position_embeddings",
     "patch.weight": "patch_embeddings.projection.weight",
@@ -47,42 +47,19 @@ class ViT(Family):
     left_out = r"^(vit\.)?pooler\.|embeddings\.mask_token$"
 
     def assemble(self, shape: Shape) -> VisionTransformer:
-        def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(shape.width, eps=shape.norm_eps)
-
-        def block() -> Block:
-            attention = Attention(shape.width, shape.heads, bias=True, core=full_attention)
-            return Block(norm(), attention, norm(), FeedForward(shape.width, shape.hidden, activation()))
-
-        activation = ACTIVATION[shape.activation]
         return VisionTransformer(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool),  # type: ignore[arg-type]
-            [block() for _ in range(shape.depth)],
-            norm(),
+            [pre_norm_block(shape, shape.width, shape.heads, shape.hidden) for _ in range(shape.depth)],
+            nn.LayerNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.vocabulary),
             shape.pool,  # type: ignore[arg-type]
         )
 
     def shape(self, config: Config) -> Shape:
-        heads = number(config, "num_attention_heads", int)
         labels = config.get("id2label")
-        return Shape(
-            style=self.style,
-            depth=number(config, "num_hidden_layers", int),
-            width=number(config, "hidden_size", int),
-            heads=heads,
-            kv_heads=heads,
-            hidden=number(config, "intermediate_size", int),
-            # transformers leaves labels out where there are two without names
-            vocabulary=len(labels) if labels else number(config, "num_labels", int, 2),
-            length=0,
-            tied=False,
-            norm_eps=number(config, "layer_norm_eps", float, 1e-12),
-            activation=READ[config.get("hidden_act", "gelu")],
-            image=_side(config, "image_size", 224),
-            patch=_side(config, "patch_size", 16),
-            channels=number(config, "num_channels", int, 3),
-        )
+        # transformers leaves labels out where there are two without names
+        count = len(labels) if labels else number(config, "num_labels", int, 2)
+        return Shape(style=self.style, vocabulary=count, **encoder_sizes(config))
 
     def config(self, shape: Shape) -> dict[str, Any]:
         if shape.pool != "class":
@@ -90,46 +67,67 @@ class ViT(Family):
                 "a ViT of transformers answers by its class token, and this model by the mean of its patches",
                 fix='train with model.pool = "class" what is to be exported',
             )
-        return {
-            "num_hidden_layers": shape.depth,
-            "hidden_size": shape.width,
-            "num_attention_heads": shape.heads,
-            "intermediate_size": shape.hidden,
-            "layer_norm_eps": shape.norm_eps,
-            "hidden_act": SPELLED[shape.activation],
-            "image_size": shape.image,
-            "patch_size": shape.patch,
-            "num_channels": shape.channels,
-            "qkv_bias": True,
-            "id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)},
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
+        return encoder_config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
 
     def table(self, shape: Shape) -> Iterator[Packing]:
-        for ours, theirs in _EMBEDDING.items():
-            if ours != "class_token" or shape.pool == "class":
+        for ours, theirs in EMBEDDING.items():
+            if ours != "class_token" or shape.pool != "mean":
                 yield Packing(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
-        for index in range(shape.depth):
-            ours, theirs = f"blocks.{index}", f"vit.encoder.layer.{index}"
-            for kind in ("weight", "bias"):
-                qkv = tuple(f"{theirs}.attention.attention.{part}.{kind}" for part in ("query", "key", "value"))
-                yield Packing(f"{ours}.attention.qkv.{kind}", qkv, rows=(shape.width,) * 3)
-                for mine, yours in _BLOCK.items():
-                    yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+        yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
         for kind in ("weight", "bias"):
             yield Packing(f"norm.{kind}", (f"vit.layernorm.{kind}",))
         yield Packing("head.bias", ("classifier.bias",))
 
 
-def _side(config: Config, key: str, default: int) -> int:
-    """A height and width of config.json, which may be given as one number or as two equal ones."""
-    value = config.get(key)
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise Refused(f"config.json: {key} is {value}, and images and patches are square here")
-        config = {**config, key: value[0]}
-    side = number(config, key, int, default)
-    if side > 1 << 16:
-        raise UsageError(f"config.json: {key} is {side}", fix="give a number of pixels")
-    return side
+def pre_norm_block(shape: Shape, width: int, heads: int, hidden: int) -> Block:
+    """A block of these sizes, with the shape's activation and norms."""
+    norms = (nn.LayerNorm(width, eps=shape.norm_eps) for _ in range(2))
+    attention = Attention(width, heads, bias=True, core=full_attention)
+    return Block(next(norms), attention, next(norms), FeedForward(width, hidden, ACTIVATION[shape.activation]()))
+
+
+def encoder_sizes(config: Config) -> dict[str, Any]:
+    """What config.json says of a ViT without a head, as fields of its `Shape`."""
+    heads = number(config, "num_attention_heads", int)
+    return {
+        "depth": number(config, "num_hidden_layers", int),
+        "width": number(config, "hidden_size", int),
+        "heads": heads,
+        "kv_heads": heads,
+        "hidden": number(config, "intermediate_size", int),
+        "length": 0,
+        "tied": False,
+        "norm_eps": number(config, "layer_norm_eps", float, 1e-12),
+        "activation": READ[config.get("hidden_act", "gelu")],
+        "image": side(config, "image_size", 224),
+        "patch": side(config, "patch_size", 16),
+        "channels": number(config, "num_channels", int, 3),
+    }
+
+
+def encoder_config(shape: Shape) -> dict[str, Any]:
+    """The same the other way round."""
+    return {
+        "num_hidden_layers": shape.depth,
+        "hidden_size": shape.width,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.hidden,
+        "layer_norm_eps": shape.norm_eps,
+        "hidden_act": SPELLED[shape.activation],
+        "image_size": shape.image,
+        "patch_size": shape.patch,
+        "num_channels": shape.channels,
+        "qkv_bias": True,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+
+
+def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[Packing]:
+    """Which of their tensors make up those of so many blocks, listed under these names."""
+    for index in range(depth):
+        for kind in ("weight", "bias"):
+            parts = (f"{theirs}.{index}.attention.attention.{part}.{kind}" for part in ("query", "key", "value"))
+            yield Packing(f"{ours}.{index}.attention.qkv.{kind}", tuple(parts), rows=(width,) * 3)
+            for mine, yours in _BLOCK.items():
+                yield Packing(f"{ours}.{index}.{mine}.{kind}", (f"{theirs}.{index}.{yours}.{kind}",))

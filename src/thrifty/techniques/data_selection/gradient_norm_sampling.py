@@ -2,12 +2,18 @@
 
 Paper     Katharopoulos & Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1; for softmax
           cross-entropy the score is the norm of softmax minus one-hot, which is EL2N (Paul et al. 2021).
-Promise   the same expected gradient with less variance: n of `times` · n examples are drawn in proportion to their
-          score and weighted by one over it, only while the estimated gain pays for the extra forward pass.
-Cost      a forward pass over `times` as many examples, also counted in tokens and seconds.
-Avoid     when the forward pass costs as much as what it saves; near the start, where all examples score alike.
-Note      across ranks each draws from its own share, which stays unbiased. For sequences the squared scores of the
-          tokens are summed.
+Promise   the same expected gradient with less variance: n of `times` · n examples are drawn in proportion to weight
+          times score and weighted by one over it, only while the estimated gain pays for the extra forward pass.
+Cost      a forward pass over `times` as many examples while the gate is open, counted in FLOPs and seconds. All
+          examples that are drawn from the data count as tokens, also those that a closed gate passes over.
+Does not  keep the variance of Adam's second moments: they see the reweighted gradients.
+Avoid     when the forward pass costs as much as what it saves; near the start, where all examples score alike; with an
+          objective that compares the examples of a batch.
+Note      scores are taken with dropout off (the model in evaluation), so that they rank examples and not masks; those
+          of a closed gate come with the training pass, and cost nothing. Across ranks each draws from its own share,
+          which stays unbiased, and the gate is one for all. For sequences the squared scores of the tokens are summed.
+          With fewer than a handful of examples a rank and step, tau is underestimated while the gate is closed: it
+          cannot exceed the root of their number over all ranks.
 """
 
 from dataclasses import dataclass
@@ -17,7 +23,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Presampled
-from thrifty.core.bounds import Positive, Probability
+from thrifty.core.bounds import Natural, Positive, Probability
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Around, Objective, Prediction
@@ -28,37 +34,56 @@ from thrifty.core.technique import Numerics, Technique
 
 def variance_reduction(scores: Tensor) -> Tensor:
     """tau = sqrt(B · sum g²) for scores (B,) normalised to g: the batch-size factor that sampling by them is worth;
-    1 for equal scores."""
-    share = scores / scores.sum()
-    return (len(share) * share.square().sum()).sqrt()
+    1 for equal scores, without a number where all are 0. Over ranks, all of which have as many scores, it is that of
+    the scores of all."""
+    mean, mean_square = mean_over_ranks(torch.stack([scores.mean(), scores.square().mean()]).double().cpu())
+    return mean_square.sqrt() / mean
+
+
+def shares(scores: Tensor) -> Tensor:
+    """The probabilities (B,) in proportion to scores; equal ones where all scores are 0."""
+    total = scores.sum()
+    return torch.where(total > 0, scores / total, 1 / len(scores))
 
 
 def draw(batch: Batch, scores: Tensor, count: int) -> Batch:
     """`count` examples drawn with replacement in proportion to their scores (B,), weighted so that the expected
     weighted sum over them is the weighted sum over the whole batch."""
-    share = scores / scores.sum()
+    share = shares(scores)
     rows = torch.multinomial(share, count, replacement=True)
     drawn = batch.take(rows)
     return drawn.weighted(drawn.weight / (count * share[rows]))
 
 
+@torch.no_grad()
+def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_once: int) -> Tensor:
+    """How much each example of a batch would move the model (b,): its weight times its score, with dropout off, so many
+    examples at a time."""
+    was_training = model.training
+    model.eval()
+    parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]
+    found = [part.weight * objective.scores(objective.predict(model, part), part) for part in parts]
+    model.train(was_training)
+    return torch.cat(found)
+
+
 class Scoring(Around):
-    """Another objective that keeps the scores of what it is asked the losses of."""
+    """Another objective that keeps the weighted scores of what it is asked the losses of."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
         self.seen: list[Tensor] = []
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        self.seen.append(self.scores(prediction, batch))
+        self.seen.append(batch.weight * self.scores(prediction, batch))
         return super().losses(prediction, batch)
 
 
 class Sampler:
     """A backward pass over the drawn examples. `state["tau"]` is the running average that opens the gate."""
 
-    def __init__(self, inner: Backward, times: int, momentum: float):
-        self.inner, self.times, self.momentum = inner, times, momentum
+    def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
+        self.inner, self.times, self.momentum, self.at_once = inner, times, momentum, at_once
         # a plain step costs 3 per example, scoring costs 1: sampling must be worth the ratio
         self.threshold = (times + 3) / 3
         self.state = {"tau": torch.zeros(())}
@@ -69,23 +94,22 @@ class Sampler:
                 f"{len(batch)} examples on this rank are not {self.times} times a whole number",
                 fix="choose data.batch as a multiple of the number of ranks",
             )
-        count = len(batch) // self.times
-        is_open = float(self.state["tau"]) > self.threshold
-        if is_open:
-            with torch.no_grad():
-                scores = objective.scores(objective.predict(model, batch), batch)
-            is_open = bool(scores.isfinite().all()) and float(scores.sum()) > 0
-        if is_open:
-            outcome = self.inner(model, objective, draw(batch, scores, count))
+        count, drawn = len(batch) // self.times, None
+        if float(self.state["tau"]) > self.threshold:
+            scores = weighted_scores(model, objective, batch, self.at_once or count)
+            tau = variance_reduction(scores)
+            if tau.isfinite():  # on every rank or on none
+                drawn = draw(batch, scores, count)
+        if drawn is not None:
+            outcome = self.inner(model, objective, drawn)
         else:
-            scoring = Scoring(objective)
-            plain = batch.rows(0, count)
+            scoring, plain = Scoring(objective), batch.rows(0, count)
             outcome = self.inner(model, scoring, plain.weighted(plain.weight * self.times))
-            scores = torch.cat(scoring.seen)
-        tau = mean_over_ranks(variance_reduction(scores.float()).cpu())
+            tau = variance_reduction(torch.cat(scoring.seen))
         if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
-        return Outcome(outcome.loss, outcome.notes | {"tau": float(self.state["tau"]), "sampled": float(is_open)})
+        notes = {"tau": float(self.state["tau"]), "sampled": float(drawn is not None)}
+        return Outcome(outcome.loss, outcome.notes | notes, outcome.answered)
 
 
 @dataclass(frozen=True)
@@ -97,12 +121,28 @@ class GradientNormSampling(Technique):
     """How many times more examples are looked at than trained on."""
     momentum: Probability = 0.9
     """Of the running average of tau."""
+    at_once: Natural = 0
+    """How many examples are scored at a time; 0 for as many as are trained on. With many micro-batches, give the size
+    of one, or scoring holds more than training does."""
 
     def batches(self, source: BatchSource) -> BatchSource:
         return Presampled(source, self.times)
 
+    def objective(self, objective: Objective) -> Objective:
+        learned = objective.plain
+        kind = type(learned).__name__
+        if objective.joint:
+            raise Refused(
+                f"a loss of {kind} is one of several examples together, and has no share of an example by "
+                "itself to be drawn in proportion to",
+                fix=f"--without {self.name}",
+            )
+        if type(learned).scores is Objective.scores:
+            raise Refused(f"{kind} has no gradient-norm scores", fix=f"--without {self.name}")
+        return objective
+
     def backward(self, backward: Backward) -> Backward:
-        return Sampler(backward, self.times, self.momentum)
+        return Sampler(backward, self.times, self.momentum, self.at_once)
 
     def footprint(self, footprint: Footprint) -> Footprint:
         # which way the gate stands depends on values; this is the step with the gate open

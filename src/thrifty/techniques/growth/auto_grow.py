@@ -53,9 +53,10 @@ Size = tuple[float, float]
 
 
 def shortened(batch: Batch, share: float, multiple: int) -> Batch:
-    """A share of each text, from its beginning, or images of so much smaller sides; other examples as they are."""
+    """A share of each text, from its beginning, or images of so much smaller sides; other examples, and images whose
+    patches are numbered, as they are."""
     images = images_of(batch)
-    if images is not None:
+    if images is not None and "visible" not in batch.fields:  # numbers of patches belong to one size
         return with_images(batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:])))
     if not is_text_alone(batch):
         return batch
@@ -108,7 +109,12 @@ class Searching:
                 self.state[name].zero_()
             self.state["positions"].fill_(positions_of(model, batch))
         began = time.perf_counter()
-        with gates(model, self.settings.name, lambda stack, block, _: block < blocks_at(depth, structure.full[stack])):
+
+        def is_open(stack: str, block: int, _: int) -> bool:
+            full = structure.full.get(stack)  # None for a stack that another technique has added: it stays whole
+            return full is None or block < blocks_at(depth, full)
+
+        with gates(model, self.settings.name, is_open):
             outcome = self.inner(model, objective, shortened(batch, length, self.settings.multiple))
         if searching and 0 < (loss := float(outcome.loss)) < math.inf:
             values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}

@@ -14,7 +14,7 @@ Note      it grows as the loss falls, so look at its curve, not at one number. T
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -95,17 +95,27 @@ class Measuring:
             for name, value in (("signal", signal), ("noise", noise)):
                 self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)
         signal, noise = float(self.state["signal"]), float(self.state["noise"])
-        return Outcome(outcome.loss, outcome.notes | ({"noise_scale": noise / signal} if signal > 0 else {}))
+        found = {"noise_scale": noise / signal} if signal > 0 else {}
+        return replace(outcome, notes=outcome.notes | found)
 
 
 @dataclass(frozen=True)
 class NoiseScale(Technique):
     stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"gradients of half batches"})
 
     every: Positive = 4
     """Steps from one measurement to the next."""
     momentum: Probability = 0.98
     """Of the running averages, per measurement."""
+
+    def objective(self, objective: Objective) -> Objective:
+        if objective.joint:
+            raise Refused(
+                "an example's loss depends on all of the batch: two halves of it do not make up its gradient",
+                fix=f"--without {self.name}",
+            )
+        return objective
 
     def backward(self, backward: Backward) -> Backward:
         return Measuring(backward, self.every, self.momentum)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thrifty.core.batches import Batch
+from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -35,4 +36,9 @@ class ZLoss(Technique):
     coefficient: float = 1e-4
 
     def objective(self, objective: Objective) -> Objective:
+        if objective.joint:
+            raise Refused("a loss of several examples together has no normaliser of each", fix=f"--without {self.name}")
+        plain = type(objective.plain)
+        if plain.normalizers is Objective.normalizers:
+            raise Refused(f"{plain.__name__} has no softmax whose normaliser could drift", fix=f"--without {self.name}")
         return WithZLoss(objective, self.coefficient)

@@ -81,7 +81,8 @@ class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({"recomputation"})
     clashes: ClassVar[Mapping[str, str]] = {
-        "distribution of layers": "costs are looked up on one rank, and its layers compute on several"
+        "distribution of layers": "costs are looked up on one rank, and its layers compute on several",
+        "losses beside blocks": "of a chain that runs again only the last result is part of the graph",
     }
 
     bytes: Annotated[float, Bound(above=0)] = 0.5

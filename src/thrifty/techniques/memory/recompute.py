@@ -25,7 +25,7 @@ from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chains import Schedule
 from thrifty.core.bounds import Positive
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import Refused, UsageError
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
@@ -75,6 +75,11 @@ class Recompute(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if self.schedule == "sqrt":
+            if hasattr(model, "detectors"):
+                raise Refused(
+                    "blocks leave a loss beside their result, which is lost in segments that run again together",
+                    fix=f"--set {self.name}.schedule=every",
+                )
             blocks = [block for stack in stacks.values() for block in stack]
             note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")
             return model

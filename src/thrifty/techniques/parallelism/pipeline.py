@@ -219,7 +219,14 @@ class Pipeline(Technique):
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return Through(objective) if axis("pipeline").size > 1 else objective
+        if axis("pipeline").size == 1:
+            return objective
+        if objective.joint:
+            raise Refused(
+                "an example's loss depends on all of the batch, and the stages see a micro-batch at a time",
+                fix="--with parallelism.shard or parallelism.tensor in its place",
+            )
+        return Through(objective)
 
     def backward(self, backward: Backward) -> Backward:
         if axis("pipeline").size == 1:

@@ -6,7 +6,7 @@ Promise   the single-process run at the same effective batch and in the same dat
 Cost      all gradients are summed over the ranks once a step: 2 · parameters elements sent by each rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,7 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
                 gradients.append(parameter.grad)
         loss = outcome.loss.clone()
         sum_over(group, [*local(gradients), loss])
-        return Outcome(loss, outcome.notes)
+        return replace(outcome, loss=loss)
 
     return over_ranks
 

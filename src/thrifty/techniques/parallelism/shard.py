@@ -21,7 +21,7 @@ Note      stage 1 without accumulation is stage 2: there is one micro-batch to s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -140,7 +140,7 @@ class Shard(Technique):
             outcome = backward(model, objective, batch)
             loss = outcome.loss.clone()
             dist.all_reduce(loss, group=data.group)
-            return Outcome(loss, outcome.notes)
+            return replace(outcome, loss=loss)
 
         return over_ranks if data.size > 1 else backward
 

@@ -29,7 +29,7 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound
 from thrifty.core.elements import global_norm
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.sparse.masked_weights import ScoredWeights
 from thrifty.core.sparse.sparsity import masked_shapes
@@ -151,6 +151,14 @@ class Grasp(ScoredWeights):
 
     temperature: Annotated[float, Bound(above=0)] = 200.0
     """Logits are divided by it while scoring."""
+
+    def objective(self, objective: Objective) -> Objective:
+        if objective.joint:
+            raise Refused(
+                "a loss of several examples together has no second derivative here",
+                fix="--with sparsity.snip in its place",
+            )
+        return objective
 
     def backward(self, backward: Backward) -> Backward:
         return Scoring(super().backward(backward), self)

@@ -1,0 +1,1 @@
+"""Techniques and combinations held against each other: checked (`check`) and raced (`compare`)."""

@@ -1,0 +1,188 @@
+"""Machines as values: stations, memories, clock, and the area and power of each module with its source and grade.
+
+A machine is data (`machines/*.toml`); what its stations mean is said by the design that it names (`designs/`). Grades
+of what is published, from best to worst: P read in the paper itself, R in released source or data, X computed here, S
+from somebody's notes on the paper, M from memory and unverified: no target."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from thrifty.core.errors import UsageError, did_you_mean
+
+Setting = float | str | bool
+GRADES = ("P", "R", "X", "S", "M")
+
+
+@dataclass(frozen=True)
+class Station:
+    """A stage of the pipeline that serves one item at a time."""
+
+    name: str
+    width: int = 1
+    """What it does in a cycle; the design says of what."""
+    buffer: int = 1
+    """Items that fit between it and the next station; 0 for no limit."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory, reached through a crossbar of `ports` by `banks`."""
+
+    name: str
+    bytes: float = math.inf
+    banks: int = 1
+    ports: int = 1
+    """Each sends one request a cycle."""
+    bandwidth: float = math.inf
+    """Bytes/s of all banks together."""
+    latency: float = 0.0
+    """Seconds from a request's turn at its bank to its answer, beside the transfer itself."""
+    outstanding: int = 0
+    """Requests that may be under way at a time; 0 for no limit."""
+    burst: int = 64
+    """Bytes of a request."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """What a part of the chip takes."""
+
+    name: str
+    active: str
+    """The station, or the activity that the design counts, during whose cycles it is at work."""
+    area: float = 0.0
+    """mm²."""
+    dynamic: float = 0.0
+    """W while at work, at `clock`."""
+    static: float = 0.0
+    """W, always."""
+    clock: float = 1.0
+    """Hz at which the power was published."""
+    source: str = ""
+    grade: str = "M"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """An accelerator with all its parameters. `copies` of it share the work, each with memories of its own."""
+
+    name: str
+    design: str
+    clock: float
+    """Hz."""
+    source: str
+    grade: str
+    about: str = ""
+    node: float = 0.0
+    """nm; 0 where it means nothing."""
+    copies: int = 1
+    stations: Mapping[str, Station] = field(default_factory=dict)
+    memories: Mapping[str, Memory] = field(default_factory=dict)
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_parts(self)
+
+    @property
+    def area(self) -> float | None:
+        """mm² of one copy; None where nothing is published."""
+        return sum(module.area for module in self.modules.values()) or None
+
+    def number(self, setting: str) -> float:
+        """A setting that is a number."""
+        value = self.settings[setting]
+        assert not isinstance(value, str), setting
+        return float(value)
+
+    def replaced(self, path: str, value: object) -> "Machine":
+        """The machine with one value changed: `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or a setting
+        by its name. Raises UsageError for an unknown path or a value of another kind."""
+        first, *rest = path.split(".")
+        if not rest and first in self.settings:
+            changed = {**self.settings, first: _like(path, value, self.settings[first])}
+            return replace(self, settings=changed)
+        if not rest and first in ("clock", "node", "copies"):
+            return replace(self, **{first: _like(path, value, getattr(self, first))})
+        if first in ("stations", "memories", "modules") and len(rest) == 2:
+            parts, (name, key) = getattr(self, first), rest
+            if name not in parts:
+                raise UsageError(f"{self.name} has no {path.rpartition('.')[0]}", fix=did_you_mean(name, parts))
+            if key not in _keys(parts[name]) or key == "name":
+                raise UsageError(f"{first} have no {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
+            part = replace(parts[name], **{key: _like(path, value, getattr(parts[name], key))})
+            return replace(self, **{first: {**parts, name: part}})
+        known = [*self.settings, "clock", "copies"]
+        known += [f"stations.{name}.width" for name in self.stations]
+        known += [f"memories.{name}.bandwidth" for name in self.memories]
+        raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
+
+    def with_bandwidth(self, bandwidth: float) -> "Machine":
+        """The machine behind an outer memory, "dram", of so many bytes/s."""
+        dram = replace(self.memories.get("dram", Memory("dram")), bandwidth=bandwidth)
+        return replace(self, memories={**self.memories, "dram": dram})
+
+    def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, Module]:
+        """The modules with area and power in proportion, by what they are active with; an assumption, as any is."""
+        return {
+            name: replace(
+                module,
+                area=module.area * (factor := factors.get(module.active, 1.0)),
+                dynamic=module.dynamic * factor,
+                static=module.static * factor,
+            )
+            for name, module in self.modules.items()
+        }
+
+
+def _keys(part: object) -> set[str]:
+    return {known.name for known in fields(part)}  # pyrefly: ignore
+
+
+def _like(path: str, value: object, present: Setting) -> Any:
+    """`value`, perhaps as text, as the kind of value that is there now."""
+    if isinstance(present, str):
+        return str(value)
+    text = str(value).lower()
+    if isinstance(present, bool) and text in ("true", "false", "0", "1", "on", "off"):
+        return text in ("true", "1", "on")
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    whole = isinstance(present, int) and not isinstance(present, bool)
+    if math.isnan(number) or isinstance(present, bool) or (whole and not number.is_integer()):
+        kind = "true or false" if isinstance(present, bool) else "a whole number" if whole else "a number"
+        raise UsageError(f"{path} = {value!r} is not {kind}", fix=f"for example {path}={present}")
+    return int(number) if whole else number
+
+
+_POSITIVE = {"width", "copies", "bytes", "banks", "ports", "bandwidth", "burst", "clock"}
+_WHOLE = {"width", "buffer", "copies", "banks", "ports", "outstanding", "burst"}
+
+
+def _check_parts(machine: Machine) -> None:
+    for setting, value in machine.settings.items():
+        if not isinstance(value, (bool, str)) and not value > 0:
+            raise UsageError(f"{machine.name}: {setting} is {value:g}", fix="it must be above zero")
+    parts: dict[str, Any] = {"": machine}
+    for kind in ("stations", "memories", "modules"):
+        parts |= {f"{kind}.{name}.": part for name, part in getattr(machine, kind).items()}
+    for place, part in parts.items():
+        for key in _keys(part):
+            value = getattr(part, key)
+            if isinstance(value, (int, float)):
+                _check_number(f"{machine.name}: {place}{key}", key, value)
+        grade = getattr(part, "grade", GRADES[0])
+        if grade not in GRADES:
+            raise UsageError(f"{machine.name}: {place}grade is {grade!r}", fix=did_you_mean(grade, GRADES))
+
+
+def _check_number(path: str, key: str, value: float) -> None:
+    if not value >= 0 or (key in _POSITIVE and not value > 0):
+        wanted = "above zero" if key in _POSITIVE else "not negative"
+        raise UsageError(f"{path} is {value:g}", fix=f"it must be {wanted}")
+    if key in _WHOLE and value != int(value):
+        raise UsageError(f"{path} is {value:g}", fix="it must be a whole number")

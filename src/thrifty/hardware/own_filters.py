@@ -1,0 +1,194 @@
+"""Each design's own filter on a recorded trace, set so that all keep the same share of the pairs.
+
+The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share.
+Beside a mask comes the share of exact softmax that it keeps, without which speed at equal density says little. A
+filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a training set
+(ViTCoD's average maps) has the examples of the trace alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.trace import AttentionLayer, AttentionTrace
+from thrifty.kernels.attention_filters import a3, dota, elsa, sanger, spatten, vitcod
+from thrifty.kernels.attention_filters.keep_sets import exact_scores, with_one
+
+REDUCTION = 0.2
+"""Of DOTA's detector, over the width of a head (unverified)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """A layer's tensors: q (e, h, t, k), k (e, h, s, k), what is visible (e, h, t, s), the share to keep, and which
+    layer of how many it is."""
+
+    q: Tensor
+    k: Tensor
+    visible: Tensor
+    density: float
+    number: int
+    layers: int
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Exact softmax, 0 where a query sees nothing."""
+        scores = exact_scores(self.q, self.k).masked_fill(~self.visible, float("-inf"))
+        return scores.softmax(-1).nan_to_num(0.0)
+
+
+Found = tuple[Tensor, dict[str, np.ndarray]]
+"""A mask (e, h, t, s), and counts (e, h, t) by name."""
+
+
+def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
+    """The mask of a threshold that keeps this share of the visible pairs (e, h, t, s), and one pair of each query."""
+    seen = scores[visible]
+    count = max(1, round(density * len(seen)))
+    threshold = seen.kthvalue(len(seen) - count + 1).values
+    return with_one(scores >= threshold, scores, visible)
+
+
+def _elsa(heads: Heads) -> Found:
+    sizes = elsa.factor_sizes(heads.q.shape[-1])
+    factors = [torch.tensor(factor) for factor in elsa.seeded_factors(sizes, 0)]
+    similarity = elsa.elsa_similarity(heads.q, heads.k, factors, elsa.angle_bias(sizes))
+    largest = elsa.largest_norm(heads.k, heads.q.shape[1], heads.visible).clamp(min=1e-20)
+    return highest(similarity / largest, heads.visible, heads.density), {}
+
+
+def _a3(heads: Heads, searched: float = 0.5) -> Found:
+    """Candidates of the conservative search, then as many of them as the share allows."""
+    candidates = a3.a3_candidates(heads.q, heads.k, searched, heads.visible)
+    scores = exact_scores(heads.q, heads.k)
+    below = scores - scores.masked_fill(~candidates, float("-inf")).amax(-1, keepdim=True)
+    share = min(1.0, heads.density * float(heads.visible.sum()) / max(float(candidates.sum()), 1.0))
+    keep = with_one(highest(below, candidates, share) & candidates, scores, heads.visible)
+    rounds = (heads.visible.sum(-1) * searched).ceil()
+    return keep, {"candidates": _whole(candidates.sum(-1)), "iterations": _whole(rounds)}
+
+
+def _sanger(heads: Heads) -> Found:
+    largest = tuple(float(sanger.unit_rows(x)[0].abs().amax()) for x in (heads.q, heads.k))
+    scores = sanger.predicted_scores(heads.q, heads.k, 4, (largest[0], largest[1]))
+    predicted = scores.masked_fill(~heads.visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return highest(predicted, heads.visible, heads.density), {}
+
+
+def _dota(heads: Heads) -> Found:
+    """By queries and keys through a random projection, in place of a trained detector; as many keys for each query."""
+    width, count = heads.q.shape[-1], heads.visible.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    projection = dota.sparse_projection(width, max(1, round(REDUCTION * width)), generator)
+    scores = exact_scores(heads.q.float() @ projection, heads.k.float() @ projection)
+    counts = (heads.density * heads.visible.sum(-1).amax((1, 2))).round().long().clamp(min=1)
+    keys = dota.balanced_keys(scores, int(counts.max()), heads.visible)
+    spare = torch.arange(keys.shape[-1]) >= counts[:, None, None, None]
+    return dota.keep_of(keys.masked_fill(spare, -1), count), {}
+
+
+def _vitcod(heads: Heads) -> Found:
+    """One mask for all examples, of the average of their maps; the share of information is searched for."""
+    average = heads.probabilities.mean(0)
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        kept = (vitcod.informative_pairs(average, middle) & heads.visible).sum() / heads.visible.sum()
+        low, high = (low, middle) if kept >= heads.density else (middle, high)
+    keep = vitcod.informative_pairs(average, high).expand_as(heads.visible)
+    return with_one(keep, heads.probabilities, heads.visible), {}
+
+
+FILTERS: dict[str, Callable[[Heads], Found]] = {
+    "elsa": _elsa,
+    "a3": _a3,
+    "sanger": _sanger,
+    "dota": _dota,
+    "vitcod": _vitcod,
+}
+"""Of one layer. SpAtten's goes on from layer to layer: `_cascaded`."""
+
+
+def filtered(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
+    """The trace with the masks of a design's own filter, near a density of what is visible in it; as it is for a design
+    without one. Its provenance tells "softmax kept". Raises UsageError for a trace without queries and keys."""
+    if design not in FILTERS and design != "spatten":
+        return trace
+    if not 0 < density <= 1:
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
+    for layer in trace.layers:
+        if layer.q is None or layer.k is None:
+            raise UsageError(
+                f"layer {layer.name} has no queries and keys, which a filter needs", fix="record a run or a preset"
+            )
+    heads = [_heads(layer, density, number, len(trace.layers)) for number, layer in enumerate(trace.layers)]
+    with torch.no_grad():
+        found = _cascaded(heads) if design == "spatten" else [FILTERS[design](each) for each in heads]
+        kept = [(each.probabilities * _computed(one)).sum() for each, one in zip(heads, found, strict=True)]
+    queries = sum(int(each.visible.any(-1).sum()) for each in heads)
+    layers = tuple(_masked(layer, *each) for layer, each in zip(trace.layers, found, strict=True))
+    about = {**trace.provenance, "filter": design, "softmax kept": f"{float(sum(kept)) / queries:.4f}"}
+    return replace(trace, layers=layers, provenance=about)
+
+
+def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> Heads:
+    assert layer.q is not None and layer.k is not None
+    shape = (layer.examples, layer.heads, layer.queries, layer.keys)
+    visible = torch.from_numpy(layer.kept().reshape(shape))
+    return Heads(
+        *(torch.from_numpy(x.astype(np.float32)) for x in (layer.q, layer.k)), visible, density, number, layers
+    )
+
+
+def _masked(layer: AttentionLayer, mask: Tensor, counts: dict[str, np.ndarray]) -> AttentionLayer:
+    return layer.masked(mask.numpy(), counts)
+
+
+def _cascaded(heads: list[Heads]) -> list[Found]:
+    """SpAtten's, with the average share of dropped tokens searched for. Its first layers drop none, so that few layers
+    cannot keep little."""
+    pairs = sum(int(each.visible.sum()) for each in heads)
+    low, high = 0.0, 0.9
+    for _ in range(10):
+        middle = (low + high) / 2
+        left = sum(int(_computed(found).sum()) for found in _dropping(heads, middle))
+        low, high = (middle, high) if left > heads[0].density * pairs else (low, middle)
+    return _dropping(heads, high)
+
+
+def _dropping(heads: list[Heads], average: float) -> list[Found]:
+    """Tokens that mattered least so far go, more and more of them. A dropped query keeps one pair, as a trace needs,
+    which "alive" says is not computed. No values are dropped for one query alone."""
+    found: list[Found] = []
+    alive = heads[0].visible.any(1).any(1)
+    importance = torch.zeros(alive.shape)
+    for each in heads:
+        e, h, t, s = each.visible.shape
+        if t != s:
+            raise UsageError(f"{t} queries are not the same tokens as {s} keys", fix="SpAtten drops both together")
+        gone = spatten.pruned_share(each.number, each.layers, average, 0.2 * average, spatten.TOKENS_SPARED)
+        tokens = each.visible.any(1).any(1).sum(-1)
+        keep = (tokens * (1 - gone)).round().long().clamp(min=1).tolist()
+        chosen = [spatten.cascade(i, a, n) for i, a, n in zip(importance, alive, keep, strict=True)]
+        alive = torch.stack(chosen)
+        left = each.visible & alive[:, None, :, None] & alive[:, None, None, :]
+        probabilities = each.probabilities
+        found.append((
+            with_one(left, probabilities, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}
+        ))  # fmt: skip
+        importance = importance + spatten.token_importance(probabilities * left)
+    return found
+
+
+def _computed(found: Found) -> Tensor:
+    """The mask without the rows of dropped queries."""
+    mask, counts = found
+    return mask & torch.from_numpy(counts["alive"] > 0)[..., None] if "alive" in counts else mask
+
+
+def _whole(counted: Tensor) -> np.ndarray:
+    return counted.numpy().astype(np.int64)

@@ -1,0 +1,191 @@
+"""Traces of real models: whatever computes attention by torch's function, or by a core of ours, is written down.
+
+torch's `scaled_dot_product_attention` says all there is to know: operands, mask, causality. A module with an attribute
+`core` that computes in another way (tiled, sparse) is asked a second time with unit vectors as values, so that its
+output is the probabilities: what is above zero is what it kept. Forward passes only."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thrifty.core.errors import Refused
+from thrifty.hardware.trace import AttentionLayer, AttentionTrace, layer_of
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@dataclass
+class _Call:
+    """Attention computed once, by whichever module was running."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kept: Tensor | None
+    """(b, 1 or h, t, s) True for pairs that were computed; None for all."""
+
+
+@dataclass
+class _Recorder(TorchFunctionMode):
+    """Notes calls of torch's attention by the name of the innermost module that runs."""
+
+    calls: dict[str, list[_Call]] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
+            q, k, v = given["query"], given["key"], given["value"]
+            kept = _visible(given.get("attn_mask"), bool(given.get("is_causal")), q, k)
+            self.note(_Call(q, k, v, kept))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def seen(self) -> int:
+        return sum(map(len, self.calls.values()))
+
+    def note(self, call: _Call) -> None:
+        name = self.running[-1] if self.running else "attention"
+        self.calls.setdefault(name, []).append(call)
+
+
+def record(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    provenance: dict[str, str] | None = None,
+    name: str = "recorded",
+) -> AttentionTrace:
+    """A trace of the attention that `model` computes on `batches`; `forward(model, batch)` is a plain call unless
+    given.
+
+    Keys that no query of an example sees at the end of its row count as padding. Raises Refused for a model of which no
+    attention was seen.
+    """
+    recorder = _Recorder()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _watched(model, recorder):
+            for batch in batches:
+                with recorder:
+                    forward(model, batch) if forward else model(batch)
+    finally:
+        model.train(was_training)
+    if not recorder.calls:
+        raise Refused(
+            f"no attention of {type(model).__name__} went through torch's scaled_dot_product_attention or a core",
+            fix='load a transformers model with attn_implementation="sdpa"',
+        )
+    layers = tuple(_layer(layer, calls) for layer, calls in recorder.calls.items())
+    about = {"model": type(model).__name__, "torch": torch.__version__, **(provenance or {})}
+    return AttentionTrace(name, layers, about)
+
+
+@contextmanager
+def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Keeps the recorder told of which module runs, and asks cores that do not call torch's function."""
+    hooks, cores = [], []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, arguments: Any, name: str = name) -> None:
+            recorder.running.append(name)
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            recorder.running.pop()
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+        core = getattr(module, "core", None)
+        if callable(core):
+            holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, "core")
+            if all(holder is not known for known, *_ in cores):  # layers may share a core
+                cores.append((holder, attribute, vars(holder).get(attribute)))
+                setattr(holder, attribute, _asked(getattr(holder, attribute), recorder))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for holder, attribute, own in cores:
+            if own is None:
+                delattr(holder, attribute)
+            else:
+                setattr(holder, attribute, own)
+
+
+def _asked(core: Callable[..., Tensor], recorder: _Recorder) -> Callable[..., Tensor]:
+    def watched(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+        before = recorder.seen
+        output = core(q, k, v, *rest, **named)
+        if recorder.seen == before:
+            recorder.note(_Call(q, k, v, probabilities_of(core, q, k, *rest, **named) > 0))
+        return output
+
+    return watched
+
+
+def probabilities_of(core: Callable[..., Tensor], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """(b, h, t, s): what a core gives for unit vectors as values, in slices as wide as its heads."""
+    keys, width = k.shape[2], k.shape[3]
+    parts = []
+    for first in range(0, keys, width):
+        values = torch.zeros_like(k)
+        place = torch.arange(min(width, keys - first), device=k.device)
+        values[:, :, first + place, place] = 1
+        parts.append(core(q, k, values, *rest, **named)[..., : len(place)])
+    return torch.cat(parts, -1)
+
+
+def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+    if mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return seen[(None,) * (4 - seen.dim())]
+    if causal:
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+    return None
+
+
+def _layer(name: str, calls: list[_Call]) -> AttentionLayer:
+    """All calls of a module as examples of one layer, padded to the longest."""
+    queries, keys = (max(getattr(call, kind).shape[2] for call in calls) for kind in ("q", "k"))
+    heads = calls[0].q.shape[1]
+    q, k, v = (
+        np.concatenate([_padded(getattr(call, kind), heads, size) for call in calls])
+        for kind, size in (("q", queries), ("k", keys), ("v", keys))
+    )
+    masks, lengths, key_lengths, all_kept = [], [], [], True
+    for call in calls:
+        examples, _, t, _ = call.q.shape
+        kept = np.zeros((examples, heads, queries, keys), dtype=bool)
+        seen = True if call.kept is None else call.kept.cpu().numpy()
+        kept[:, :, :t, : call.k.shape[2]] = seen
+        used = keys - np.argmax(kept.any(axis=(1, 2))[:, ::-1], axis=-1)
+        rows = np.minimum(used, t) if t == call.k.shape[2] else np.full(examples, t)
+        real = (np.arange(queries) < rows[:, None])[:, :, None] & (np.arange(keys) < used[:, None])[:, None]
+        all_kept &= bool(kept[np.broadcast_to(real[:, None], kept.shape)].all())
+        masks.append(kept)
+        lengths.append(rows)
+        key_lengths.append(used)
+    mask = None if all_kept else np.concatenate(masks)
+    sizes = [np.concatenate(part).astype(np.int64) for part in (lengths, key_lengths)]
+    bits = 8 * calls[0].q.element_size()
+    return layer_of(name, mask=mask, q=q, k=k, v=v, lengths=sizes[0], key_lengths=sizes[1], bits=bits)
+
+
+def _padded(tensor: Tensor, heads: int, tokens: int) -> np.ndarray:
+    """(b, h, tokens, k) with shared key heads repeated and zeros behind."""
+    tensor = tensor.detach()
+    if tensor.shape[1] != heads:
+        tensor = tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+    tensor = F.pad(tensor, (0, 0, 0, tokens - tensor.shape[2]))
+    return tensor.cpu().to(torch.float32 if tensor.dtype != torch.float16 else torch.float16).numpy()

@@ -1,0 +1,212 @@
+"""What attention computes, layer by layer: operands, scores or only which pairs are kept; the workload of all designs.
+
+Masks are True for what is kept, and packed eight to a byte. (Published files differ: ViTCoD's are True for what is
+pruned.) Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionLayer:
+    """One layer's attention. Raises UsageError for operands that do not fit together or hold what is no number."""
+
+    name: str
+    examples: int
+    heads: int
+    queries: int
+    """Of the longest example; likewise `keys`."""
+    keys: int
+    width: int
+    """Of a head."""
+    query_lengths: np.ndarray
+    """(e,) queries that are no padding."""
+    key_lengths: np.ndarray
+    """(e,)"""
+    packed: np.ndarray | None = None
+    """(e, h, t, ⌈s/8⌉) uint8: the pairs that are kept; None for all."""
+    q: np.ndarray | None = None
+    """(e, h, t, k)"""
+    k: np.ndarray | None = None
+    """(e, h, s, k)"""
+    v: np.ndarray | None = None
+    """(e, h, s, k)"""
+    scores: np.ndarray | None = None
+    """(e, h, t, s)"""
+    counts: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """(e, h, t) whole numbers that a filter tells beside its mask: "candidates", "iterations"."""
+    bits: int = 16
+    """Of an operand, as recorded."""
+
+    def __post_init__(self) -> None:
+        e, h, t, s, d = self.examples, self.heads, self.queries, self.keys, self.width
+        wanted = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d), "scores": (e, h, t, s)}
+        wanted |= {"packed": (e, h, t, -(-s // 8)), "query_lengths": (e,), "key_lengths": (e,)}
+        for name, shape in wanted.items():
+            array = getattr(self, name)
+            if array is not None and array.shape != shape:
+                raise UsageError(
+                    f"layer {self.name}: {name} is {array.shape}, where {shape} was expected",
+                    fix="pad all examples of a layer alike, and give their lengths",
+                )
+        for name in ("q", "k", "v", "scores"):
+            array = getattr(self, name)
+            if array is None:
+                continue
+            wrong = np.isnan(array) if name == "scores" else ~np.isfinite(array)  # hidden scores may be -inf
+            if wrong.any():
+                place = tuple(map(int, np.argwhere(wrong)[0]))
+                raise UsageError(f"layer {self.name}: {name} is {array[place]} at {place}", fix="record it again")
+        for name, most in (("query_lengths", t), ("key_lengths", s)):
+            lengths = getattr(self, name)
+            if (lengths < 1).any() or (lengths > most).any():
+                raise UsageError(
+                    f"layer {self.name}: {name} are {lengths.min()} to {lengths.max()}, of {most}",
+                    fix=f"give lengths from 1 to {most}",
+                )
+        for name, array in self.counts.items():
+            if array.shape != (e, h, t) or (array < 0).any():
+                raise UsageError(f"layer {self.name}: counts of {name} must be {(e, h, t)} whole numbers from 0 on")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        if self.packed is None:
+            return
+        empty = (self.kept().sum(-1) == 0) & self._real_queries
+        if empty.any():
+            unit, row = map(int, np.argwhere(empty)[0])
+            example, head = divmod(unit, self.heads)
+            raise UsageError(
+                f"layer {self.name}: the mask keeps no key for query {row} of head {head}, example {example} "
+                f"({int(empty.sum())} such rows)",
+                fix="keep at least the largest score of each query; masks are True for what is kept",
+            )
+
+    @property
+    def units(self) -> int:
+        return self.examples * self.heads
+
+    @cached_property
+    def unit_queries(self) -> np.ndarray:
+        """(u,) queries of each unit."""
+        return np.repeat(self.query_lengths.astype(np.int64), self.heads)
+
+    @cached_property
+    def unit_keys(self) -> np.ndarray:
+        """(u,) keys of each unit."""
+        return np.repeat(self.key_lengths.astype(np.int64), self.heads)
+
+    @property
+    def _real_queries(self) -> np.ndarray:
+        return np.arange(self.queries) < self.unit_queries[:, None]
+
+    def per_query(self, cycles: np.ndarray | int) -> np.ndarray:
+        """`cycles` broadcast to (u, t), 0 for queries that are padding."""
+        return np.where(self._real_queries, cycles, 0).astype(np.int64)
+
+    def kept(self) -> np.ndarray:
+        """(u, t, s) True for pairs that are computed: by the mask, and no padding."""
+        real = np.arange(self.keys) < self.unit_keys[:, None]
+        real = real[:, None, :] & self._real_queries[:, :, None]
+        if self.packed is None:
+            return real
+        return real & unpacked(self.packed, self.keys).reshape(self.units, self.queries, self.keys)
+
+    @cached_property
+    def kept_counts(self) -> np.ndarray:
+        """(u, t) keys that each query keeps."""
+        if self.packed is None:
+            return self.per_query(self.unit_keys[:, None])
+        return self.kept().sum(-1, dtype=np.int64)
+
+    def count(self, name: str) -> np.ndarray | None:
+        """What a filter counted (u, t), where the trace has it."""
+        found = self.counts.get(name)
+        return None if found is None else self.per_query(found.reshape(self.units, self.queries))
+
+    @property
+    def density(self) -> float:
+        """The share of pairs that are kept, padding left out."""
+        return float(self.kept_counts.sum() / (self.unit_queries * self.unit_keys).sum())
+
+    def masked(self, mask: np.ndarray, counts: Mapping[str, np.ndarray] | None = None) -> "AttentionLayer":
+        """The same layer with another mask (e, h, t, s), and what its filter counted."""
+        return replace(self, packed=packed(mask), counts=counts or {})
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionTrace:
+    """Layers, and where they are from."""
+
+    name: str
+    layers: tuple[AttentionLayer, ...]
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise UsageError(f"trace {self.name} has no layers", fix="record a model that computes attention")
+
+    @property
+    def density(self) -> float:
+        """The share of all pairs that are kept."""
+        pairs = [float((layer.unit_queries * layer.unit_keys).sum()) for layer in self.layers]
+        return sum(l.density * p for l, p in zip(self.layers, pairs, strict=True)) / sum(pairs)  # noqa: E741
+
+    @property
+    def units(self) -> int:
+        return sum(layer.units for layer in self.layers)
+
+
+def layer_of(
+    name: str,
+    mask: np.ndarray | None = None,
+    q: np.ndarray | None = None,
+    k: np.ndarray | None = None,
+    v: np.ndarray | None = None,
+    scores: np.ndarray | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
+    key_lengths: Sequence[int] | np.ndarray | None = None,
+    counts: Mapping[str, np.ndarray] | None = None,
+    width: int = 64,
+    bits: int = 16,
+) -> AttentionLayer:
+    """A layer of what there is of it: a mask or scores (e, h, t, s), or q (e, h, t, k) and k (e, h, s, k).
+
+    `lengths` (e,) are of queries and, unless `key_lengths` are given, of keys too; `width` is that of a head where
+    there is no q.
+    """
+    pairs = mask if mask is not None else scores
+    if pairs is not None and pairs.ndim == 4:
+        examples, heads, queries, keys = pairs.shape
+    elif q is not None and k is not None and q.ndim == k.ndim == 4:
+        (examples, heads, queries, _), keys = q.shape, k.shape[2]
+    else:
+        raise UsageError(f"layer {name} has neither a mask or scores (e, h, t, s), nor q and k (e, h, t, k)")
+    longest = np.full(examples, queries)
+    query_lengths = longest if lengths is None else np.asarray(lengths)
+    if key_lengths is None:
+        key_lengths = query_lengths if queries == keys else np.full(examples, keys)
+    bitmap = None if mask is None else packed(mask)
+    width = width if q is None else q.shape[-1]
+    return AttentionLayer(
+        name, examples, heads, queries, keys, width, query_lengths, np.asarray(key_lengths), bitmap,
+        q, k, v, scores, counts or {}, bits,
+    )  # fmt: skip
+
+
+def packed(mask: np.ndarray) -> np.ndarray:
+    """A boolean array with its last dim eight to a byte."""
+    if mask.dtype != np.bool_:
+        raise UsageError(f"a mask must be boolean, this is {mask.dtype}", fix="True for the pairs that are kept")
+    return np.packbits(mask, axis=-1)
+
+
+def unpacked(bitmap: np.ndarray, keys: int) -> np.ndarray:
+    """`packed` undone."""
+    return np.unpackbits(bitmap, axis=-1, count=keys).astype(bool)

@@ -1,0 +1,202 @@
+"""CLIP (Radford et al. 2021, arXiv 2103.00020): a tower for images and one for captions that end in one space.
+
+What stands for a caption is read off at its end-of-text token, which a folder's config.json has to name: without a
+tokenizer that has one, nothing can be exported.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.models.attention import Attention, causal_attention, full_attention
+from thrifty.models.blocks import Block, Embedding, FeedForward
+from thrifty.models.contrastive import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
+from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
+from thrifty.models.first_values import clip_normal
+from thrifty.models.shape import Shape
+from thrifty.models.vision import PatchEmbedding
+
+_ACTIVATION = ACTIVATION | {"quick_gelu": QuickGELU}
+_SPELLED = SPELLED | {"quick_gelu": "quick_gelu"}
+_READ = READ | {"quick_gelu": "quick_gelu"}
+_BLOCK = {
+    "attention_norm": "layer_norm1",
+    "attention.out": "self_attn.out_proj",
+    "mlp_norm": "layer_norm2",
+    "mlp.up": "mlp.fc1",
+    "mlp.down": "mlp.fc2",
+}
+_ENDS = {
+    "image.first_norm": "vision_model.pre_layrnorm",
+    "image.norm": "vision_model.post_layernorm",
+    "text.norm": "text_model.final_layer_norm",
+}
+_TABLES = {
+    "image.embedding.patch": "vision_model.embeddings.patch_embedding",
+    "text.embedding.token": "text_model.embeddings.token_embedding",
+    "text.embedding.position": "text_model.embeddings.position_embedding",
+    "image.projection": "visual_projection",
+    "text.projection": "text_projection",
+}
+
+
+def _block(shape: Shape, activation: str, core: Any) -> Block:
+    return Block(
+        nn.LayerNorm(shape.width, eps=shape.norm_eps),
+        Attention(shape.width, shape.heads, bias=True, core=core),
+        nn.LayerNorm(shape.width, eps=shape.norm_eps),
+        FeedForward(shape.width, shape.hidden, _ACTIVATION[activation]()),
+    )
+
+
+class Clip(Family):
+    style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrast"
+    sections = ("text_config", "vision_config")
+    read = frozenset({
+        "text_config", "vision_config", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "layer_norm_eps", "hidden_act", "vocab_size", "max_position_embeddings", "image_size", "patch_size",
+        "num_channels", "projection_dim",
+    })  # fmt: skip
+    only: ClassVar = {"hidden_act": tuple(_READ)}
+    ignored = frozenset(
+        {"dropout", "initializer_factor", "logit_scale_init_value", "text_config_dict", "vision_config_dict"}
+    )
+    token, head = "text_model.embeddings.token_embedding.weight", ""
+    left_out = r"\.position_ids$"
+
+    def assemble(self, shape: Shape) -> ContrastiveModel:
+        text = shape.caption_tower()
+        image = ImageTower(
+            PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool, bias=False),  # type: ignore[arg-type]
+            nn.LayerNorm(shape.width, eps=shape.norm_eps),
+            [_block(shape, shape.activation, full_attention) for _ in range(shape.depth)],
+            nn.LayerNorm(shape.width, eps=shape.norm_eps),
+            nn.Linear(shape.width, shape.space, bias=False),
+            shape.pool,  # type: ignore[arg-type]
+        )
+        captions = TextTower(
+            Embedding(text.vocabulary, text.width, position=nn.Embedding(text.length, text.width)),
+            [_block(text, shape.activation, causal_attention) for _ in range(text.depth)],
+            nn.LayerNorm(text.width, eps=text.norm_eps),
+            nn.Linear(text.width, shape.space, bias=False),
+        )
+        return ContrastiveModel(
+            image, captions, partial(clip_normal, depths={"image": shape.depth, "text": text.depth})
+        )
+
+    def shape(self, config: Config) -> Shape:
+        text, vision = (_section(config, name) for name in self.sections)
+        heads = number(vision, "num_attention_heads", int, 12)
+        activation, eps = (
+            _common(text, vision, key, default)
+            for key, default in (("hidden_act", "quick_gelu"), ("layer_norm_eps", 1e-5))
+        )
+        return Shape(
+            style=self.style,
+            depth=number(vision, "num_hidden_layers", int, 12),
+            width=number(vision, "hidden_size", int, 768),
+            heads=heads,
+            kv_heads=heads,
+            hidden=number(vision, "intermediate_size", int, 3072),
+            vocabulary=number(text, "vocab_size", int, 49_408),
+            length=number(text, "max_position_embeddings", int, 77),
+            tied=False,
+            norm_eps=eps,
+            activation=_READ[activation],
+            image=side(vision, "image_size", 224),
+            patch=side(vision, "patch_size", 32),
+            channels=number(vision, "num_channels", int, 3),
+            text_depth=number(text, "num_hidden_layers", int, 12),
+            text_width=number(text, "hidden_size", int, 512),
+            text_heads=number(text, "num_attention_heads", int, 8),
+            text_hidden=number(text, "intermediate_size", int, 2048),
+            space=number(config, "projection_dim", int, 512),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        if shape.pool != "class":
+            raise Refused(
+                "a CLIP of transformers answers by its class token, and this model by the mean of its patches",
+                fix='train with model.pool = "class" what is to be exported',
+            )
+        common = {
+            "hidden_act": _SPELLED[shape.activation],
+            "layer_norm_eps": shape.norm_eps,
+            "projection_dim": shape.space,
+            "attention_dropout": 0.0,
+        }
+        text = {
+            "num_hidden_layers": shape.text_depth,
+            "hidden_size": shape.text_width,
+            "num_attention_heads": shape.text_heads,
+            "intermediate_size": shape.text_hidden,
+            "vocab_size": shape.vocabulary,
+            "max_position_embeddings": shape.length,
+        }
+        vision = {
+            "num_hidden_layers": shape.depth,
+            "hidden_size": shape.width,
+            "num_attention_heads": shape.heads,
+            "intermediate_size": shape.hidden,
+            "image_size": shape.image,
+            "patch_size": shape.patch,
+            "num_channels": shape.channels,
+        }
+        return {
+            "projection_dim": shape.space,
+            "logit_scale_init_value": FIRST_SCALE,
+            "text_config": text | common,
+            "vision_config": vision | common,
+        }
+
+    def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
+        """Raises Refused for a tokenizer in which transformers would not find the end of a caption."""
+        end = special.get("eos_token_id")
+        if end is None:
+            raise Refused("transformers reads a caption off at its end of text, and no token is known to be one")
+        if end == 2:  # CLIPTextModel then takes the token with the highest number, as for its first published folders
+            raise Refused("transformers does not look for an end of text that is token 2, but for the highest number")
+        return config | {"text_config": config["text_config"] | special}
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        for ours, theirs in _TABLES.items():
+            yield Packing(f"{ours}.weight", (f"{theirs}.weight",))
+        yield Packing("image.embedding.class_token", ("vision_model.embeddings.class_embedding",), ahead=2)
+        yield Packing("image.embedding.position", ("vision_model.embeddings.position_embedding.weight",), ahead=1)
+        yield Packing("logit_scale", ("logit_scale",), ahead=1)
+        for kind in ("weight", "bias"):
+            for ours, theirs in _ENDS.items():
+                yield Packing(f"{ours}.{kind}", (f"{theirs}.{kind}",))
+        towers = (
+            ("image", "vision_model", shape.depth, shape.width),
+            ("text", "text_model", shape.text_depth, shape.text_width),
+        )
+        for mine, yours, depth, width in towers:
+            for index in range(depth):
+                yield from _block_table(f"{mine}.blocks.{index}", f"{yours}.encoder.layers.{index}", width)
+
+
+def _block_table(ours: str, theirs: str, width: int) -> Iterator[Packing]:
+    for kind in ("weight", "bias"):
+        qkv = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
+        yield Packing(f"{ours}.attention.qkv.{kind}", qkv, rows=(width,) * 3)
+        for mine, yours in _BLOCK.items():
+            yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+
+
+def _section(config: Config, name: str) -> Config:
+    section = config.get(name) or {}
+    if not isinstance(section, dict):
+        raise UsageError(f"config.json: {name} is {section!r}", fix="it must be an object with a tower's settings")
+    return section
+
+
+def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
+    """What both towers must have alike."""
+    values = [section.get(key, default) for section in (text, vision)]
+    if values[0] != values[1]:
+        raise Refused(f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, not imported")
+    return values[0]

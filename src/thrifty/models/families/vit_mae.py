@@ -1,0 +1,116 @@
+"""MAE (He et al. 2021, arXiv 2111.06377) as transformers has it: a ViT, and a decoder that gives back pixels.
+
+Positions are fixed, and still stored: they are read and written like weights. A new model of transformers 5 starts with
+zeros for them, which is read as it stands. What share of patches is removed, and whether pixels are standardised, is
+said in config.json and part of how a model is trained, not of what it computes.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.patches import sinusoids_2d
+from thrifty.models.autoencoder import MaskedAutoencoder, PatchDecoder
+from thrifty.models.families.family import READ, Config, Family, Packing, number
+from thrifty.models.families.vit import (
+    EMBEDDING,
+    encoder_config,
+    encoder_sizes,
+    packed_blocks,
+    pre_norm_block,
+)
+from thrifty.models.shape import Shape
+from thrifty.models.vision import PatchEmbedding
+
+_DECODER = {
+    "decoder.embed.weight": "decoder_embed.weight",
+    "decoder.embed.bias": "decoder_embed.bias",
+    "decoder.mask_token": "mask_token",
+    "decoder.position": "decoder_pos_embed",
+    "decoder.norm.weight": "decoder_norm.weight",
+    "decoder.norm.bias": "decoder_norm.bias",
+    "head.bias": "decoder_pred.bias",
+}
+
+
+class ViTMAE(Family):
+    style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "reconstruct"
+    bounded = False
+    read = frozenset({
+        "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "layer_norm_eps", "hidden_act",
+        "image_size", "patch_size", "num_channels", "decoder_num_attention_heads", "decoder_hidden_size",
+        "decoder_num_hidden_layers", "decoder_intermediate_size",
+    })  # fmt: skip
+    only: ClassVar = {"qkv_bias": (True,), "hidden_act": tuple(READ)}
+    ignored = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "mask_ratio", "norm_pix_loss"})
+    body, token = "", ""
+    head = "decoder.decoder_pred.weight"
+    renamed: ClassVar = {"decoder.decoder_encoder.layer.": "decoder.decoder_layers."}
+
+    def assemble(self, shape: Shape) -> MaskedAutoencoder:
+        sizes = shape.decoder_width, shape.decoder_heads, shape.decoder_hidden
+        return MaskedAutoencoder(
+            PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, fixed=_positions(shape, shape.width)),
+            [pre_norm_block(shape, shape.width, shape.heads, shape.hidden) for _ in range(shape.depth)],
+            nn.LayerNorm(shape.width, eps=shape.norm_eps),
+            PatchDecoder(
+                nn.Linear(shape.width, shape.decoder_width),
+                _positions(shape, shape.decoder_width),
+                [pre_norm_block(shape, *sizes) for _ in range(shape.decoder_blocks)],
+                nn.LayerNorm(shape.decoder_width, eps=shape.norm_eps),
+            ),
+            nn.Linear(shape.decoder_width, shape.vocabulary),
+        )
+
+    def shape(self, config: Config) -> Shape:
+        return Shape(
+            style=self.style,
+            vocabulary=0,
+            decoder_depth=number(config, "decoder_num_hidden_layers", int, 8),
+            decoder_width=number(config, "decoder_hidden_size", int, 512),
+            decoder_heads=number(config, "decoder_num_attention_heads", int, 16),
+            decoder_hidden=number(config, "decoder_intermediate_size", int, 2048),
+            **encoder_sizes(config),
+        )
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        return encoder_config(shape) | {
+            "decoder_num_hidden_layers": shape.decoder_blocks,
+            "decoder_hidden_size": shape.decoder_width,
+            "decoder_num_attention_heads": shape.decoder_heads,
+            "decoder_intermediate_size": shape.decoder_hidden,
+        }
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        for ours, theirs in EMBEDDING.items():
+            yield Packing(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
+        yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
+        for kind in ("weight", "bias"):
+            yield Packing(f"norm.{kind}", (f"vit.layernorm.{kind}",))
+        for ours, theirs in _DECODER.items():
+            yield Packing(ours, (f"decoder.{theirs}",))
+        yield from packed_blocks("decoder.blocks", "decoder.decoder_layers", shape.decoder_blocks, shape.decoder_width)
+
+
+def encoder_shape(shape: Shape, pool: str, labels: int) -> Shape:
+    """Of the Vision Transformer that a MAE begins with, told to tell so many labels apart.
+
+    Raises UsageError for a `pool` of models that have no class token, as this one does.
+    """
+    if pool == "mean":
+        raise UsageError(
+            'model.pool = "mean" is for models without a class token, and a trained MAE has one',
+            fix='set model.pool = "patches" for the mean of the patches beside it, or leave it out',
+        )
+    shared = ("depth", "width", "heads", "kv_heads", "hidden", "norm_eps", "activation", "image", "patch", "channels")
+    sizes = {name: getattr(shape, name) for name in shared}
+    return Shape("vit", vocabulary=labels, length=0, tied=False, pool=pool, **sizes)
+
+
+def _positions(shape: Shape, width: int) -> Tensor:
+    """(1, 1 + t, width): none for the class token."""
+    rows = shape.image // shape.patch
+    return torch.cat((torch.zeros(1, width, device="cpu"), sinusoids_2d(rows, rows, width)))[None]

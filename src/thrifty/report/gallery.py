@@ -1,0 +1,72 @@
+"""Training examples as cards: a picture or a text, and what is known of it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thrifty.report.record import number
+from thrifty.report.redaction import redact_text
+from thrifty.report.tables import Table
+from thrifty.report.units import percent, significant, whole
+
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
+LONGEST = 400
+"""Characters of a text that are shown."""
+
+
+@dataclass(frozen=True)
+class Card:
+    title: str
+    picture: str = ""
+    text: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> Card:
+    """An example as `data.showing.Shown` spells it; what cannot be a picture is none."""
+    picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
+    which = whole(number(example.get("number")))
+    where = redact_text(file) if file else f"example {which}"
+    return Card(
+        title=title or redact_text(str(example.get("label") or "")) or f"example {which}",
+        picture=picture if _PICTURE.fullmatch(picture) else "",
+        text=redact_text(text[:LONGEST] + ("…" if len(text) > LONGEST else "")),
+        remarks=(*remarks, where),
+    )
+
+
+def sentence(selection: Mapping[str, Any]) -> str:
+    """How many examples are kept, in words."""
+    kept, there = (whole(number(selection.get(name))) for name in ("kept", "examples"))
+    return (
+        f"{kept} of {there} training examples are kept. Of each kind those with the highest and the lowest scores are "
+        "shown, where there are scores."
+    )
+
+
+def kept_by_label(selection: Mapping[str, Any]) -> Table:
+    """How many examples of each label a run is trained on."""
+    rows = []
+    for row in selection.get("labels") or ():
+        if isinstance(row, list) and len(row) == 3:
+            label, there, kept = redact_text(str(row[0])), number(row[1]), number(row[2])
+            share = percent(kept / there) if kept is not None and there else percent(None)
+            rows.append((label, whole(there), whole(kept), share))
+    return Table("Examples kept, by label", ("Label", "All", "Kept", "Share"), rows, frozenset((1, 2, 3)))
+
+
+def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[Card]]]:
+    """The examples that a run's folder shows, by what became of them."""
+    found = selection.get("shown")
+    made = []
+    for name, examples in found.items() if isinstance(found, Mapping) else ():
+        cards = [card(each, remarks=_scored(each)) for each in examples or () if isinstance(each, Mapping)]
+        if cards:
+            made.append((redact_text(str(name)), cards))
+    return made
+
+
+def _scored(example: Mapping[str, Any]) -> tuple[str, ...]:
+    score = number(example.get("score"))
+    return () if score is None else (f"score {significant(score)}",)

@@ -1,0 +1,59 @@
+"""A3: attention over the keys that a greedy search among the largest products of single numbers finds.
+
+Paper     Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
+Promise   the keep sets of A3: candidates after `rounds` · n rounds of the search, then those with at least `percent` of
+          the best one's weight. The paper's conservative setting is 1/2 and 5 %, its aggressive one 1/8 and 10 %.
+Cost      in software a great deal: all products of single numbers are sorted, tokens² · width of them for each head.
+          The paper's own unit is slower than a GPU on BERT; six or seven overtake it.
+Avoid     for anything but studying the filter, with short texts or small images.
+Note      the paper sorts each column of keys and pops from heaps; here all products are sorted at once, which gives the
+          same set. The model learns with the filter; the paper only infers. A query without a candidate keeps its best
+          key, and n is how many keys a query sees (both ours). The paper's numbers are of 9 bits; here they are whole.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from thrifty.core.attention.filtering import ReplacedAttention
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.bounds import Bound, Share
+from thrifty.core.moments import Moment
+from thrifty.kernels.attention_filters.a3 import a3_keep
+from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
+
+
+def a3_attention(
+    rounds: float, percent: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of q (b, h, t, k) over what `a3_keep` leaves of k and v (b, g, s, k)."""
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
+    with torch.no_grad():
+        keep = torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
+    return attend_kept(q, k, v, keep)
+
+
+@torch.library.custom_op("thrifty::a3_keep", mutates_args=())
+def _keep(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
+    return a3_keep(q, k, rounds, percent, visible)
+
+
+@_keep.register_fake
+def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
+    return q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class A3(ReplacedAttention):
+    rounds: Share = 0.5
+    """Rounds of the search, as a share of the keys that a query sees."""
+    percent: Annotated[float, Bound(above=0, most=100)] = 5.0
+    """Of the best candidate's weight, below which others are dropped."""
+    from_step: Moment = 0.1
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        return partial(a3_attention, self.rounds, self.percent, place.causal)

@@ -1,0 +1,190 @@
+"""DOTA: a small trained detector estimates scores, and each query attends to the keys of the highest ones.
+
+Paper     Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS);
+          precursor Liu et al. 2021 (arXiv 2110.11299). Its body was not read; the projection and the balanced rows
+          are from memory (unverified).
+Promise   as many keys for every query as for any other (fewer only where a query sees fewer), chosen by a detector that
+          is trained with the model: its scores of a random projection of the block's input, by λ times their mean
+          squared distance from the exact ones.
+Cost      in software time: scores are estimated and, for the loss, computed in full. `products=rows` computes attention
+          from kept pairs alone, in compiled code, and holds only those for the backward pass; at density 1/8 that took
+          0.9 to 3.4 times as long as plain attention forward and backward, the longer the text the more.
+Avoid     expecting speed. For that: attention.block_sparse.
+Note      the detector's weights are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d;
+          they start as small random numbers and are dropped at the end. The loss also reaches the model, whose scores
+          become easier to estimate; both learn from the first step, and keys are left out from `from_step` on. Operands
+          of the detector are rounded to `bits`, with gradients straight through. 152.6 times a GPU is the paper's ratio
+          for attention alone, with DOTA scaled to about the GPU's peak throughput.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.attention.filtering import ReplacedAttention
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Bound, Rate, Share
+from thrifty.core.errors import Refused
+from thrifty.core.moments import Moment
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.surgery import wrap_forward
+from thrifty.kernels.attention_filters.dota import (
+    balanced_keys,
+    detected_scores,
+    detector_loss,
+    keep_of,
+    sparse_projection,
+)
+from thrifty.kernels.attention_filters.keep_sets import attend_kept, exact_scores, visible_pairs
+from thrifty.kernels.attention_filters.sanger import quantized
+from thrifty.kernels.sparse_attention.rows import row_attention
+
+DETECTOR = ("detector_of_queries", "detector_of_keys")
+
+
+class Detecting:
+    """The core of one attention, which is told the input (b, t, d) of each call. It leaves the detector's loss (b,) for
+    whoever collects those."""
+
+    def __init__(self, settings: "Dota", place: Place, is_chosen: bool):
+        self.settings, self.place, self.is_chosen = settings, place, is_chosen
+        self.given: Tensor | None = None
+        self.losses: list[Tensor] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        visible = visible_pairs(q.shape[2], k.shape[2], self.place.causal, mask, q.device)
+        # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
+        learns = torch.is_grad_enabled()
+        estimated = self.estimate() if self.is_chosen or learns else None
+        if learns and estimated is not None:
+            loss = detector_loss(estimated, exact_scores(q, k), visible)
+            if self.losses is not None:
+                self.losses.append(loss)
+        if not self.is_chosen or estimated is None:
+            return self.place.plain(q, k, v) if mask is None else self.place.plain(q, k, v, mask)
+        keys = balanced_keys(estimated.detach(), max(round(self.settings.density * k.shape[2]), 1), visible)
+        if self.settings.products == "rows":
+            return row_attention(q, k, v, keys)
+        return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
+
+    def estimate(self) -> Tensor:
+        module, x = self.place.module, self.given
+        assert x is not None
+        w_q, w_k = (self.rounded(getattr(module, name).float()) for name in DETECTOR)
+        return detected_scores(self.rounded(x.float()), module.detector_projection.float(), w_q, w_k)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return quantized(x, self.settings.bits, x.detach().abs().amax((-1), keepdim=True).clamp(min=1e-12))
+
+
+class WithDetectorLoss(Around):
+    """Another objective plus λ times the losses that detectors leave during its forward pass."""
+
+    def __init__(self, inner: Objective, weight: float):
+        super().__init__(inner)
+        self.weight = weight
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        detectors = getattr(model, "detectors", ())
+        collected: list[Tensor] = []
+        for detector in detectors:
+            detector.losses = collected
+        try:
+            prediction = super().predict(model, batch)
+        finally:
+            # what is run again in the backward pass leaves nothing
+            for detector in detectors:
+                detector.losses = None
+        if collected:
+            prediction.detector_loss = torch.stack(collected).mean(0)  # type: ignore[attr-defined]
+        return prediction
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        losses, found = super().losses(prediction, batch), getattr(prediction, "detector_loss", None)
+        return losses if found is None else losses + self.weight * found
+
+
+def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: Detecting, **kwargs: Any) -> Any:
+    core.given = x
+    try:
+        return inner(x, *args, **kwargs)
+    finally:
+        core.given = None
+
+
+@dataclass(frozen=True)
+class Dota(ReplacedAttention):
+    claims = ReplacedAttention.claims | {"losses beside blocks"}
+    clashes: ClassVar[Mapping[str, str]] = {
+        "width": "detectors are for one width, and it makes matrices wider",
+        "heads and neurons": "there is a detector for each head, and it takes heads out",
+        "parameters of several blocks": "each block has a detector of its own",
+        "frozen base weights": "its detectors would be frozen",
+        "distribution of blocks": "the loss of detectors in other stages is not known where the loss is",
+        "distribution of layers": "a detector sees the input of a whole attention",
+        "compiled blocks": "detectors hand their loss on beside the block's result",
+    }
+
+    density: Share = 0.25
+    """Keys of each query, as a share of all of a text's."""
+    ratio: Share = 0.25
+    """The detector's width over the model's."""
+    bits: Annotated[int, Bound(least=2, most=16)] = 4
+    """Of the detector's operands."""
+    weight: Rate = 0.01
+    """λ, of the detectors' loss."""
+    products: Literal["dense", "rows"] = "dense"
+    """How attention over kept pairs is computed: under a mask, or from those pairs alone."""
+    from_step: Moment = 0.1
+    seed: int = 0
+    """Of the projections and the detectors' first values, together with each module's name."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        model.detectors = []
+        model = super().model(model)
+        chosen = getattr(model, "attention_phase", {"phase": "chosen"})["phase"] == "chosen"
+        for place in model.attention_places:
+            self.attach(place)
+            detector = Detecting(self, place, chosen)
+            model.detectors.append(detector)
+            place.put(detector)
+            wrap_forward(place.module, partial(with_input, core=detector))
+        return model
+
+    def attach(self, place: Place) -> None:
+        """Give an attention its projection and its detector."""
+        qkv = getattr(place.module, "qkv", None)
+        if qkv is None:
+            raise Refused(
+                f"{place.name} does not say how many heads it has, or what its input is",
+                fix="use a preset such as gpt, llama, bert or vit",
+            )
+        width, heads = qkv.weight.shape[1], place.module.heads
+        reduced = max(round(self.ratio * width), 1)
+        draw = keyed_generator(f"{self.seed}/{place.name}.detector_projection", qkv.weight)
+        projection = sparse_projection(width, reduced, draw).to(qkv.weight.device)
+        place.module.register_buffer("detector_projection", projection, persistent=False)
+        for name in DETECTOR:
+            weight = torch.empty(heads, reduced, reduced, device=qkv.weight.device)
+            weight.normal_(0, reduced**-0.5, generator=keyed_generator(f"{self.seed}/{place.name}.{name}", weight))
+            place.module.register_parameter(name, nn.Parameter(weight))
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        return place.plain  # `model` puts a detector in its place
+
+    def objective(self, objective: Objective) -> Objective:
+        return WithDetectorLoss(objective, self.weight)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        model = super().finish(model)
+        for detector in model.detectors:
+            for name in (*DETECTOR, "detector_projection"):
+                delattr(detector.place.module, name)
+        del model.detectors
+        return model

@@ -1,0 +1,79 @@
+"""ELSA: keys at too large an angle to the query, by sign hashes, are left out of attention.
+
+Paper     Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
+Promise   the keep sets of ELSA, whose accelerator hashes with a fifth of the multiplications that a whole matrix
+          takes: attention over those keys is exact. One setting, p: 0.5 to 1 is conservative, 4 aggressive.
+Cost      in software time and memory: all pairs are looked at, and a mask is made. The paper's authors measured their
+          filter on a GPU at 3.14 times the time of plain attention; nothing is saved without the hardware.
+Avoid     expecting speed. For that: attention.block_sparse.
+Note      thresholds are learned block by block from p on training examples, in the last steps of plain attention, and
+          held from then on; the paper takes a trained model and trains no further, here the model learns on with its
+          filter. In a decoder n and the largest key are those that a query sees (ours: the paper is about encoders).
+          Head widths that are no power of 4 get other factors (ours). Signs give no gradient: it goes through the exact
+          scores of kept keys. The hashes' bias, 0.127 rad for width 64, is computed, not given. The headline of 58
+          times a V100 is twelve accelerators of 40 nm, attention alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thrifty.core.attention.filtering import CalibratedAttention
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.bounds import Rate
+from thrifty.kernels.attention_filters.elsa import (
+    angle_bias,
+    elsa_keep,
+    factor_sizes,
+    seeded_factors,
+    threshold_samples,
+)
+from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
+
+Numbers = tuple[tuple[float, ...], ...]
+"""A small matrix, as numbers: they are there where shapes alone are traced."""
+UNKNOWN = 0.5
+"""A threshold, where none is learned yet and only work is counted."""
+
+
+def elsa_attention(
+    factors: tuple[Numbers, ...],
+    bias: float,
+    threshold: float,
+    causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of q (b, h, t, k) over what `elsa_keep` leaves of k and v (b, g, s, k)."""
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
+    with torch.no_grad():
+        matrices = [torch.tensor(numbers, device=q.device) for numbers in factors]
+        keep = elsa_keep(q, k, matrices, bias, threshold, visible)
+    return attend_kept(q, k, v, keep)
+
+
+@dataclass(frozen=True)
+class Elsa(CalibratedAttention):
+    p: Rate = 1.0
+    """A key matters that softmax gives more than p / n; 0 keeps all."""
+    seed: int = 0
+    """Of the projections."""
+
+    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        visible = visible_pairs(q.shape[2], k.shape[2], place.causal, mask, q.device)
+        return threshold_samples(q, k, self.p, visible).mean()
+
+    def settle(self, place: Place, means: Tensor) -> float:
+        return float(means[0])
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        if self.p == 0:
+            return place.plain
+        sizes, threshold = factor_sizes(place.head_width), found.get(place.name, UNKNOWN)
+        return partial(elsa_attention, seeded_factors(sizes, self.seed), angle_bias(sizes), threshold, place.causal)

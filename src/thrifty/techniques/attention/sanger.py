@@ -1,0 +1,67 @@
+"""Sanger: keys to which softmax over 4-bit scores gives more than a threshold.
+
+Paper     Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
+          (MICRO). Its body was not read: what is here follows the abstract and the published code.
+Promise   training with Sanger's masks in the loop; how they pack into rows of processing elements is in
+          `kernels/attention_filters/sanger.py`. The published code has a threshold of 0.002 for SQuAD and 0.02 for most
+          of GLUE, and the abstract keeps 8 to 27 % of the pairs.
+Cost      in software time and memory: scores are computed twice, and a mask is made.
+Avoid     expecting speed. For that: attention.block_sparse.
+Note      the paper fine-tunes a trained model; here attention is plain up to `from_step`. The range of unit queries and
+          keys is the mean over examples and heads of the largest number in the last plain steps, and held; the
+          published code has a running average of one over all (decay 0.9999). Rounding passes gradients straight
+          through, but a mask has none: what is learned is learned from the exact scores of kept keys. A query of which
+          no key passes keeps the most likely one (ours).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from thrifty.core.attention.filtering import CalibratedAttention
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.bounds import Bound, Probability
+from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.sanger import sanger_keep, unit_rows
+
+UNKNOWN = (1.0, 1.0)
+"""Ranges, where none are found yet and only work is counted."""
+
+
+def sanger_attention(
+    threshold: float,
+    bits: int,
+    largest: tuple[float, float],
+    causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of q (b, h, t, k) over what `sanger_keep` leaves of k and v (b, g, s, k)."""
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
+    with torch.no_grad():
+        keep = sanger_keep(q, k, threshold, bits, largest, visible)
+    return attend_kept(q, k, v, keep)
+
+
+@dataclass(frozen=True)
+class Sanger(CalibratedAttention):
+    threshold: Probability = 0.02
+    """Of the predicted softmax."""
+    bits: Annotated[int, Bound(least=2, most=16)] = 4
+    """Of queries and keys in the prediction, with their sign."""
+
+    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])
+
+    def count(self, model: torch.nn.Module, place: Place) -> int:
+        return 2
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        largest = tuple(found.get(place.name, UNKNOWN))
+        return partial(sanger_attention, self.threshold, self.bits, largest, place.causal)

@@ -1,0 +1,164 @@
+"""Drop patches: in training an image is seen through some of its patches, other ones each time.
+
+Paper     Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers; Li et al. 2022, FLIP (arXiv 2212.00794),
+          for images with captions: half of the patches in every configuration that was published.
+Promise   the blocks of the image's tower see 1 - `rate` of the patches, at their own positions, and the class token.
+          Evaluation sees all. Which ones an image is seen through is a function of the example's key alone: the same
+          for any ranks, micro-batches and workers, and after a resume.
+Cost      a step's gradient is of images that are known in part. From `until` on nothing is dropped: the paper's
+          unmasked tuning, without which a model that never saw whole images is judged on them. The paper gives it a
+          hundredth of the rate; here a schedule that falls to zero does the like.
+Does not  leave out cutting patches, norming them and adding positions: that is done for all, a small part of the work.
+Avoid     where the blocks are not most of the work: captions cost what they cost. The memory that is saved buys a
+          larger contrastive batch, which is part of what the paper gains (from memory, not verified).
+Note      for models whose patches come from one convolution with positions added beside it: ours, and those of
+          transformers. A footprint is that of the last step, so with `until` below 1 it is that of whole images.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.bounds import Bound
+from thrifty.core.errors import Refused
+from thrifty.core.moments import Moment
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.randomness import seed_of
+from thrifty.core.stages import Stage
+from thrifty.core.surgery import find_stacks, is_under, note, wrap_forward
+from thrifty.core.technique import Numerics, Technique
+from thrifty.kernels.example_draws import chosen, drawn
+from thrifty.kernels.places import taken
+
+FIELD = "patch_key"
+"""Of a batch whose patches are dropped: random bits of each example (b,), by which it is decided which."""
+
+
+def kept_patches(patches: int, rate: float) -> int:
+    """How many of an image's patches are seen: the nearest whole number, and at least one."""
+    return max(1, round(patches * (1 - rate)))
+
+
+def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
+    """The numbers of the patches that are seen, int64 (b, kept), in ascending order, drawn by keys int64 (b,): each
+    choice of so many is as likely."""
+    return chosen(drawn(keys, patches), kept_patches(patches, rate))
+
+
+def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
+    """Tokens (b, before + t, d) of which only the first `before` and the `visible` patches (b, n) stay."""
+    return torch.cat((tokens[:, :before], taken(tokens[:, before:], visible)), 1)
+
+
+def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
+    """The module that makes tokens of an image, by name, and the convolution in it that cuts the patches: the largest
+    one around it that has no blocks in it. Raises Refused where there is none, or where positions are added elsewhere,
+    so that patches that are left out would lose theirs."""
+    stacks = find_stacks(model)
+    cuts = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride
+    }
+    if not cuts:
+        raise Refused(
+            f"no convolution that cuts images into patches was found in {type(model).__name__}",
+            fix="take a model of images: model.preset = vit-nano, or clip-nano",
+        )
+    name, cut = next(iter(cuts.items()))
+    parts = name.split(".")
+    owners = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    owner = next(each for each in owners if not any(is_under(stack, each) for stack in stacks))
+    embedding = model.get_submodule(owner)
+    held = (*embedding.named_parameters(), *embedding.named_buffers())
+    if not any("pos" in path for path, _ in held):
+        raise Refused(
+            f"positions are not added in {owner}, where the patches are cut: those left out would lose theirs",
+            fix="take a model whose patch embedding adds positions",
+        )
+    return owner, embedding, cut
+
+
+def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
+    tokens = inner(images, *args, **kwargs)
+    if embedding.seen_by is None:
+        return tokens
+    keys, rate = embedding.seen_by
+    patches = (images.shape[-2] // cut.stride[0]) * (images.shape[-1] // cut.stride[1])
+    return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
+
+
+@contextmanager
+def dropping(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
+    """Inside, the model sees images through the patches that these keys (b,) leave."""
+    places = [module for module in model.modules() if hasattr(module, "seen_by")]
+    for module in places:
+        module.seen_by = (keys, rate)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in places:
+            module.seen_by = None  # type: ignore[assignment]
+
+
+class Dropping(Around):
+    """Another objective, predicted of what is seen of the images while the batch says that some of it is not."""
+
+    def __init__(self, inner: Objective, rate: float):
+        super().__init__(inner)
+        self.rate = rate
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        if "visible" in batch.fields:
+            raise Refused(
+                "data_selection.drop_patches: the examples of this objective say themselves which patches are visible",
+                fix="--with data_selection.drop_masked_patches in its place, or choose classify or contrast",
+            )
+        if FIELD not in batch.fields:
+            return super().predict(model, batch)
+        with dropping(model, batch[FIELD], self.rate):
+            return super().predict(model, batch)
+
+
+@dataclass(frozen=True)
+class DropPatches(Technique):
+    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
+    claims = frozenset({"what the encoder reads"})
+
+    rate: Annotated[float, Bound(above=0, below=1)] = 0.5
+    """The share of the patches that is left out."""
+    until: Moment = 0.9
+    """When images are whole."""
+    seed: int = 0
+    """Of the draws, together with each example's key."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        name, embedding, cut = find_embedding(model)
+        embedding.seen_by = None  # type: ignore[assignment]
+        wrap_forward(embedding, partial(_embedded, cut))
+        note(f"behind {name}, {self.rate:.0%} of the patches are left out before step {self.until}")
+        return model
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        turned = seed_of(f"{self.name}/{self.seed}")
+
+        def change(step: int, batch: Batch) -> Batch:
+            if step >= self.until:
+                return batch
+            if "key" not in batch.fields:
+                raise Refused(
+                    f"{self.name}: the data gives its examples no keys to draw patches by",
+                    fix='add random bits of each example\'s own to its batches, "key" int64 (b,)',
+                )
+            return Batch({**batch.fields, FIELD: batch["key"] ^ turned}, batch.weight, batch.last)
+
+        return Mapped(source, change)
+
+    def objective(self, objective: Objective) -> Objective:
+        return Dropping(objective, self.rate)

@@ -1,0 +1,114 @@
+"""Gradient cache: an effective batch whose examples are compared with each other, in several smaller ones, exactly.
+
+Paper     Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv 2101.06983,
+          GradCache).
+Promise   the gradient of the whole batch at the activation memory of one micro-batch. The vectors of all examples come
+          first, without gradients; then the loss and its gradient at these vectors, which are few numbers an example;
+          then micro-batch by micro-batch the gradient of the model from the gradient of its vectors.
+Cost      a second forward pass: a third more work.
+Does not  change the result beyond the order of summation (numerics: rounding). What is drawn in a forward pass, such as
+          dropout's masks, is drawn again alike the second time.
+Avoid     when the whole batch fits; and for other objectives, whose micro-batches large_batch.accumulate sums at once.
+Note      over ranks too: what other ranks' examples do to the gradient is known once the vectors are.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.bounds import Positive
+from thrifty.core.errors import Refused
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+
+
+class FromVectors(Around):
+    """Another objective, whose losses have the gradient at the vectors that is given, whatever else they are."""
+
+    def __init__(self, inner: Objective, gradient: Tensor):
+        super().__init__(inner)
+        self.gradient = gradient
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        assert prediction.hidden is not None
+        return (prediction.hidden.to(self.gradient.dtype) * self.gradient).flatten(1).sum(1)
+
+
+def vectors_of(model: nn.Module, objective: Objective, parts: list[Batch]) -> tuple[Prediction, list[Tensor]]:
+    """What a model predicts of several micro-batches as one, without gradients, and the random states they began
+    with."""
+    states, found = [], []
+    with torch.no_grad():
+        for part in parts:
+            states.append(_random_state(part))
+            prediction = objective.predict(model, part)
+            assert prediction.hidden is not None
+            found.append(prediction.hidden)
+    return replace(prediction, hidden=torch.cat(found)), states
+
+
+def cached(backward: Backward, parts: int) -> Backward:
+    """A backward pass in `parts` micro-batches of equal size, the last one possibly smaller, of a loss of them all."""
+
+    def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        rows = -(-len(batch) // parts)
+        split = [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
+        prediction, states = vectors_of(model, objective, split)
+        assert prediction.hidden is not None
+        accurate = torch.promote_types(prediction.hidden.dtype, torch.float32)
+        vectors = prediction.hidden.to(accurate).requires_grad_()
+        losses = objective.losses(replace(prediction, hidden=vectors), batch)
+        loss = (losses * batch.weight).sum()
+        (gradient,) = torch.autograd.grad(loss, vectors)
+        total = Outcome(torch.zeros((), device=batch.weight.device))
+        for index, (part, state) in enumerate(zip(split, states, strict=True)):
+            _restore_random_state(part, state)
+            own = FromVectors(objective, gradient[index * rows : (index + 1) * rows])
+            # the weights are in the gradient already
+            unweighted = replace(
+                part.weighted(torch.ones_like(part.weight)), last=batch.last and index == len(split) - 1
+            )
+            total = total + backward(model, own, unweighted)
+        return replace(total, loss=loss.detach())
+
+    return in_parts
+
+
+def _random_state(batch: Batch) -> Tensor:
+    device = batch.weight.device
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _restore_random_state(batch: Batch, state: Tensor) -> None:
+    device = batch.weight.device
+    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+
+
+@dataclass(frozen=True)
+class GradientCache(Technique):
+    stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"micro-batches"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "which examples are trained on": "examples that are compared with each other have no scores of their own",
+        "gradients of half batches": "two halves of a batch do not make up the gradient of a joint loss",
+    }
+
+    parts: Positive = 4
+    """Micro-batches per step."""
+
+    def objective(self, objective: Objective) -> Objective:
+        if not objective.joint:
+            raise Refused(
+                "each example's loss depends on that example alone, and a second forward pass would be for nothing",
+                fix="--with large_batch.accumulate in its place",
+            )
+        return objective
+
+    def backward(self, backward: Backward) -> Backward:
+        return cached(backward, self.parts)

@@ -1,0 +1,127 @@
+"""A part of a source's examples: the same kind of source, whatever is done to what it gives."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from thrifty.core.batches import BatchSource, Choice, Mapped, Presampled, Resized, Share
+from thrifty.core.errors import Refused
+from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.data.epochs import Epochs, fingerprint
+from thrifty.data.images import open_images
+from thrifty.data.packing import PackedTokens
+
+TOKENS = np.arange(100, dtype=np.uint16)  # 33 windows of 3, which begin with 0, 3, 6, …
+EVEN = Choice(torch.arange(0, 33, 2))
+
+
+def packed(batch: int = 4, seed: int = 0) -> PackedTokens:
+    return PackedTokens(TOKENS, 3, batch, seed)
+
+
+def digits(augment: Augmentation | None = None, seed: int = 0) -> Epochs:
+    source = open_images(DataSettings(source="digits", batch=8, augment=augment), seed, None, print).train
+    assert isinstance(source, Epochs)
+    return source
+
+
+def numbers(source: BatchSource, steps: int) -> list[int]:
+    return [int(tokens[0]) // 3 for step in range(steps) for tokens in source.at(step)["tokens"]]
+
+
+@given(seed=some.integers(0, 100), batch=some.integers(1, 8), kept=some.sets(some.integers(0, 32), min_size=8))
+def test_each_epoch_goes_through_the_chosen_examples_once(seed: int, batch: int, kept: set[int]) -> None:
+    source = packed(batch, seed).only(Choice(torch.tensor(sorted(kept))))
+    seen = numbers(source, 2 * len(kept))[: 2 * len(kept)]
+    assert sorted(seen[: len(kept)]) == sorted(seen[len(kept) :]) == sorted(kept)
+    assert float(source.at(0).weight.sum()) == pytest.approx(1.0)
+
+
+def test_a_choice_of_a_choice_is_of_the_whole() -> None:
+    twice = packed().only(EVEN).only(Choice(torch.arange(4, 12)))
+    assert twice.choice is not None and twice.choice.kept.tolist() == list(range(8, 24, 2))
+    assert set(numbers(twice, 4)) == set(range(8, 24, 2))
+
+
+def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
+    source = packed(4)
+    chosen = source.only(EVEN)
+    wrappers = [
+        lambda inner: Mapped(inner, lambda step, batch: batch.rows(0, 2)),
+        lambda inner: Share(inner, 1, 2),
+        lambda inner: Presampled(inner, 2),
+        lambda inner: Resized(inner, [1, 3, 4]),
+    ]
+    for wrap in wrappers:
+        after, before = wrap(source).only(EVEN), wrap(chosen)
+        assert type(after) is type(before)
+        assert numbers(after, 6) == numbers(before, 6)
+        assert after.choice is chosen.choice or torch.equal(after.choice.kept, EVEN.kept)
+        assert after.inventory().fingerprint == chosen.inventory().fingerprint
+        assert after.resized([2, 4]).at(1)["tokens"].tolist() == before.resized([2, 4]).at(1)["tokens"].tolist()
+
+
+def test_fewer_examples_than_one_batch_are_refused() -> None:
+    with pytest.raises(Refused, match="3 examples are left to train on, fewer than one effective batch of 4"):
+        packed(4).only(Choice(torch.arange(3)))
+
+
+def test_examples_without_numbers_are_refused() -> None:
+    class Conversations:
+        def __len__(self) -> int:
+            return 9
+
+        def fields(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+            return {}
+
+    for source in (BatchSource(), Epochs(Conversations(), 2, 0)):
+        with pytest.raises(Refused, match="no fixed numbers"):
+            source.only(Choice(torch.arange(4)))
+        with pytest.raises(Refused, match="no fixed numbers"):
+            source.inventory()
+
+
+def test_the_fingerprint_tells_other_examples_and_nothing_else() -> None:
+    same = packed().inventory()
+    assert same.count == 33 and same.labels is None
+    assert packed(7, seed=5).inventory() == same
+    others = [PackedTokens(TOKENS, 4, 4, 0), PackedTokens(TOKENS[:-1], 3, 4, 0), PackedTokens(TOKENS + 1, 3, 4, 0)]
+    fingerprints = {source.inventory().fingerprint for source in [packed(), *others, packed().only(EVEN)]}
+    assert len(fingerprints) == 5
+    assert fingerprint(TOKENS) != fingerprint(TOKENS.astype(np.uint32))
+
+
+def test_images_have_labels_and_are_the_same_in_another_size_and_however_they_are_changed() -> None:
+    whole = digits().inventory()
+    assert whole.labels is not None and len(whole.labels) == whole.count == 1300
+    assert digits(Augmentation(crop=1), seed=3).inventory().fingerprint == whole.fingerprint
+    larger = open_images(DataSettings(source="digits", batch=8, size=16), 0, None, print).train
+    assert larger.inventory().fingerprint == whole.fingerprint
+    first = digits().only(Choice(torch.arange(40))).inventory()
+    assert first.labels is not None and torch.equal(first.labels, whole.labels[:40])
+
+
+def test_chosen_images_are_mixed_with_chosen_ones_only() -> None:
+    labels = digits().inventory().labels
+    assert labels is not None
+    zeros = (labels == 0).nonzero().squeeze(1)
+    source = digits(Augmentation(mixup=1.0)).only(Choice(zeros))
+    for step in range(5):
+        assert source.at(step)["labels"].argmax(1).eq(0).all()
+
+
+def test_one_by_one_gives_every_example_in_its_own_order_as_it_is_judged() -> None:
+    plain, moved = digits(), digits(Augmentation(crop=2, flip=True, mixup=0.4))
+    whole = torch.cat([batch["inputs"] for batch in moved.one_by_one(500)])
+    assert torch.equal(whole, torch.cat([batch["inputs"] for batch in plain.one_by_one(77)]))
+    labels = torch.cat([batch["labels"] for batch in moved.one_by_one(500)])
+    assert torch.equal(labels, plain.inventory().labels)
+    assert sum(float(batch.weight.sum()) for batch in moved.one_by_one(500)) == pytest.approx(1.0)
+
+
+def test_texts_one_by_one_have_keys_that_do_not_depend_on_the_seed() -> None:
+    (one,), (other,) = packed(seed=0).one_by_one(100), packed(seed=1).only(EVEN).one_by_one(100)
+    assert torch.equal(one["key"][EVEN.kept], other["key"]) and len(one["key"].unique()) == 33
+    assert torch.equal(one["tokens"][EVEN.kept], other["tokens"])

@@ -1,0 +1,232 @@
+"""Near-duplicates of text: who is found alike, who stays, and what is told."""
+
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thrifty.cli.data import command
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings, ObjectiveSettings
+from thrifty.data.near_duplicates import Distinct, difference, find_alike, runs_of_words
+from thrifty.data.prepare import prepare
+from thrifty.data.splitting import Part
+from thrifty.preparing import open_examples
+from thrifty.recipes import RECIPES
+
+WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("ab", "eck", "im", "ort", "uss")]
+
+
+def made_up(words: int, seed: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choices(WORDS, k=words))
+
+
+def with_words_changed(text: str, count: int, seed: int = 0) -> str:
+    words = text.split()
+    for place in random.Random(seed).sample(range(len(words)), count):
+        words[place] = "changed"
+    return " ".join(words)
+
+
+def jaccard(one: str, other: str) -> float:
+    """By the definition, with sets of tuples."""
+    sets = []
+    for text in (one, other):
+        words = re.findall(r"\w+", text.lower())
+        sets.append({tuple(words[place : place + 5]) for place in range(max(1, len(words) - 4))})
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+class Given:
+    """Documents as they are."""
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+
+    def documents(self):
+        return iter(self.texts)
+
+    def identity(self) -> str:
+        return "given"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(5, 80), st.integers(5, 80), st.integers(0, 99))
+def test_runs_of_words_overlap_as_sets_of_tuples_do(length: int, other_length: int, seed: int) -> None:
+    one = made_up(length, seed)
+    other = f"{' '.join(one.split()[: length // 2])} {made_up(other_length, seed + 1)}"
+    runs = [set(runs_of_words(text).tolist()) for text in (one, other)]
+    assert len(runs[0] & runs[1]) / len(runs[0] | runs[1]) == pytest.approx(jaccard(one, other), abs=1e-9)
+
+
+def test_what_is_compared_are_words_whatever_their_case_and_what_stands_between() -> None:
+    assert (
+        runs_of_words("One two, three!\nFOUR five six").tolist()
+        == runs_of_words("one Two three four-five(six)").tolist()
+    )
+    assert runs_of_words("one two").tolist() != runs_of_words("two one").tolist()
+
+
+def test_a_script_without_spaces_is_compared_sign_by_sign() -> None:
+    text = "吾輩は猫である名前はまだ無いどこで生れたか頓と見当がつかぬ"
+    assert len(runs_of_words(text)) == len(text) - 4
+
+
+@pytest.mark.parametrize("text", ["word", "a few words", "?!", "((()))"])
+def test_a_text_with_next_to_no_words_is_one_run(text: str) -> None:
+    assert len(runs_of_words(text)) == 1
+    assert runs_of_words(text).tolist() != runs_of_words("something else").tolist()
+
+
+def test_estimates_are_those_of_the_definition_within_five_standard_errors() -> None:
+    for seed in range(12):
+        one = made_up(400, seed)
+        other = with_words_changed(one, 2 + seed)
+        (found,) = find_alike([one, other], 0.3)
+        true = jaccard(one, other)
+        assert abs(found.similarity - true) < 5 * (true * (1 - true) / 128) ** 0.5 + 1e-9
+
+
+def test_the_first_of_a_group_stays_and_the_order_decides_alone() -> None:
+    original = made_up(300, 0)
+    close, closer = with_words_changed(original, 4), with_words_changed(original, 1)
+    others = [made_up(300, seed) for seed in (5, 6)]
+    texts = [others[0], close, original, others[1], closer, original]
+    found = list(find_alike(texts, 0.8))
+    assert [(pair.kept, pair.left_out) for pair in found] == [(1, 2), (1, 4), (1, 5)]
+    assert list(Distinct(Given(*texts), 0.8).documents()) == [others[0], close, others[1]]
+    assert found == list(find_alike(texts, 0.8))
+
+
+def test_a_chain_is_cut_where_a_link_is_not_alike_to_one_that_stays() -> None:
+    """Each is alike to the one before it and the third not to the first: what is left out is judged by what stays."""
+    words, tail, other = made_up(300, 0).split(), made_up(33, 1).split(), made_up(33, 2).split()
+    chain = [" ".join(text) for text in (words, words[:267] + tail, words[:234] + other + tail)]
+    assert min(jaccard(chain[0], chain[1]), jaccard(chain[1], chain[2])) > 0.77 > 0.65 > jaccard(chain[0], chain[2])
+    assert [(pair.kept, pair.left_out) for pair in find_alike(chain, 0.72)] == [(0, 1)]
+
+
+def test_almost_all_pairs_above_the_threshold_are_found() -> None:
+    texts = []
+    for seed in range(40):
+        text = made_up(200, seed)
+        texts += [text, with_words_changed(text, 2, seed)]
+    alike = [jaccard(texts[place], texts[place + 1]) for place in range(0, 80, 2)]
+    assert all(similarity > 0.89 for similarity in alike)
+    assert len(list(find_alike(texts, 0.8))) >= 39
+
+
+def test_different_texts_are_left_alone_however_many_there_are() -> None:
+    assert list(find_alike((made_up(60, seed) for seed in range(150)), 0.5)) == []
+
+
+def test_the_report_shows_the_least_alike_where_they_differ() -> None:
+    text = made_up(200, 0)
+    copies = [with_words_changed(text, count, seed=count) for count in (0, 1, 3)]
+    report = Distinct(Given(text, *copies), 0.7).report()
+    assert report["documents"] == 3 and report["threshold"] == 0.7
+    assert report["bytes"] == sum(len(copy.encode()) for copy in copies)
+    shown = report["least_alike"]
+    assert [pair["similarity"] for pair in shown] == sorted(pair["similarity"] for pair in shown)
+    assert "changed" in shown[0]["left_out"] and "changed" not in shown[0]["kept"]
+    json.dumps(report)
+
+
+def test_two_texts_are_shown_around_their_first_difference() -> None:
+    same = "x" * 100
+    found = difference(f"{same}left", f"{same}right", 0.5)
+    assert found.kept == "x" * 40 + "left" and found.left_out == "x" * 40 + "right"
+
+
+@pytest.fixture
+def copied(tmp_path, cache):
+    """Sixty texts, and after them a slightly changed copy of each of the first twenty."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for seed in range(60):
+        (folder / f"a{seed:02}.txt").write_text(made_up(120, seed))
+    for seed in range(20):
+        (folder / f"b{seed:02}.txt").write_text(with_words_changed(made_up(120, seed), 1))
+    return folder
+
+
+def chosen(folder, **changes) -> DataSettings:
+    return replace(DataSettings(source=str(folder), vocabulary=300, held_out=0.3), **changes)
+
+
+def test_no_near_duplicate_is_on_both_sides_of_the_split(copied) -> None:
+    said: list[str] = []
+    plain = prepare(chosen(copied), said.append)
+    distinct = prepare(chosen(copied, near_duplicates=0.8), said.append)
+    assert plain.folder != distinct.folder
+    assert sum(plain.manifest["documents"].values()) == 80 and "near_duplicates" not in plain.manifest
+    assert sum(distinct.manifest["documents"].values()) == 60
+    assert distinct.manifest["near_duplicates"]["documents"] == 20
+    assert straddling(copied, plain) > 0 and straddling(copied, distinct) == 0
+
+
+def straddling(folder, prepared) -> int:
+    """How many of the pairs of files have one on each side."""
+    ends = prepared.tokenizer.end_of_text
+    sides = {}
+    for part in Part:
+        tokens, start = prepared.tokens(part).tolist(), 0
+        for place, token in enumerate(tokens):
+            if token == ends:
+                sides[prepared.tokenizer.decode(tokens[start:place])] = part
+                start = place + 1
+    pairs = [[(folder / f"{letter}{seed:02}.txt").read_text() for letter in "ab"] for seed in range(20)]
+    return sum(one in sides and other in sides and sides[one] != sides[other] for one, other in pairs)
+
+
+def test_each_threshold_is_prepared_by_itself_and_found_again(copied) -> None:
+    said: list[str] = []
+    folders = [prepare(chosen(copied, near_duplicates=share), said.append).folder for share in (0.8, 0.9, 0.8)]
+    assert folders[0] == folders[2] != folders[1]
+    assert len(said) == 2
+
+
+def test_pairs_of_texts_are_compared_as_a_whole(tmp_path, cache) -> None:
+    rows = [{"source": made_up(30, seed), "target": made_up(30, seed + 500)} for seed in range(40)]
+    rows.append({"source": rows[3]["source"], "target": rows[3]["target"].upper()})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(chosen(path, near_duplicates=0.8), lambda text: None, pairs=True)
+    assert prepared.manifest["near_duplicates"]["documents"] == 1
+
+
+def test_look_tells_what_was_left_out_and_shows_it(copied) -> None:
+    options = ["look", str(copied), "--vocabulary", "300", "--held-out", "0.3", "--near-duplicates", "0.8"]
+    told = CliRunner().invoke(command, options, catch_exceptions=False).stdout
+    assert re.search(r"near-duplicates  20 documents, [\d.]+ kB left out, at least 80.0 % alike to one before", told)
+    assert told.count("% alike\n") == 5 and "changed" in told
+    plain = CliRunner().invoke(command, options[:-2], catch_exceptions=False).stdout
+    assert "near-duplicates" not in plain
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
+def test_a_threshold_that_is_no_share_is_refused(copied, share: float) -> None:
+    with pytest.raises(UsageError, match=r"data\.near_duplicates is"):
+        prepare(chosen(copied, near_duplicates=share), lambda text: None)
+
+
+def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasketch", None)
+    with pytest.raises(UsageError, match=r"thrifty\[duplicates\]"):
+        prepare(chosen(copied, near_duplicates=0.8), lambda text: None)
+    assert prepare(chosen(copied), lambda text: None).manifest["documents"]
+
+
+@pytest.mark.parametrize("objective", ["classify", "answer"])
+def test_what_is_no_plain_text_has_no_near_duplicates_to_look_for(objective: str) -> None:
+    recipe = RECIPES["vit-digits"]()
+    given = replace(recipe, objective=ObjectiveSettings(objective), data=replace(recipe.data, near_duplicates=0.8))
+    with pytest.raises(UsageError, match=f"for plain text, and {objective} learns from other data"):
+        open_examples(given)

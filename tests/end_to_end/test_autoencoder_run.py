@@ -1,0 +1,107 @@
+"""A masked autoencoder by the command line: trained, resumed, explained, reported, exported, and gone on from."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from end_to_end.command_line import CommandLine, assert_equal
+from thrifty.kernels.places import taken
+from thrifty.preparing import open_examples
+from thrifty.restoring import restore
+from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
+from thrifty.training.evaluate import held_out_loss
+
+SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "model.decoder_depth": 1, "data.batch": 16}
+FEW = {"evaluation.examples": 100, "checkpoints.every": 3, "evaluation.every": 3}
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    folder = tmp_path_factory.mktemp("autoencoder")
+    return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
+
+
+def settings(**values: Any) -> list[str]:
+    given = {name.replace("__", "."): value for name, value in values.items()}
+    return [word for path, value in given.items() for word in ("--set", f"{path}={json.dumps(value)}")]
+
+
+@pytest.fixture(scope="module")
+def finished(desk: CommandLine) -> dict[str, Any]:
+    """The summary of a run on digits that others look at, with what was told of it; it is exported to "out"."""
+    done = desk("train", "mae-digits", "--name", "digits", "--budget", "6steps", *settings(**SMALL, **FEW))
+    desk("export", "digits", "out")
+    summary = json.loads((desk.run("digits") / "summary.json").read_text())
+    return summary | {"stdout": done.stdout, "stderr": done.stderr}
+
+
+def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandLine, finished: dict[str, Any]) -> None:
+    assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
+    assert finished["loss_in"] == "mean squared error" and "label_entropy" not in finished
+    assert f"held-out loss {finished['held_out_loss']:.3f}, mean squared error" in finished["stdout"]
+    assert json.loads((desk.run("digits") / "images.json").read_text())["labels"] == []
+    desk("report", "digits")
+    page = (desk.run("digits") / "report.html").read_text()
+    assert "mean squared error" in page and "images/s, median" in page
+    for text in ("nats", "Held-out accuracy", "frequencies of labels"):
+        assert text not in page.partition("<body")[2].partition("<script")[0], text
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
+    expected, evaluated = desk.tensors("digits"), desk.records("digits", "evaluation")
+    assert {"buffers/embedding.position", "buffers/decoder.position"} <= expected.keys()
+    shutil.copytree(desk.run("digits"), desk.run("stopped"))
+    shutil.rmtree(desk.run("stopped") / "checkpoints" / "step-00000006")
+    desk("resume", "stopped")
+    assert_equal(desk.tensors("stopped"), expected)
+    assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
+
+
+def test_an_exported_model_gives_back_in_transformers_what_it_gave_in_the_run(
+    desk: CommandLine, finished: dict[str, Any]
+) -> None:
+    names = sorted(path.name for path in (desk.folder / "out").iterdir())
+    assert names == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    model = transformers.AutoModelForPreTraining.from_pretrained(desk.folder / "out", norm_pix_loss=True).eval()
+    restored, recipe = restore(desk.run("digits"))
+    objective, data = open_examples(recipe)
+    batch = next(data.held_out.batches(100, 100))
+    noise = torch.ones(100, 16).scatter(1, batch["visible"], 0.0)
+    with torch.no_grad():
+        theirs = model(batch["inputs"], noise=noise)
+        pixels = restored.logits(batch["inputs"], batch["visible"])
+        torch.testing.assert_close(taken(theirs.logits, batch["removed"]), taken(pixels, batch["removed"]))
+    judged = DropMaskedPatches().objective(objective)  # as the run judged itself, there with numbers of 16 bits
+    loss = held_out_loss(restored, judged, data.held_out.batches(100, 100), torch.device("cpu"))
+    assert float(theirs.loss) == pytest.approx(loss, rel=1e-5)
+    assert finished["held_out_loss"] == pytest.approx(loss, rel=1e-3)
+
+
+def test_explain_tells_of_images_without_labels(desk: CommandLine) -> None:
+    told = desk("explain", "mae-digits", *settings(**SMALL)).stdout
+    assert "1,300 training images of 8 x 8 x 1\n" in told.replace("x 1 \n", "x 1\n")
+    assert "2 blocks go through visible patches, 1 through all" in told
+
+
+@pytest.mark.parametrize("words", [["--with", "adapters.head_only", *settings(model__pool="patches")], []])
+def test_a_classifier_starts_from_the_encoder(desk: CommandLine, finished: dict[str, Any], words: list[str]) -> None:
+    name = "probe" if words else "tuned"
+    rest = settings(data__batch=16, **FEW)
+    summary = desk.json("train", "vit-digits", "--name", name, "--model", "out", "--budget", "3steps", *words, *rest)
+    assert 0 <= summary["held_out"]["accuracy"] <= 1
+    start, trained = desk.tensors("digits"), desk.tensors(name)
+    block = "parameters/blocks.1.mlp.up.weight"
+    assert torch.equal(start[block], trained[block]) is bool(words)
+    assert trained["parameters/head.weight"].shape == (10, 32)
+    desk("export", name, f"{name}-out", exit_code=2 if words else 0)  # transformers' ViT answers by its class token
+
+
+def test_an_autoencoder_learns_from_no_text_and_a_classifier_reconstructs_nothing(desk: CommandLine) -> None:
+    refused = desk("train", "mae-digits", "--data", str(desk.folder), exit_code=2).stderr
+    assert "mae-nano cannot learn" in refused or "holds none" in refused or "images" in refused
+    words = ("--set", "objective.name=reconstruct", "--budget", "1steps")
+    assert "vit-nano cannot learn reconstruct" in desk("train", "vit-digits", *words, exit_code=2).stderr

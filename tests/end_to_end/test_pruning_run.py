@@ -1,0 +1,124 @@
+"""Digits as a folder of images, of which one in twenty lies in the wrong folder: scored, looked at, pruned, trained."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from end_to_end.command_line import CommandLine
+from thrifty.data.digits import DigitImages
+from thrifty.kernels.score_files import read_scores
+
+IMAGES, WRONG = 800, 40
+RECIPE = {
+    "data.source": "images", "data.size": 8, "data.batch": 64, "evaluation.examples": 20,
+    "model.patch": 4, "model.width": 32, "model.heads": 4, "model.depth": 1, "checkpoints.every": 50,
+}  # fmt: skip
+SETTINGS = [word for name, value in RECIPE.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+
+
+def write_images(folder: Path) -> None:
+    """Files named by the truth: right-NUMBER.png in the folder of their digit, wrong-NUMBER.png in that of another."""
+    digits, drawn = DigitImages("train"), np.random.default_rng(0)
+    wrong = set(drawn.choice(IMAGES, WRONG, replace=False).tolist())
+    for number in range(IMAGES):
+        label = int(digits.labels[number])
+        label = (label + int(drawn.integers(1, 10))) % 10 if number in wrong else label
+        path = folder / str(label) / f"{'wrong' if number in wrong else 'right'}-{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray((digits.images[number] * 255).byte().numpy()).save(path)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
+    folder = tmp_path_factory.mktemp("pruning")
+    write_images(folder / "images")
+    return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
+
+
+@pytest.fixture(scope="module")
+def scored(desk: CommandLine) -> dict[str, Any]:
+    words = ["score", "vit-digits", "--budget", "150steps", "--steps", "0.5", "--runs", "2", *SETTINGS]
+    return json.loads(desk("data", *words, "--out", "scores.safetensors", "--json").stdout)
+
+
+@pytest.fixture(scope="module")
+def names(desk: CommandLine, scored: dict[str, Any]) -> list[str]:
+    """The files of the training examples, by number."""
+    (listed,) = (desk.folder / "cache" / "prepared").glob("*/train_names.json")
+    return json.loads(listed.read_text())
+
+
+def test_the_hardest_twentieth_has_most_of_the_wrong_labels(
+    desk: CommandLine, scored: dict[str, Any], names: list[str]
+) -> None:
+    scores = read_scores(desk.folder / "scores.safetensors")
+    assert scored["examples"] == len(names) == len(scores)
+    assert scored["runs"] == 2 and scored["steps"] == 75 and scored["flops"] > 0 and scored["seconds"] > 0
+    wrong = {number for number, name in enumerate(names) if "wrong" in name}
+    hardest = scores.scores.argsort(descending=True)[: round(0.05 * len(names))].tolist()
+    assert len(wrong & set(hardest)) > 0.6 * len(wrong)
+
+
+def test_a_page_shows_the_files_that_are_likely_mislabelled(
+    desk: CommandLine, scored: dict[str, Any], names: list[str]
+) -> None:
+    told = json.loads(desk("data", "look", "images", "--scores", "scores.safetensors", "--json").stdout)
+    page = (desk.folder / told["page"]).read_text()
+    suspects = page.split('id="suspects"')[1].split("</section>")[0]
+    shown = re.findall(r"\d/(?:right|wrong)-\d+\.png", suspects.split("<details>")[0])
+    assert len(shown) == 24 and sum("wrong" in name for name in shown) >= 16  # by chance one
+    assert shown == [names[number] for number in told["first"][:24]]
+
+
+def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
+    desk: CommandLine, scored: dict[str, Any]
+) -> None:
+    words = ["prune", "scores.safetensors", "--keep", "0.5", "--offset", "0.05", "--write", "pruned.toml"]
+    told = desk("data", *words).stdout
+    assert f"{scored['examples']:,}" in told and "left out as the very hardest: " in told
+    assert "written: thrifty train pruned.toml" in told and scored["sha256"] in told
+    settings = tomllib.loads((desk.folder / "pruned.toml").read_text())["techniques"]["data_selection"]["prune"]
+    assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
+
+    desk("train", "pruned.toml", "--name", "pruned", "--budget", "4steps")
+    selection = json.loads((desk.run("pruned") / "selection.json").read_text())
+    assert selection["kept"] == round(0.5 * scored["examples"])
+    desk("report", "pruned")
+    page = (desk.run("pruned") / "report.html").read_text()
+    for group in selection["shown"].values():
+        assert len(group) == 24
+        assert all(each["picture"] in page and each["file"] in page for each in group)
+    notes = json.loads((desk.run("pruned") / "explanation.json").read_text())["techniques"]
+    (told,) = (each["touched"] for each in notes if each["name"] == "data_selection.prune")
+    assert any(line.startswith("scoring cost") for line in told) and any("kept of each class" in line for line in told)
+    assert desk.records("pruned", "evaluation")[-1]["step"] == 4
+    again = desk("data", *words, exit_code=2).stderr
+    assert "pruned.toml exists already" in again
+
+
+def test_scores_are_refused_where_the_data_is_other_data(desk: CommandLine, scored: dict[str, Any]) -> None:
+    option = f'data_selection.prune:scores="scores.safetensors",sha256="{scored["sha256"]}"'
+    refused = desk("train", "vit-digits", "--name", "other", "--with", option, "--budget", "4steps", exit_code=2)
+    assert "other examples than the 1,300 of this data" in refused.stderr and "thrifty data score" in refused.stderr
+    assert not (desk.run("other") / "records.jsonl").exists()
+    look = desk("data", "look", "digits", "--scores", "scores.safetensors", exit_code=2)
+    assert "which was scored" in look.stderr
+
+
+def test_options_that_mean_nothing_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
+    for words, told in (
+        (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size means nothing with --scores"),
+        (["look", "images", "--keep", "0.5"], "--keep means nothing without --scores"),
+        (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe is the recipe that --write writes"),
+        (["prune", "scores.safetensors", "--keep", "2"], "keep must be"),
+        (["prune", "nothing"], "there is no scores file"),
+        (["score", "vit-digits", "--steps", "soon"], "is no moment"),
+        (["score", "vit-digits", "--by", "el2m"], "did you mean 'el2n'"),
+    ):
+        assert told in desk("data", *words, exit_code=2).stderr, words

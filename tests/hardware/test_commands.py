@@ -1,0 +1,123 @@
+"""`thrifty simulate attention` compares designs on one trace under one budget; `gemm` reads SCALE-Sim's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from scipy.io import mmwrite
+from scipy.sparse import random_array
+
+from thrifty.cli.simulate import command
+from thrifty.cli.simulate_attention import joules, read_budget
+from thrifty.core.errors import UsageError
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.hardware.trace_file import save_trace
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("traces") / "t.safetensors"
+    save_trace(synthesised("runs", 0.25, layers=2, heads=2, tokens=64), path)
+    return path
+
+
+def shown(*words: object) -> str:
+    result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def told(*words: object) -> dict[str, Any]:
+    return json.loads(shown(*words, "--json"))
+
+
+def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
+    iso = "multipliers=128,clock=1e9,bandwidth=64e9"
+    words = ("attention", "--designs", "elsa,elsa:approximate=0,a3,dense", "--trace", trace, "--iso", iso)
+    page, found = shown(*words), told(*words)
+    assert found["budget"] == {"multipliers": 128, "clock": 1e9, "bandwidth": 64e9}
+    rows = {row["machine"]: row for row in found["results"]}
+    assert list(rows) == ["elsa", "elsa:approximate=0", "a3", "dense"]
+    assert all(row["multipliers"] == 128 for row in rows.values())
+    assert rows["elsa"]["cycles"] < rows["elsa:approximate=0"]["cycles"]
+    assert rows["dense"]["energy_by_activity"] is None and rows["a3"]["energies"][1]["table"] == "horowitz-45nm"
+    for row in rows.values():
+        assert row["machine"] in page and f"{row['cycles']:,}" in page
+    for word in ("starved", "blocked", "utilisation", "keys are sorted elsewhere", "horowitz-45nm"):
+        assert word in page
+
+
+def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
+    page = shown("attention", "--designs", "elsa", "--trace", trace, "--table", "all", "--csv", tmp_path / "csv",
+                 "--perfetto", tmp_path / "p.json", "--engine", "event")  # fmt: skip
+    assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
+    assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
+    assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
+    assert "has no price for sram" in shown(
+        "attention", "--designs", "elsa", "--trace", trace, "--table", "aladdin-45nm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("designs", "iso", "said"),
+    [
+        ("elza", "clock=1e9", "did you mean 'elsa'"),
+        ("elsa:selector=4", "clock=1e9", "did you mean 'selectors'"),
+        ("elsa:selectors", "clock=1e9", "sets nothing"),
+        ("elsa", "multiplier=4", "did you mean 'multipliers'"),
+        ("elsa", "bandwidth=-64e9", "no amount above zero"),
+        ("elsa", "multipliers=1.5", "no amount above zero"),
+        ("elsa", "multipliers=100", "give at least 128"),
+        (",", "clock=1e9", "no design was named"),
+    ],
+)
+def test_what_cannot_be_compared_is_said(designs: str, iso: str, said: str, trace: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        shown("attention", "--designs", designs, "--trace", trace, "--iso", iso)
+
+
+def test_own_filters_and_why_one_is_faster(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    q, k = (random.standard_normal((1, 2, 32, 16)).astype(np.float32) for _ in range(2))
+    save_trace(AttentionTrace("r", (layer_of("l", q=q, k=k),)), tmp_path / "r.safetensors")
+    words = ("attention", "--designs", "sanger,dota,dense", "--trace", tmp_path / "r.safetensors", "--filter", "own",
+             "--density", "0.25", "--against", "dense")  # fmt: skip
+    page, found = shown(*words), told(*words)
+    assert [row["masks"].get("filter") for row in found["results"]] == ["sanger", "dota", None]
+    assert [round(row["masks"]["density"], 2) for row in found["results"]] == [0.25, 0.25, 1.0]
+    for word in ("softmax kept", "fewer operations", "of dense", "from memory and unverified"):
+        assert word in page
+    with pytest.raises(UsageError, match="did you mean 'sanger'"):
+        shown(*words[:-1], "sangar")
+
+
+def test_sparse_products_beside_this_machine(tmp_path: Path) -> None:
+    page, found = shown("spgemm", "--size", 300, "--density", 0.02), told("spgemm", "--size", 300, "--density", 0.02)
+    row = found["products"][0]
+    assert row["measured_here"]["gustavson"] > 0 and row["measured_here"]["dense"] > 0
+    assert row["multiplies"] - row["adds"] == row["found"] and set(row["traffic"]) == {"A", "B", "T", "Z"}
+    for word in ("here, Gustavson", "here, dense", "simulated", "over the least", "unverified"):
+        assert word in page
+    mmwrite(tmp_path / "m.mtx", random_array((20, 20), density=0.2, rng=np.random.default_rng(0)))
+    found = told("spgemm", tmp_path / "m.mtx", "--no-measure", "--designs", "outerspace,outerspace:copies=8")
+    assert [row["copies"] for row in found["products"]] == [16, 8] and found["products"][0]["matrix"] == "m"
+    with pytest.raises(UsageError, match="no design was named"):
+        shown("spgemm", "--designs", ",")
+
+
+def test_gemm_of_a_topology(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("Layer,M,N,K,\nscores,512,512,64,\nvalues,512,64,512,\n")
+    assert "32,255" in shown("gemm", tmp_path / "t.csv")
+    (tmp_path / "a.cfg").write_text("[architecture_presets]\nArrayHeight: 8\nArrayWidth: 4\nDataflow: is\n")
+    found = told("gemm", tmp_path / "t.csv", "--cfg", tmp_path / "a.cfg")
+    assert [row["Total Cycles"] for row in found["layers"]] == [542719, 671743]
+
+
+def test_amounts() -> None:
+    assert read_budget(None) == {} and read_budget("clock=5e8") == {"clock": 5e8}
+    shown = [joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
+    assert shown == ["–", "2.50 J", "3.87 mJ", "4.00 µJ", "0.500 nJ"]

@@ -1,0 +1,81 @@
+"""DOTA (Qu et al., ASPLOS 2022): what its abstract says the mechanism is for. Its sizes are unverified, so that no
+published number is compared."""
+
+import numpy as np
+import pytest
+import torch
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.designs.dota import grouped, imbalance, ordered_fetches, shared_fetches
+from thrifty.hardware.iso_peak import iso_peak
+from thrifty.hardware.machine_file import find_machine
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.simulate import simulate, within
+from thrifty.kernels.attention_filters import dota
+
+MACHINE = find_machine("dota")
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "power-law", "diagonal", "balanced"])
+def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: str) -> None:
+    kept = synthesised(pattern, 0.2, heads=2, tokens=46).layers[0].kept()
+    fetched, one_by_one = shared_fetches(grouped(kept, 4)), ordered_fetches(grouped(kept, 4))
+    for unit, mask in enumerate(kept):
+        for group, first in enumerate(range(0, 46, 4)):
+            sets = [np.flatnonzero(row) for row in mask[first : first + 4]]
+            assert fetched[unit, group] == len(set().union(*(set(s.tolist()) for s in sets)))
+            steps = range(max(len(keys) for keys in sets))
+            assert one_by_one[unit, group] == sum(len({int(k[n]) for k in sets if n < len(k)}) for n in steps)
+    assert fetched.sum() / kept.sum() == pytest.approx(dota.key_reuse(torch.from_numpy(kept)))
+    assert (fetched <= one_by_one).all() and one_by_one.sum() <= kept.sum()
+
+
+def test_as_many_keys_for_each_query_leave_no_lane_waiting() -> None:
+    even, uneven = (synthesised(pattern, 0.2, heads=2, tokens=64) for pattern in ("balanced", "uniform"))
+    assert imbalance(even.layers[0].kept(), 4) == 0
+    assert imbalance(uneven.layers[0].kept(), 4) > 0.05
+    scores = torch.randn(1, 2, 40, 40, generator=torch.Generator().manual_seed(0))
+    keep = dota.keep_of(dota.balanced_keys(scores, 8, torch.ones(1, 2, 40, 40, dtype=torch.bool)), 40)
+    assert imbalance(keep[0].numpy(), 4) == 0
+
+
+def test_imbalance_by_hand() -> None:
+    kept = np.zeros((1, 4, 8), dtype=bool)
+    for query, count in enumerate((8, 4, 2, 2)):
+        kept[0, query, :count] = True
+    assert imbalance(kept, 4) == pytest.approx(4 * 8 / 16 - 1)
+
+
+def test_cycles_of_a_group_by_hand() -> None:
+    trace = synthesised("balanced", 0.25, heads=1, tokens=64)
+    found = simulate(MACHINE, trace)
+    # 16 groups: 13 of 64 dims detected for 64 keys by 512 · 16 products, 16 keys of 2 · 64 products by 512 a lane
+    assert found.stations["attend"].busy == 16 * (-(-64 * 13 // (512 * 16)) + 2 * 16 * 64 // 512)
+    dense = simulate(MACHINE.replaced("approximate", False), trace)
+    assert dense.stations["attend"].busy == 16 * (2 * 64 * 64 // 512) and dense.layers[0].macs == 2 * 64 * 64 * 64
+
+
+def test_sharing_in_any_order_is_never_slower_than_in_order() -> None:
+    trace = synthesised("power-law", 0.2, heads=2, tokens=64)
+    shared, ordered = (simulate(MACHINE.replaced("reordered", value), trace) for value in (True, False))
+    assert shared.stations["fetch"].busy < ordered.stations["fetch"].busy and shared.cycles <= ordered.cycles
+
+
+def test_the_ratio_to_a_gpu_at_equal_peak_is_the_product_of_its_factors() -> None:
+    """What a headline such as 152.6 times is made of. Here: ratio of times, both machines with as many multipliers at
+    one clock, which the factors must give exactly."""
+    trace = synthesised("balanced", 0.1, heads=4, tokens=128)
+    gpu = find_machine("v100")
+    results = simulate(MACHINE, trace), simulate(gpu, trace)
+    factors = iso_peak(*results)
+    peaks = [result.multipliers * result.machine.clock for result in results]
+    assert factors.ratio == pytest.approx(results[1].seconds / results[0].seconds * peaks[1] / peaks[0])
+    assert factors.omitted == pytest.approx(128 / 13)
+    assert factors.utilisation == results[0].utilisation < 1
+
+
+def test_smaller_lanes_and_more_copies() -> None:
+    assert within(MACHINE, multipliers=128).settings["lane"] == 32
+    assert within(MACHINE, multipliers=4096).copies == 2
+    with pytest.raises(UsageError, match="give at least 4"):
+        within(MACHINE, multipliers=3)

@@ -1,0 +1,175 @@
+"""Two engines and a plain loop: the same times where memory answers at once, later ones where it does not."""
+
+import heapq
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.engine import bound, scan
+from thrifty.hardware.events import Place, play
+from thrifty.hardware.machine import Memory
+
+
+def by_loops(service: np.ndarray, buffers: list[int]) -> np.ndarray:
+    """Ends of the recurrence, one number at a time."""
+    stations, units, items = service.shape
+    start, end = np.zeros_like(service), np.zeros_like(service)
+    for unit in range(units):
+        for item in range(items):
+            for station in range(stations):
+                begin = 0
+                if station:
+                    begin = max(begin, end[station - 1, unit, item])
+                if item:
+                    begin = max(begin, end[station, unit, item - 1])
+                if station < stations - 1 and buffers[station] and item >= buffers[station]:
+                    begin = max(begin, start[station + 1, unit, item - buffers[station]])
+                start[station, unit, item] = begin
+                end[station, unit, item] = begin + service[station, unit, item]
+    return end
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
+    stations, units, items = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    service = random.integers(0, 9, (stations, units, items))
+    return service, draw(st.lists(st.integers(0, 3), min_size=stations - 1, max_size=stations - 1))
+
+
+@given(streams())
+def test_the_scan_is_the_recurrence(stream: tuple[np.ndarray, list[int]]) -> None:
+    service, buffers = stream
+    assert np.array_equal(scan(service, buffers).end, by_loops(service, buffers))
+
+
+@given(streams())
+def test_events_are_the_scan_where_nothing_is_shared(stream: tuple[np.ndarray, list[int]]) -> None:
+    service, buffers = stream
+    scanned = scan(service, buffers)
+    for unit in range(service.shape[1]):
+        places = [Place(service[s, unit], (*buffers, 0)[s]) for s in range(len(service))]
+        played = play(places)
+        assert np.array_equal(played.start[:, 0], scanned.start[:, unit])
+        assert np.array_equal(played.end[:, 0], scanned.end[:, unit])
+        for kind in ("busy", "blocked", "starved"):
+            assert np.array_equal(getattr(played, kind)[:, 0], getattr(scanned, kind)[:, unit]), kind
+
+
+@given(streams())
+def test_every_cycle_of_a_station_is_busy_blocked_or_starved_and_no_order_beats_the_bound(
+    stream: tuple[np.ndarray, list[int]],
+) -> None:
+    service, buffers = stream
+    found = scan(service, buffers)
+    assert (found.busy == service.sum(-1)).all()
+    assert (found.blocked >= 0).all() and (found.starved >= 0).all()
+    assert (found.busy + found.blocked + found.starved == found.makespan).all()
+    assert (found.makespan >= bound(service)).all()
+    if not any(buffers):
+        assert not found.blocked.any()
+    for unit in range(service.shape[1]):
+        works, paths = (service[:, unit].sum(axis).max() for axis in (1, 0))
+        assert bound(service)[unit] == max(works, paths)
+
+
+@given(streams(), st.integers(1, 8), st.integers(0, 20), st.integers(1, 4), st.integers(0, 3), st.integers(1, 64))
+def test_a_memory_that_makes_wait_is_never_earlier_than_one_that_does_not(
+    stream: tuple[np.ndarray, list[int]], width: int, latency: int, banks: int, outstanding: int, burst: int
+) -> None:
+    """Items are fetched at the first station: at the bandwidth in the scan, with everything else in the events."""
+    service, buffers = stream
+    size = 10 * service[0, 0]
+    fetched = np.concatenate([-(-size // width)[None, None], service[1:, :1]])
+    rest = [Place(service[s, 0], (*buffers, 0)[s]) for s in range(1, len(service))]
+    first = Place(np.zeros_like(size), (*buffers, 0)[0], memory="dram", bytes=size)
+    scanned = scan(fetched, buffers).end[:, 0]
+    at_once = play([first, *rest], [Memory("dram", bandwidth=width)]).end[:, 0]
+    assert np.array_equal(at_once, scanned)
+    slow = Memory("dram", banks=banks, bandwidth=width, latency=latency, outstanding=outstanding, burst=burst)
+    waited = play([first, *rest], [slow])
+    assert (waited.end[:, 0] >= scanned).all()
+    assert waited.makespan[0] >= max(bound(fetched)[0], -(-size.sum() // width))
+
+
+@given(streams())
+def test_smaller_buffers_are_never_faster(stream: tuple[np.ndarray, list[int]]) -> None:
+    service, _ = stream
+    spans = [scan(service, [depth] * (len(service) - 1)).makespan for depth in (1, 2, 4, 0)]
+    assert all((small >= large).all() for small, large in pairwise(spans))
+
+
+def test_buffers_block_as_worked_out_by_hand() -> None:
+    service = np.array([[[1, 1, 1, 1]], [[5, 5, 5, 5]]])
+    found = scan(service, [1])
+    assert found.start[0, 0].tolist() == [0, 1, 6, 11] and found.start[1, 0].tolist() == [1, 6, 11, 16]
+    assert found.blocked[:, 0].tolist() == [8, 0] and found.starved[:, 0].tolist() == [9, 1]
+    assert scan(service, [0]).start[0, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("outstanding", "expected"), [(1, 10 * 108), (2, 4 * 108 + 116), (0, 10 * 8 + 100)])
+def test_requests_under_way_hide_latency(outstanding: int, expected: int) -> None:
+    """Ten bursts, 8 cycles each and 100 of latency: one by one, in pairs 8 cycles apart, or one behind the other."""
+    memory = Memory("dram", bandwidth=8, latency=100, outstanding=outstanding)
+    place = Place(np.zeros(1, int), memory="dram", bytes=np.array([640]))
+    assert play([place], [memory]).makespan[0] == expected
+
+
+def test_bursts_on_one_bank_wait_for_each_other_and_on_all_do_not() -> None:
+    memory = Memory("dram", banks=4, bandwidth=16, burst=64)
+    items, size = np.zeros(4, int), np.full(4, 64)
+    spans = [
+        play([Place(items, servers=4, memory="dram", bytes=size, banks=np.array(banks))], [memory]).makespan[0]
+        for banks in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 1, 1])
+    ]
+    assert spans == [64, 16, 32]
+
+
+def test_a_port_sends_one_request_a_cycle() -> None:
+    def span(ports: int) -> int:
+        memory = Memory("dram", banks=8, ports=ports, burst=8)
+        return int(play([Place(np.zeros(8, int), servers=8, memory="dram", bytes=np.full(8, 8))], [memory]).makespan[0])
+
+    assert (span(2), span(4), span(8)) == (3, 1, 0)  # the last of 4, 2 or 1 requests leaves then
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4))
+def test_several_servers_take_the_next_item_as_one_becomes_free(service: list[int], servers: int) -> None:
+    free = [0] * servers
+    ends = []
+    for cycles in service:
+        ends.append(heapq.heappop(free) + cycles)
+        heapq.heappush(free, ends[-1])
+    found = play([Place(np.array(service), servers=servers)])
+    assert found.end[0, 0].tolist() == ends
+    assert found.starved[0, 0] == servers * max(ends) - sum(service)
+
+
+def test_a_window_lets_items_overtake_one_that_is_late() -> None:
+    """Two fetchers bring item 0 late; in order all wait for it, with a window those that are there go first."""
+    fetching, working = np.array([50, 5, 5, 5]), np.array([10, 10, 10, 10])
+    starts = {
+        window: play([Place(fetching, servers=2), Place(working, window=window)]).start[1, 0].tolist()
+        for window in (1, 2, 4)
+    }
+    assert starts[1] == [50, 60, 70, 80]
+    assert starts[2] == starts[4] == [50, 5, 15, 25]
+
+
+def test_what_is_no_stream_is_refused() -> None:
+    for service, buffers, said in (
+        (np.ones((2, 1, 3)), [1], "whole cycles"),
+        (-np.ones((2, 1, 3), int), [1], "whole cycles"),
+        (np.ones((2, 1, 3), int), [], "2 stations have 1 buffers"),
+        (np.ones((2, 1, 3), int), [-1], "2 stations have 1 buffers"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            scan(service, buffers)
+    with pytest.raises(UsageError, match="all items"):
+        play([Place(np.zeros(2, int)), Place(np.zeros(3, int))])
+    with pytest.raises(UsageError, match="memory 'dram', which there is not"):
+        play([Place(np.zeros(1, int), memory="dram", bytes=np.ones(1))])

@@ -1,0 +1,126 @@
+"""Machines are checked data: what is unknown, missing or impossible is said, and every value can be replaced."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.designs import design_names, find_design
+from thrifty.hardware.machine_file import find_machine, machine_from, machine_names, read_machine
+
+PLAIN = {
+    "design": "dense",
+    "clock": 1e9,
+    "source": "nobody",
+    "grade": "X",
+    "stations": {"score": {"width": 4}, "softmax": {"width": 1}, "value": {"width": 4}},
+    "memories": {"operands": {"bytes": 1024}},
+}
+
+
+def changed(path: str, value: object) -> dict:
+    content = deepcopy(PLAIN)
+    *above, last = path.split(".")
+    table = content
+    for key in above:
+        table = table.setdefault(key, {})
+    table[last] = value
+    return content
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_machine_is_of_a_design_and_says_where_its_numbers_are_from(name: str) -> None:
+    machine = find_machine(name)
+    assert machine.design in design_names() and tuple(machine.stations) == find_design(machine.design).stations
+    assert machine.source and machine.grade in "PRXSM"
+    if machine.grade == "M":
+        assert "unverified" in machine.source
+
+
+def test_elsa_table_1_of_one_accelerator_and_its_memories() -> None:
+    modules = find_machine("elsa").modules
+    external = [
+        module for name, module in modules.items() if "hash" not in name and "memory" in name and "norm" not in name
+    ]
+    assert sum(module.area for module in external) == pytest.approx(0.892)
+    assert sum(module.dynamic for module in external) == pytest.approx(516.84e-3)
+    assert sum(module.area for module in modules.values()) == pytest.approx(1.255 + 0.892)
+    assert sum(module.dynamic for module in modules.values()) == pytest.approx(956.05e-3 + 516.84e-3)
+    assert sum(module.static for module in modules.values()) == pytest.approx((13.31 + 8.02) * 1e-3, rel=2e-3)
+
+
+def test_a3_table_1_in_total() -> None:
+    modules = find_machine("a3").modules.values()
+    assert sum(module.area for module in modules) == pytest.approx(2.082)
+    assert sum(module.dynamic for module in modules) == pytest.approx(98.92e-3, rel=1e-3)
+    assert sum(module.static for module in modules) == pytest.approx(11.502e-3)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("stations.scores.width", 4, "unknown station 'scores'.*\n.*did you mean 'score'"),
+        ("stations.score.widht", 4, "unknown key 'widht' in stations.score.*\n.*did you mean 'width'"),
+        ("memories.operands.bandwidth", -64e9, "memories.operands.bandwidth is -6.4e"),
+        ("memories.operands.latency", -1, "latency is -1"),
+        ("memories.operands.bytes", "many", "'many'.*\n.*number"),
+        ("clock", 0, "clock is 0"),
+        ("copies", 1.5, "copies is 1.5.*\n.*whole"),
+        ("stations.score.width", 2.5, "score.width is 2.5.*\n.*whole"),
+        ("settings.bits", 0, "bits is 0"),
+        ("design", "elza", "no design 'elza'.*\n.*did you mean 'elsa'"),
+        ("grade", "Q", "grade is 'Q'"),
+        ("tiles", 4, "unknown key 'tiles'"),
+        ("settings.bit", 8, "unknown key 'bit' in settings.*\n.*did you mean 'bits'"),
+        ("settings.bits", "eight", "settings.bits is 'eight'"),
+        ("modules.core.active", "scored", "unknown station or activity 'scored'.*\n.*did you mean 'score'"),
+        ("stations.score", 4, r"stations.score is 4.*\n.*\[stations.score\]"),
+    ],
+)
+def test_what_a_file_says_wrongly_is_named(path: str, value: object, said: str) -> None:
+    machine_from("plain", PLAIN)
+    with pytest.raises(UsageError, match=said):
+        machine_from("plain", changed(path, value))
+
+
+def test_a_station_that_the_design_needs_must_be_there() -> None:
+    content = deepcopy(PLAIN)
+    del content["stations"]["softmax"]
+    with pytest.raises(UsageError, match="lacks station 'softmax'"):
+        machine_from("plain", content)
+
+
+def test_a_file_of_ones_own_is_a_machine_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    own = tmp_path / "mine.toml"
+    own.write_text(
+        'design = "systolic"\nclock = 5e8\nsource = "me"\ngrade = "X"\n[stations.array]\nwidth = 16\n'
+        "[memories.operands]\nbytes = 4096\n"
+    )
+    machine = find_machine(str(own))
+    assert (machine.name, machine.clock, machine.settings["dataflow"]) == ("mine", 5e8, "os")
+    own.write_text("design = ")
+    with pytest.raises(UsageError, match="cannot be read as a machine"):
+        read_machine(own)
+    with pytest.raises(UsageError, match="did you mean 'elsa'"):
+        find_machine("elsaa")
+
+
+def test_values_are_replaced_by_path_as_their_own_kind() -> None:
+    machine = find_machine("elsa")
+    assert machine.replaced("stations.hash.width", "64").stations["hash"].width == 64
+    assert machine.replaced("approximate", "0").settings["approximate"] is False
+    assert machine.replaced("clock", 5e8).clock == 5e8
+    assert machine.replaced("memories.operands.bandwidth", "1e9").memories["operands"].bandwidth == 1e9
+    assert machine.replaced("modules.attention.dynamic", 1).modules["attention"].dynamic == 1
+    assert machine.with_bandwidth(64e9).memories["dram"].bandwidth == 64e9
+    for path, value, said in (
+        ("stations.hsh.width", 1, "did you mean 'hash'"),
+        ("stations.hash.name", 1, "have no 'name'"),
+        ("selector", 1, "did you mean 'selectors'"),
+        ("stations.hash.width", "2.5", "whole number"),
+        ("approximate", "perhaps", "true or false"),
+        ("memories.operands.bandwidth", -1, "bandwidth is -1"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            machine.replaced(path, value)

@@ -1,0 +1,94 @@
+"""Each design's own filter on a recorded trace: as many pairs as asked for, those that its mathematics chooses."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.designs.dota import imbalance
+from thrifty.hardware.machine_file import find_machine
+from thrifty.hardware.own_filters import FILTERS, filtered
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.simulate import simulate
+from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.kernels.attention_filters import a3
+
+ALL = [*FILTERS, "spatten"]
+
+
+def recorded(layers: int = 4, causal: bool = False) -> AttentionTrace:
+    """Queries that like some keys more than others; two examples, one padded."""
+    random, made = np.random.default_rng(0), []
+    mask = np.tril(np.ones((40, 40), dtype=bool))[None, None].repeat(2, 0).repeat(2, 1) if causal else None
+    for number in range(layers):
+        liked = random.standard_normal((2, 1, 40, 16))
+        q, k = (liked + random.standard_normal((2, 2, 40, 16)) for _ in range(2))
+        tensors = {"q": q.astype(np.float32), "k": k.astype(np.float32)}
+        made.append(layer_of(f"layer {number}", mask=mask, lengths=[40, 30], **tensors))
+    return AttentionTrace("recorded", tuple(made))
+
+
+TRACE = recorded()
+
+
+@pytest.mark.parametrize("design", ALL)
+@pytest.mark.parametrize("density", [0.3, 0.6])
+def test_every_filter_keeps_the_share_that_was_asked_for(design: str, density: float) -> None:
+    found = filtered(TRACE, design, density)
+    # SpAtten spares the first of four layers, so that a quarter of the pairs stay in any case; A3 keeps candidates only
+    assert found.density == pytest.approx(density, abs=0.08) or (design == "a3" and found.density < density)
+    assert 0.2 < float(found.provenance["softmax kept"]) <= 1 and found.provenance["filter"] == design
+    assert simulate(find_machine(design), found).cycles > 0
+
+
+@pytest.mark.parametrize("design", ["elsa", "sanger", "dota"])
+def test_more_pairs_keep_more_of_the_softmax_and_better_than_chance(design: str) -> None:
+    kept = [float(filtered(TRACE, design, density).provenance["softmax kept"]) for density in (0.2, 0.5, 1.0)]
+    assert kept == sorted(kept) and kept[2] == pytest.approx(1, abs=1e-3) and kept[0] > 0.2 + 0.05
+
+
+@pytest.mark.parametrize("design", ALL)
+def test_nothing_is_kept_that_was_hidden(design: str) -> None:
+    before = recorded(causal=True)
+    after = filtered(before, design, 0.4)
+    for old, new in zip(before.layers, after.layers, strict=True):
+        assert not (new.kept() & ~old.kept()).any()
+
+
+def test_dota_keeps_as_many_keys_for_each_query_and_vitcod_one_mask_for_all_examples() -> None:
+    for layer in filtered(TRACE, "dota", 0.3).layers:
+        assert imbalance(layer.kept()[:2], 4) == 0 and imbalance(layer.kept()[2:, :28], 4) == 0
+    for layer in filtered(TRACE, "vitcod", 0.5).layers:
+        first, second = layer.kept().reshape(2, 2, 40, 40)
+        assert ((first & ~second)[:, :30, :30].sum() + (second & ~first).sum()) <= 4  # a query that would see nothing
+
+
+def test_a3_counts_the_candidates_of_its_search() -> None:
+    found = filtered(TRACE, "a3", 0.1).layers[0]
+    layer = TRACE.layers[0]
+    assert layer.q is not None and layer.k is not None
+    visible = torch.from_numpy(layer.kept().reshape(2, 2, 40, 40))
+    candidates = a3.a3_candidates(torch.from_numpy(layer.q), torch.from_numpy(layer.k), 0.5, visible)
+    counted, iterations = found.count("candidates"), found.count("iterations")
+    assert counted is not None and iterations is not None
+    assert np.array_equal(counted.reshape(2, 2, 40), candidates.sum(-1).numpy())
+    assert set(iterations[0].tolist()) == {20} and set(iterations[2].tolist()) == {0, 15}
+
+
+def test_spatten_drops_tokens_for_good_and_none_in_the_first_layers() -> None:
+    left = [layer.count("alive") for layer in filtered(TRACE, "spatten", 0.4).layers]
+    assert left[0] is not None and left[0].sum() == 2 * (40 + 30)
+    for earlier, later in pairwise(left):
+        assert earlier is not None and later is not None
+        assert (later <= earlier).all() and later.sum() < earlier.sum()
+
+
+def test_what_cannot_be_filtered() -> None:
+    masks = synthesised("uniform", 0.5, heads=1, tokens=8)
+    assert filtered(masks, "dense", 0.2) is masks
+    with pytest.raises(UsageError, match="no queries and keys"):
+        filtered(masks, "elsa", 0.2)
+    with pytest.raises(UsageError, match="not in"):
+        filtered(TRACE, "elsa", 0.0)

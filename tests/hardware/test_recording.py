@@ -1,0 +1,178 @@
+"""A trace holds what a model's attention was given and kept, whichever way it computes, and leaves the model alone."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from thrifty.cli.trace import command
+from thrifty.core.errors import Refused, UsageError
+from thrifty.hardware.patterns import PATTERNS
+from thrifty.hardware.recording import probabilities_of, record
+from thrifty.hardware.trace_file import load_trace
+from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention import Attention, full_attention
+
+TOKENS = 12
+
+
+class Small(nn.Module):
+    """One attention over given vectors."""
+
+    def __init__(self, core=causal_attention_reference, heads: int = 4, kv_heads: int = 2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = Attention(32, heads, kv_heads, core=core)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.attention(x, mask)
+
+
+def vectors(examples: int = 2, tokens: int = TOKENS) -> Tensor:
+    return torch.randn(examples, tokens, 32, generator=torch.Generator().manual_seed(1))
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return tiled_causal_attention(q, k, v, tile=4)
+
+
+@pytest.mark.parametrize("core", [causal_attention_reference, tiled])
+def test_operands_and_causality_are_recorded_through_torch_or_a_core_of_its_own(core) -> None:
+    model, x = Small(core), vectors()
+    (layer,) = record(model, [x]).layers
+    q, k, v = model.attention.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
+    assert layer.name == "attention" and (layer.examples, layer.heads, layer.width, layer.bits) == (2, 4, 8, 32)
+    np.testing.assert_array_equal(layer.q, q.detach())
+    np.testing.assert_array_equal(layer.k, k.repeat_interleave(2, 1).detach())
+    np.testing.assert_array_equal(layer.v, v.repeat_interleave(2, 1).detach())
+    assert np.array_equal(layer.kept(), np.broadcast_to(np.tri(TOKENS, dtype=bool), (8, TOKENS, TOKENS)))
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_sparse_core_is_asked_what_it_keeps(as_module: bool) -> None:
+    def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2])
+        kept = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
+        scores = (q @ k.mT).masked_fill(~kept, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    class Strided(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return strided(q, k, v)
+
+    model = Small(Strided() if as_module else strided, kv_heads=4)
+    (layer,) = record(model, [vectors()]).layers
+    assert "forward" not in vars(model.attention.core) if as_module else model.attention.core is strided
+    place = np.arange(TOKENS)
+    wanted = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
+    assert (layer.kept() == wanted).all()
+
+
+@pytest.mark.parametrize("keys", [5, 8, 19])
+def test_unit_vectors_as_values_give_the_probabilities(keys: int) -> None:
+    q, k = torch.randn(2, 3, 7, 8), torch.randn(2, 3, keys, 8)
+    found = probabilities_of(full_attention, q, k)
+    torch.testing.assert_close(found, (q @ k.mT / 8**0.5).softmax(-1))
+
+
+def test_keys_that_nobody_sees_at_the_end_are_padding_and_batches_become_examples() -> None:
+    keep = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
+    keep[1, ..., 8:] = False
+    model = Small(full_attention, kv_heads=4)
+    trace = record(model, [(vectors(), keep), (vectors(1, 5), None)], lambda model, given: model(*given))
+    (layer,) = trace.layers
+    assert layer.query_lengths.tolist() == layer.key_lengths.tolist() == [12, 8, 5]
+    assert layer.density == 1.0 and (layer.examples, layer.queries) == (3, 12)
+    added = torch.zeros(2, 1, 1, TOKENS).masked_fill(~keep, float("-inf"))
+    again = record(model, [(vectors(), added)], lambda model, given: model(*given)).layers[0]
+    assert again.key_lengths.tolist() == [12, 8]
+
+
+def test_a_model_is_as_it_was_after_a_recording_that_failed_too() -> None:
+    model = Small().train()
+    core, x = model.attention.core, vectors()
+    before = model(x)
+
+    def fail(model: nn.Module, batch: Tensor) -> None:
+        model(batch)
+        raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError):
+        record(model, [x], fail)
+    record(model, [x])
+    assert model.training and model.attention.core is core
+    assert not model.attention._forward_hooks and not model.attention._forward_pre_hooks
+    assert torch.equal(model(x), before)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(Refused, match="sdpa"):
+        record(nn.Linear(32, 32), [vectors()])
+
+
+def hugging_face(attention: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation=attention,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_any_transformers_model_by_torchs_function() -> None:
+    tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS)
+    trace = record(hugging_face("sdpa"), [tokens])
+    assert [layer.name for layer in trace.layers] == [f"model.layers.{n}.self_attn" for n in range(2)]
+    for layer in trace.layers:
+        assert (layer.kept() == np.tri(TOKENS, dtype=bool)).all() and layer.k is not None and layer.k.shape[1] == 4
+    with pytest.raises(Refused, match="sdpa"):
+        record(hugging_face("eager"), [tokens])
+
+
+def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
+    """The output of attention, computed again from the trace."""
+    seen = {}
+    model, x = Small(), vectors()
+    model.attention.out.register_forward_pre_hook(lambda module, given: seen.update(out=given[0]))
+    (layer,) = record(model, [x]).layers
+    q, k, v = (torch.from_numpy(part) for part in (layer.q, layer.k, layer.v))
+    kept = torch.from_numpy(layer.kept()).view(2, 4, TOKENS, TOKENS)
+    output = F.scaled_dot_product_attention(q, k, v, kept).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(output, seen["out"])
+
+
+def shown(tmp_path: Path, *words: object) -> tuple[str, Path]:
+    out = tmp_path / "t.safetensors"
+    result = CliRunner().invoke(command, [*map(str, words), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout, out
+
+
+def test_the_command_writes_presets_patterns_and_masks(tmp_path: Path) -> None:
+    page, out = shown(tmp_path, "gpt-nano", "--length", 16, "--dtype", "float16")
+    assert "4 layers, 32 heads of examples, 16 x 16 tokens, head width 32" in page
+    trace = load_trace(out)
+    assert trace.provenance["data"] == "random" and trace.layers[0].q.dtype == np.float16
+    page, out = shown(tmp_path, "power-law", "--density", 0.25, "--layers", 2, "--heads", 3, "--length", 64)
+    assert "2 layers, 12 heads" in page and load_trace(out).density == pytest.approx(0.25, abs=0.02)
+    np.save(tmp_path / "m.npy", np.zeros((2, 3, 9, 9), bool))
+    assert "9 x 9 tokens" in shown(tmp_path, tmp_path / "m.npy")[0]
+
+
+def test_the_command_reads_an_encoder_decoders_three_attentions(tmp_path: Path) -> None:
+    names = [layer.name for layer in load_trace(shown(tmp_path, "t5-nano", "--length", 8)[1]).layers]
+    assert len(names) == 6 and sum("cross" in name for name in names) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "said"), [("gpt-nan", "did you mean 'gpt-nano'"), ("powerlaw", "did you mean 'power-law'")]
+)
+def test_the_command_knows_what_was_nearly_meant(source: str, said: str) -> None:
+    assert "power-law" in PATTERNS
+    with pytest.raises(UsageError, match=said):
+        CliRunner().invoke(command, [source], catch_exceptions=False)

@@ -1,0 +1,208 @@
+"""Everything together: budgets, memory, what the two engines say, how long it takes, and the files that come out."""
+
+import csv
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.designs import design_names
+from thrifty.hardware.machine import Machine, Memory
+from thrifty.hardware.machine_file import find_machine, machine_names
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.result import frame
+from thrifty.hardware.result_files import action_counts, perfetto, write_csv, write_perfetto
+from thrifty.hardware.simulate import ENGINES, Work, run, simulate, within
+from thrifty.hardware.stream import Design, Stream, Transfer
+
+TRACE = synthesised("power-law", 0.2, layers=2, heads=3, lengths=[70, 40])
+DESIGNS = ["elsa", "a3", "dense", "systolic", "sanger", "vitcod", "dota", "spatten"]
+
+
+def bare(name: str) -> Machine:
+    """A machine without an outer memory of its own; and without ViTCoD's code, which is of all heads together."""
+    machine = find_machine(name)
+    memories = {key: memory for key, memory in machine.memories.items() if key != "dram"}
+    settings = {**machine.settings, "coded": False} if name == "vitcod" else machine.settings
+    return replace(machine, memories=memories, settings=settings)
+
+
+@pytest.mark.parametrize("name", machine_names("attention"))
+def test_every_machine_takes_the_same_trace(name: str) -> None:
+    found = simulate(find_machine(name), TRACE, draw=True)
+    assert found.cycles == sum(layer.cycles for layer in found.layers) > 0
+    assert 0 < found.utilisation <= 1
+    for layer in found.layers:
+        assert layer.cycles >= layer.bound
+        assert sum(time.busy for time in layer.stations.values()) > 0
+        assert layer.example is not None and layer.example.start.shape[1] == 1
+    assert [energy.table for energy in found.energies][-1] == "horowitz-45nm"
+    assert found.dense_rate == pytest.approx(
+        sum(4 * 2 * 3 * n * n * 64 for n in (70, 40)) / found.seconds
+    ) and json.dumps(found.as_dict(), default=str)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) -> None:
+    machine = bare(name)
+    heads = [simulate(machine, synthesised("balanced", 0.2, heads=count, tokens=48)).cycles for count in (1, 6)]
+    copied = simulate(replace(machine, copies=3), synthesised("balanced", 0.2, heads=6, tokens=48)).cycles
+    assert heads[1] == pytest.approx(6 * heads[0], rel=0.1) and copied == pytest.approx(heads[1] / 3, rel=0.1)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_denser_mask_is_never_faster(name: str) -> None:
+    cycles = [simulate(find_machine(name), synthesised("runs", d, heads=2, tokens=64)).cycles for d in (0.1, 0.5, 1.0)]
+    assert cycles == sorted(cycles)
+    if name in ("dense", "systolic"):
+        assert cycles[0] == cycles[2]
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e15])
+def test_an_outer_memory_bounds_and_an_endless_one_costs_nothing(name: str, bandwidth: float) -> None:
+    alone, machine = simulate(bare(name), TRACE), within(bare(name), bandwidth=bandwidth)
+    found = simulate(machine, TRACE)
+    moved = sum(layer.read + layer.written for layer in found.layers)
+    assert found.seconds >= moved / bandwidth * 0.999999
+    assert found.cycles >= alone.cycles
+    if bandwidth == 1e15:
+        assert found.cycles <= alone.cycles + 4 * len(TRACE.layers)
+    if bandwidth == 1e8:
+        assert found.seconds == pytest.approx(moved / bandwidth, rel=0.15)
+    for memory in (
+        Memory("dram", bandwidth=bandwidth),
+        Memory("dram", bandwidth=bandwidth, latency=1e-6, outstanding=2),
+    ):
+        played = simulate(replace(machine, memories={**machine.memories, "dram": memory}), TRACE, engine="event")
+        assert played.cycles >= found.cycles
+
+
+def test_latency_is_seen_by_events_alone() -> None:
+    memory = Memory("dram", bandwidth=64e9, latency=1e-7, outstanding=1)
+    machine = find_machine("dense")
+    machine = replace(machine, memories={**machine.memories, "dram": memory})
+    scanned, played = (simulate(machine, TRACE, engine=engine) for engine in ENGINES)
+    first = TRACE.layers[0]
+    requests = [int(np.ceil(3 * n * 64 * 2 / 64)) for n in first.unit_queries]
+    assert played.cycles - scanned.cycles >= 100 * requests[0]
+    assert played.layers[0].waiting > scanned.layers[0].waiting
+    with pytest.raises(UsageError, match="did you mean 'event'"):
+        simulate(machine, TRACE, engine="events")
+
+
+def test_a_station_may_be_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What gathers its keys through a memory asks the event engine how long that takes."""
+    machine = find_machine("dense")
+    machine = replace(machine, memories={**machine.memories, "keys": Memory("keys", bandwidth=8e9, latency=2e-8)})
+
+    def lower(layer, machine):
+        from thrifty.hardware.designs.dense import lower
+
+        stream = lower(layer, machine)
+        size = 8 * stream.service[0]
+        return replace(stream, transfers={"score": Transfer("keys", size)})
+
+    def find(name: str) -> Design:
+        from thrifty.hardware.designs.dense import DESIGN
+
+        return replace(DESIGN, lower=lower)
+
+    monkeypatch.setattr("thrifty.hardware.simulate.find_design", find)
+    small = synthesised("uniform", 0.5, heads=2, tokens=16)
+    scanned, played = (simulate(machine, small, engine=engine) for engine in ENGINES)
+    assert played.cycles == scanned.cycles + 2 * 16 * 20  # the latency of every item, one at a time
+
+
+def test_streams_of_anything_with_several_servers_and_windows_are_played_by_events() -> None:
+    """Tasks of very different length dealt to 4 servers, then gathered in order or as they come."""
+    cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
+    cycles[1] //= 6
+    none = np.zeros(3)
+    stream = Stream(("multiply", "merge"), cycles, (0,), 1.0, none.astype(int), none, none, servers={"multiply": 4})
+    machine = find_machine("dense")
+    plain, ordered, loose = (
+        run(machine, [Work("tasks", each, 1.0, 1.0)], "tasks").layers[0]
+        for each in (replace(stream, servers={}), stream, replace(stream, windows={"merge": 8}))
+    )
+    assert ordered.cycles < plain.cycles / 3 and loose.stations["merge"].starved < ordered.stations["merge"].starved
+    for found, servers in ((plain, 1), (ordered, 4), (loose, 4)):
+        assert found.cycles >= found.bound >= cycles[0].sum() // servers / 3
+        time = found.stations["multiply"]
+        assert time.busy == cycles[0].sum() and time.busy + time.starved + time.blocked == servers * found.cycles
+
+
+def test_equal_means_for_all() -> None:
+    for name in DESIGNS:
+        machine = within(find_machine(name), multipliers=512, clock=5e8, bandwidth=32e9)
+        found = simulate(machine, TRACE)
+        assert found.multipliers == 512 and machine.clock == 5e8 and machine.memories["dram"].bandwidth == 32e9
+    for name, budget in (("elsa", 64), ("dense", 1), ("systolic", 0), ("v100", 0)):
+        with pytest.raises(UsageError, match="give at least"):
+            within(find_machine(name), multipliers=budget)
+
+
+def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
+    trace = synthesised("uniform", 0.25, layers=24, heads=16, tokens=384)
+    began = time.process_time()
+    for name in machine_names("attention"):
+        assert simulate(find_machine(name), trace).cycles > 0
+    assert time.process_time() - began < 20
+
+
+def test_every_design_has_a_machine() -> None:
+    assert {find_machine(name).design for name in machine_names()} == set(design_names())
+
+
+def test_files_in_the_forms_of_the_field(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    results = [simulate(within(find_machine(name), bandwidth=1e9), TRACE, draw=True) for name in DESIGNS]
+    write_csv(results, tmp_path)
+    with (tmp_path / "SUMMARY.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["machine"], int(row["cycles"])) for row in rows] == [(r.machine.name, r.cycles) for r in results]
+    with (tmp_path / "a3_COMPUTE_REPORT.csv").open() as file:
+        layers = list(csv.DictReader(file))
+    assert sum(int(row["Total Cycles"]) for row in layers) == results[1].cycles
+    assert (
+        sum(int(row["Stall Cycles"]) for row in layers)
+        == results[1].cycles - simulate(find_machine("a3"), TRACE).cycles
+    )
+    for result in results:
+        components = yaml.safe_load(action_counts(result))["action_counts"]["local"]
+        assert len(components) == len(result.operations) == len({part["name"] for part in components})
+        counted = [part["action_counts"][0]["counts"] for part in components]
+        assert counted == [round(count) for count in result.operations.values()]
+
+
+def test_a_timeline_has_every_item_at_its_time(tmp_path: Path) -> None:
+    results = [simulate(find_machine(name), TRACE, draw=True) for name in ("elsa", "dense")]
+    write_perfetto(results, tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X" and event["pid"] == 1 and event["cat"] == "layer 1"]
+    example, before = results[1].layers[1].example, results[1].layers[0].example.makespan[0]
+    assert len(slices) == example.start.size
+    for event in slices:
+        place = (event["tid"], 0, int(event["name"]))
+        assert event["ts"] == pytest.approx((before + example.start[place]) / 1e3)
+        assert event["dur"] == pytest.approx((example.end - example.start)[place] / 1e3)
+    with pytest.raises(UsageError, match="draw=True"):
+        perfetto([simulate(find_machine("dense"), TRACE)])
+
+
+def test_results_are_a_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    found = frame([simulate(find_machine(name), TRACE) for name in ("elsa", "a3")])
+    assert isinstance(found, pandas.DataFrame) and list(found["machine"]) == ["elsa", "a3"]
+
+
+def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:
+    found = simulate(within(find_machine("dense"), bandwidth=1e9), synthesised("uniform", 0.5, heads=1, tokens=10))
+    assert found.bytes["outer memory, read"] == 3 * 10 * 64 * 2 and found.bytes["outer memory, written"] == 10 * 64 * 2
+    counted = {(operation.kind, operation.bits): count for operation, count in found.operations.items()}
+    assert counted["int_multiply", 16] == counted["int_add", 32] == 2 * 10 * 10 * 64
+    assert counted["dram", 8] == 4 * 10 * 64 * 2

@@ -1,0 +1,164 @@
+"""Traces hold what attention computes, survive their file, and refuse what no attention can be."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.hardware.patterns import PATTERNS, synthesised
+from thrifty.hardware.trace import AttentionTrace, layer_of, packed, unpacked
+from thrifty.hardware.trace_file import FORMAT, lighter, load_pruned_masks, load_trace, save_trace
+
+RANDOM = np.random.default_rng(0)
+
+
+def whole_layer() -> dict:
+    q, k, v = RANDOM.normal(size=(3, 2, 3, 5, 4)).astype(np.float32)
+    mask = RANDOM.random((2, 3, 5, 5)) < 0.5
+    mask[..., 0] = True
+    return {"q": q, "k": k, "v": v, "mask": mask, "lengths": [5, 3], "counts": {"candidates": mask.sum(-1)}}
+
+
+def test_a_trace_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+    given = whole_layer()
+    layer = layer_of("first", **given, bits=8)
+    save_trace(
+        AttentionTrace("some", (layer, layer_of("second", mask=given["mask"])), {"model": "mine"}),
+        tmp_path / "t",
+    )
+    found = load_trace(tmp_path / "t")
+    assert (found.name, found.provenance) == ("some", {"model": "mine"})
+    again = found.layers[0]
+    for name in ("q", "k", "v", "packed", "query_lengths", "key_lengths", "kept_counts"):
+        assert np.array_equal(getattr(again, name), getattr(layer, name)), name
+    assert np.array_equal(again.counts["candidates"], layer.counts["candidates"])
+    assert (again.bits, again.width, again.scores) == (8, 4, None)
+    assert found.layers[1].heads == 3 and found.layers[1].q is None
+
+
+def test_kept_pairs_are_those_of_the_mask_that_are_no_padding() -> None:
+    given = whole_layer()
+    layer = layer_of("one", **given)
+    kept = layer.kept().reshape(2, 3, 5, 5)
+    for e, h, t, s in np.ndindex(2, 3, 5, 5):
+        length = given["lengths"][e]
+        assert kept[e, h, t, s] == (given["mask"][e, h, t, s] and t < length and s < length)
+    assert np.array_equal(layer.kept_counts, layer.kept().sum(-1))
+    plain = layer_of("all", q=given["q"], k=given["k"], lengths=[5, 3])
+    assert np.array_equal(plain.kept_counts, plain.kept().sum(-1)) and plain.density == 1.0
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_masks_are_packed_eight_to_a_byte_and_back(keys: int, seed: int) -> None:
+    mask = np.random.default_rng(seed).random((2, 3, keys)) < 0.5
+    assert packed(mask).nbytes == 6 * -(-keys // 8)
+    assert np.array_equal(unpacked(packed(mask), keys), mask)
+
+
+def broken(**changes: object) -> dict:
+    return {**whole_layer(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (broken(q=np.full((2, 3, 5, 4), np.nan, np.float32)), r"q is nan at \(0, 0, 0, 0\)"),
+        (broken(v=np.full((2, 3, 5, 4), np.inf, np.float32)), "v is inf at"),
+        (broken(scores=np.full((2, 3, 5, 5), np.nan, np.float32)), "scores is nan at"),
+        (broken(k=np.zeros((2, 3, 4, 4), np.float32)), "k is .*expected.*\n.*pad all examples"),
+        (broken(v=np.zeros((2, 2, 5, 4), np.float32)), "v is "),
+        (broken(lengths=[5, 6]), "query_lengths are 5 to 6, of 5"),
+        (broken(lengths=[0, 5]), "query_lengths are 0 to 5"),
+        (broken(lengths=[5]), r"query_lengths is \(1,\), where \(2,\)"),
+        (broken(mask=np.zeros((2, 3, 5, 5), bool)), "keeps no key for query 0 of head 0, example 0 .24 such rows"),
+        (broken(mask=np.zeros((2, 3, 5, 5))), "must be boolean"),
+        (broken(counts={"candidates": -np.ones((2, 3, 5), int)}), "counts of candidates"),
+        ({"q": np.zeros((2, 3, 5, 4))}, "neither a mask"),
+    ],
+)
+def test_what_no_attention_can_be_is_refused(given: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        layer_of("broken", **given)
+
+
+def test_a_row_may_be_empty_where_there_is_only_padding() -> None:
+    mask = np.ones((1, 1, 4, 4), bool)
+    mask[:, :, 2:] = False
+    assert layer_of("padded", mask=mask, lengths=[2]).kept_counts.tolist() == [[2, 2, 0, 0]]
+
+
+def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    with pytest.raises(UsageError, match="there is no trace"):
+        load_trace(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(IntegrityError, match="no undamaged safetensors"):
+        load_trace(path)
+    save_file({"x": np.zeros(1)}, path)
+    with pytest.raises(UsageError, match="not an attention trace"):
+        load_trace(path)
+    save_file({"x": np.zeros(1)}, path, metadata={"format": FORMAT, "trace": json.dumps({"name": "x", "layers": [{}]})})
+    with pytest.raises(IntegrityError, match="lacks"):
+        load_trace(path)
+    save_trace(synthesised("uniform", 0.5, tokens=64), path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(IntegrityError):
+        load_trace(path)
+    with pytest.raises(UsageError, match="no layers"):
+        AttentionTrace("none", ())
+
+
+def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
+    pruned = RANDOM.random((2, 3, 9, 9)) < 0.5
+    pruned[..., 0] = False
+    np.save(tmp_path / "info.npy", pruned)
+    trace = load_pruned_masks(tmp_path / "info.npy")
+    assert len(trace.layers) == 2
+    assert np.array_equal(trace.layers[1].kept(), ~pruned[1])
+    np.save(tmp_path / "info.npy", pruned[0])
+    with pytest.raises(UsageError, match="layers, heads, t, t"):
+        load_pruned_masks(tmp_path / "info.npy")
+    (tmp_path / "info.npy").write_bytes(b"cut")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load_pruned_masks(tmp_path / "info.npy")
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
+def test_a_pattern_has_its_density_and_no_empty_row_and_comes_of_its_seed(pattern: str, density: float) -> None:
+    trace = synthesised(pattern, density, heads=3, lengths=[96, 64])
+    assert trace.density == pytest.approx(density, abs=0.02)
+    assert (trace.layers[0].kept_counts.reshape(2, 3, 96)[1, :, :64] > 0).all()
+    again, other = (synthesised(pattern, density, heads=3, lengths=[96, 64], seed=seed) for seed in (0, 1))
+    assert np.array_equal(again.layers[0].packed, trace.layers[0].packed)
+    if density < 1:
+        assert not np.array_equal(other.layers[0].packed, trace.layers[0].packed)
+
+
+def test_patterns_look_as_they_are_called() -> None:
+    popular, alike = (
+        synthesised(pattern, 0.1, heads=1, tokens=128).layers[0].kept()[0].mean(0)
+        for pattern in ("power-law", "uniform")
+    )
+    assert popular.max() > 0.5 > 0.3 > alike.max()
+    diagonal = synthesised("diagonal", 0.1, heads=1, tokens=128).layers[0].kept()[0]
+    assert diagonal.diagonal().all() and 4 <= diagonal.all(0).sum() <= 8
+    near = synthesised("runs", 0.25, heads=4, tokens=128).layers[0].kept()
+    assert (near[..., 1:] & near[..., :-1]).sum() > 0.8 * near.sum()
+
+
+def test_an_unknown_pattern_or_density_is_refused() -> None:
+    with pytest.raises(UsageError, match="did you mean 'diagonal'"):
+        synthesised("diagonl", 0.1)
+    with pytest.raises(UsageError, match=r"not in \(0, 1\]"):
+        synthesised("uniform", 1.5)
+
+
+def test_a_trace_in_half_precision_takes_half_the_room() -> None:
+    trace = AttentionTrace("one", (layer_of("one", **whole_layer()),))
+    assert lighter(trace, "float16").layers[0].q.nbytes * 2 == trace.layers[0].q.nbytes

@@ -1,0 +1,386 @@
+"""Attention filters against what their papers say, written as plain loops, and against published figures."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.attention_filters import a3, dota, elsa, patterns, sanger, spatten, vitcod
+from thrifty.kernels.attention_filters.keep_sets import (
+    attend_kept,
+    exact_scores,
+    heads_of_keys,
+    kept_density,
+    visible_pairs,
+    with_one,
+)
+from thrifty.kernels.sparse_attention.reference import kept_attention_reference
+
+CASE = {
+    "t": st.integers(1, 12),
+    "k": st.sampled_from([2, 3, 4, 8]),
+    "sharing": st.integers(1, 2),
+    "causal": st.booleans(),
+    "seed": st.integers(0, 99),
+}
+
+
+def drawn(t: int, k: int, sharing: int, causal: bool, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys of one example, and what is visible of a row with padding at its end."""
+    generator = torch.Generator().manual_seed(seed)
+    q, key = (torch.randn(1, heads, t, k, generator=generator) for heads in (2 * sharing, 2))
+    padding = torch.arange(t) < max(t - seed % 3, 1)
+    return q, key, visible_pairs(t, t, causal, None if causal else padding[None, None, None])
+
+
+def each_query(q: Tensor, k: Tensor, visible: Tensor):
+    """Head, query, and its keys by number, for plain loops."""
+    for h, i in itertools.product(range(q.shape[1]), range(q.shape[2])):
+        seen = visible.expand(1, 1, q.shape[2], k.shape[2])[0, 0, i].nonzero().flatten().tolist()
+        yield h, i, seen, h // (q.shape[1] // k.shape[1])
+
+
+class TestKeepSets:
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE)
+    def test_attention_over_a_keep_set_and_its_gradients_are_exact(self, t, k, sharing, causal, seed):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        q, key = q.double().requires_grad_(), key.double().requires_grad_()
+        keep = with_one(torch.rand(1, 2 * sharing, t, t) < 0.4, exact_scores(q, key), visible)
+        assert bool(keep.any(-1).all()) and not bool((keep & ~visible).any())
+        pairs = []
+        for output in (attend_kept(q, key, key, keep), kept_attention_reference(q, key, key, keep)):
+            pairs.append((output, *torch.autograd.grad(output.square().sum(), (q, key))))
+        torch.testing.assert_close(*pairs)
+
+    def test_density_counts_visible_pairs_alone(self):
+        visible = visible_pairs(4, 4, True)
+        assert float(kept_density(torch.eye(4, dtype=torch.bool)[None, None], visible)) == pytest.approx(0.4)
+
+    def test_masks_that_are_added_and_other_lengths_are_refused(self):
+        with pytest.raises(UsageError, match="filters take boolean"):
+            visible_pairs(2, 2, False, torch.zeros(1, 1, 2, 2))
+        with pytest.raises(UsageError, match="no common order"):
+            visible_pairs(1, 2, True)
+
+
+class TestElsa:
+    def test_the_bias_of_hashes_of_64_bits_is_the_published_one(self):
+        """ELSA, section 3: θ_bias = 0.127 at the 80th percentile, with orthogonal projections."""
+        for sizes in ((4, 4, 4), (8, 8)):
+            assert elsa.angle_bias(sizes) == pytest.approx(0.127, abs=1e-3), sizes
+
+    @settings(max_examples=20, deadline=None)
+    @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 99))
+    def test_projections_are_kronecker_products_of_orthogonal_matrices(self, sizes, seed):
+        factors = elsa.orthogonal_factors(sizes, torch.Generator().manual_seed(seed))
+        whole = torch.ones(1, 1, dtype=torch.float64)
+        for factor in factors:
+            whole = torch.kron(whole, factor)
+        x = torch.randn(5, math.prod(sizes), dtype=torch.float64)
+        torch.testing.assert_close(elsa.kronecker_project(x, factors), x @ whole.T, rtol=0, atol=1e-12)
+        torch.testing.assert_close(whole @ whole.T, torch.eye(len(whole), dtype=torch.float64), rtol=0, atol=1e-12)
+
+    def test_three_factors_of_4_take_768_multiplications(self):
+        assert elsa.factor_sizes(64) == (4, 4, 4)
+        assert elsa.multiplies((4, 4, 4)) == 768
+        assert elsa.multiplies((8, 8)) == 1024
+        assert elsa.multiplies((64,)) == 4096
+
+    @given(width=st.integers(1, 300))
+    def test_factors_of_any_width_make_it_up(self, width):
+        assert math.prod(elsa.factor_sizes(width)) == width
+
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE, threshold=st.floats(-1, 1))
+    def test_the_keep_set_is_that_of_a_loop_over_pairs(self, t, k, sharing, causal, seed, threshold):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        factors = elsa.orthogonal_factors(elsa.factor_sizes(k), torch.Generator().manual_seed(seed))
+        found = elsa.elsa_keep(q, key, factors, 0.1, threshold, visible)
+        for h, i, seen, g in each_query(q, key, visible):
+            sims = {}
+            for j in seen:
+                bits = [elsa.kronecker_project(x, factors) >= 0 for x in (q[0, h, i], key[0, g, j])]
+                angle = math.pi / k * int((bits[0] != bits[1]).sum()) - 0.1
+                sims[j] = float(key[0, g, j].norm()) * math.cos(max(angle, 0.0))
+            limit = threshold * max(float(key[0, g, j].norm()) for j in seen)
+            kept = {j for j in seen if sims[j] > limit}
+            mine = set(found[0, h, i].nonzero().flatten().tolist())
+            unsure = {j for j in seen if abs(sims[j] - limit) < 1e-5}  # the last bit decides
+            if kept - unsure:
+                assert mine | unsure == kept | unsure
+            else:
+                assert mine <= kept | unsure | {j for j in seen if sims[j] > max(sims.values()) - 1e-5}
+            assert mine
+
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE, p=st.floats(0.1, 4))
+    def test_thresholds_are_learned_as_by_a_loop(self, t, k, sharing, causal, seed, p):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        found = elsa.threshold_samples(q, key, p, visible)
+        for h, i, seen, g in each_query(q, key, visible):
+            raw = [float(q[0, h, i] @ key[0, g, j]) for j in seen]
+            weights = torch.tensor([r / math.sqrt(k) for r in raw]).softmax(0).tolist()
+            if any(abs(w - p / len(seen)) < 1e-6 for w in weights):
+                continue
+            passing = [r for r, w in zip(raw, weights, strict=True) if w > p / len(seen)]
+            largest = max(float(key[0, g, j].norm()) for j in seen)
+            expected = (min(passing) if passing else max(raw)) / (float(q[0, h, i].norm()) * largest)
+            assert float(found[0, h, i]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+class TestA3:
+    @settings(max_examples=40, deadline=None)
+    @given(n=st.integers(1, 12), k=st.integers(1, 6), rounds=st.integers(1, 40), seed=st.integers(0, 999))
+    def test_the_greedy_search_is_that_of_heaps_over_sorted_columns(self, n, k, rounds, seed):
+        """Oracle 3: identical to the brute-force O(nd log nd) version."""
+        generator = torch.Generator().manual_seed(seed)
+        query, keys = torch.randn(k, generator=generator), torch.randn(n, k, generator=generator)
+        everything = torch.ones(1, n, dtype=torch.bool)
+        found = a3.greedy_scores(query[None], keys[None], torch.tensor([rounds]), everything)[0]
+        torch.testing.assert_close(found, a3.greedy_scores_reference(query, keys, rounds))
+
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE, share=st.floats(0.05, 1), percent=st.floats(1, 90))
+    def test_both_selections_are_those_of_a_loop(self, t, k, sharing, causal, seed, share, percent):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        found, scores = a3.a3_keep(q, key, share, percent, visible), exact_scores(q, key)
+        for h, i, seen, g in each_query(q, key, visible):
+            keys = key[0, g] * visible.expand(1, 1, t, t)[0, 0, i][:, None]
+            greedy = a3.greedy_scores_reference(q[0, h, i], keys, math.ceil(np.float32(len(seen)) * np.float32(share)))
+            candidates = [j for j in seen if greedy[j] > 0]
+            mine = scores[0, h, i].tolist()
+            if candidates:
+                best = max(mine[j] for j in candidates)
+                expected = {j for j in candidates if mine[j] >= best + math.log(percent / 100)}
+            else:
+                expected = {max(seen, key=lambda j: mine[j])}
+            assert set(found[0, h, i].nonzero().flatten().tolist()) == expected
+
+
+class TestSanger:
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE, threshold=st.floats(0.01, 0.6), bits=st.integers(2, 8))
+    def test_the_keep_set_is_that_of_a_loop_over_pairs(self, t, k, sharing, causal, seed, threshold, bits):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        found = sanger.sanger_keep(q, key, threshold, bits, (0.9, 0.8), visible)
+
+        def few_bits(x: Tensor, largest: float) -> Tensor:
+            levels = 2 ** (bits - 1) - 1
+            return (x / x.norm() * levels / largest).round().clamp(-levels, levels) * largest / levels
+
+        for h, i, seen, g in each_query(q, key, visible):
+            x = q[0, h, i]
+            scores = [
+                float(few_bits(x, 0.9) @ few_bits(y, 0.8) * x.norm() * y.norm()) / math.sqrt(k) for y in key[0, g, seen]
+            ]
+            weights = torch.tensor(scores).softmax(0).tolist()
+            mine = set(found[0, h, i].nonzero().flatten().tolist())
+            kept = {j for j, w in zip(seen, weights, strict=True) if w > threshold}
+            unsure = {j for j, w in zip(seen, weights, strict=True) if abs(w - threshold) < 1e-4}
+            if kept - unsure:
+                assert mine | unsure == kept | unsure
+            assert mine
+
+    def test_rounding_gives_even_steps_and_passes_gradients_straight_through(self):
+        x = torch.linspace(-1.2, 1.2, 49, requires_grad=True)
+        rounded = sanger.quantized(x, 4, 1.0)
+        assert sorted({round(v * 7) for v in rounded.tolist()}) == list(range(-7, 8))
+        assert torch.equal(torch.autograd.grad(rounded.sum(), x)[0], torch.ones(49))
+
+    @settings(max_examples=30, deadline=None)
+    @given(t=st.integers(1, 20), s=st.integers(1, 200), density=st.floats(0, 1), seed=st.integers(0, 99))
+    def test_split_rows_are_counted_as_by_a_loop(self, t, s, density, seed):
+        mask = torch.rand(t, s, generator=torch.Generator().manual_seed(seed)) < density
+        kept, rows = 0, 0
+        for row, start in itertools.product(mask.numpy(), range(0, s, 64)):
+            here = int(row[start : start + 64].sum())
+            kept, rows = kept + here, rows + math.ceil(here / 16)
+        assert sanger.utilisation(mask) == pytest.approx(kept / (16 * rows) if rows else 0.0)
+
+    def test_utilisation_of_masks_as_dense_as_berts_is_in_the_papers_range(self):
+        """Sanger, table 5 (from a note on the paper): 0.56 to 0.74 with packing and splitting, at 0.09 to 0.33 kept."""
+        for density in (0.15, 0.2, 0.33):
+            mask = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < density
+            assert 0.56 <= sanger.utilisation(mask) <= 0.85, density
+
+    @settings(max_examples=40, deadline=None)
+    @given(height=st.integers(1, 8), s=st.integers(0, 40), elements=st.integers(1, 5), density=st.floats(0, 1),
+           seed=st.integers(0, 99))  # fmt: skip
+    def test_columns_pack_as_in_a_stream_with_counters(self, height, s, elements, density, seed):
+        """Oracle 4: counters for each row; a column that would overflow one flushes; empty columns are not written."""
+        mask = np.random.default_rng(seed).random((height, s)) < density
+        groups: list[list[int]] = []
+        held, counters = [], np.zeros(height, dtype=int)
+        for column in range(s):
+            if not mask[:, column].any():
+                continue
+            if ((counters + mask[:, column]) > elements).any():
+                groups.append(held)
+                held, counters = [], np.zeros(height, dtype=int)
+            held.append(column)
+            counters += mask[:, column]
+        assert sanger.packed_columns(torch.from_numpy(mask), elements) == groups + ([held] if held else [])
+
+
+class TestDota:
+    def test_the_projection_keeps_lengths_on_average(self):
+        projection = dota.sparse_projection(64, 16, torch.Generator().manual_seed(0))
+        assert set(projection.unique().tolist()) == {0.0, projection.max().item(), projection.min().item()}
+        assert projection.max().item() == pytest.approx(math.sqrt(3 / 16))
+        assert (projection != 0).float().mean().item() == pytest.approx(1 / 3, abs=0.05)
+        x = torch.randn(2000, 64, generator=torch.Generator().manual_seed(1))
+        assert ((x @ projection).norm(dim=1) / x.norm(dim=1)).square().mean().item() == pytest.approx(1, abs=0.15)
+
+    @settings(max_examples=20, deadline=None)
+    @given(**CASE, count=st.integers(1, 12))
+    def test_every_query_keeps_its_best_keys_and_as_many_as_any_other(self, t, k, sharing, causal, seed, count):
+        q, key, visible = drawn(t, k, sharing, causal, seed)
+        scores = exact_scores(q, key)
+        keys = dota.balanced_keys(scores, count, visible)
+        keep = dota.keep_of(keys, t)
+        for h, i, seen, _ in each_query(q, key, visible):
+            best = sorted(seen, key=lambda j: -scores[0, h, i, j])[:count]
+            assert set(keep[0, h, i].nonzero().flatten().tolist()) == set(best)
+        if not causal:  # no lane waits for another
+            assert len(set(keep.sum(-1).flatten().tolist())) == 1
+
+    def test_the_loss_is_the_mean_square_over_visible_pairs_and_trains_the_detector(self):
+        generator = torch.Generator().manual_seed(0)
+        x, projection = torch.randn(2, 5, 8, generator=generator), dota.sparse_projection(8, 4, generator)
+        weights = [torch.randn(2, 4, 4, generator=generator).double().requires_grad_() for _ in range(2)]
+        exact, visible = torch.randn(2, 2, 5, 5, generator=generator).double(), visible_pairs(5, 5, True)
+
+        def loss(w_q: Tensor, w_k: Tensor) -> Tensor:
+            return dota.detector_loss(dota.detected_scores(x.double(), projection.double(), w_q, w_k), exact, visible)
+
+        estimated = dota.detected_scores(x.double(), projection.double(), *weights).detach()
+        pairs = [(h, i, j) for h in range(2) for i in range(5) for j in range(i + 1)]
+        for b in range(2):
+            by_hand = sum(float(estimated[b][at] - exact[b][at]) ** 2 for at in pairs) / len(pairs)
+            assert loss(*weights)[b].item() == pytest.approx(by_hand, rel=1e-5)
+        gradients = torch.autograd.grad(loss(*weights).sum(), weights)
+        step = [w.detach() - 1e-4 * gradient for w, gradient in zip(weights, gradients, strict=True)]
+        assert float(loss(*step).sum()) < float(loss(*(w.detach() for w in weights)).sum())
+
+    @settings(max_examples=30, deadline=None)
+    @given(t=st.integers(1, 13), s=st.integers(1, 20), density=st.floats(0, 1), seed=st.integers(0, 99))
+    def test_reuse_of_keys_is_that_of_sets(self, t, s, density, seed):
+        """Oracle 8: keys in the union of four queries' sets over the sum of their sizes."""
+        mask = torch.rand(t, s, generator=torch.Generator().manual_seed(seed)) < density
+        sets = [set(row.nonzero().flatten().tolist()) for row in mask]
+        unions = sum(len(set.union(*sets[i : i + 4])) for i in range(0, t, 4))
+        assert dota.key_reuse(mask) == pytest.approx(unions / max(sum(map(len, sets)), 1))
+        order = dota.fetch_order(mask[:4])
+        assert [len(queries) for _, queries in order] == sorted((len(queries) for _, queries in order), reverse=True)
+        assert {(i, key) for key, queries in order for i in queries} == {
+            (i, key) for i in range(min(t, 4)) for key in sets[i]
+        }
+
+
+class TestVitcod:
+    @settings(max_examples=30, deadline=None)
+    @given(t=st.integers(1, 12), cut=st.floats(0.05, 0.99), seed=st.integers(0, 99))
+    def test_each_row_keeps_its_largest_entries_until_they_are_enough(self, t, cut, seed):
+        average = torch.randn(t, t, generator=torch.Generator().manual_seed(seed)).double().mul(2).softmax(-1)
+        found = vitcod.informative_pairs(average, cut)
+        for i in range(t):
+            kept, total = {0}, 0.0
+            for j in sorted(range(t), key=lambda j: -average[i, j]):
+                if total >= cut:
+                    break
+                kept.add(j)
+                total += float(average[i, j])
+            assert set(found[i].nonzero().flatten().tolist()) == (kept if i else set(range(t)))
+
+    def test_global_tokens_come_first_and_the_mask_goes_with_them(self):
+        mask = torch.zeros(6, 6, dtype=torch.bool)
+        mask[:, 2], mask[:4, 5], mask[0, 0] = True, True, True
+        order, count = vitcod.split_and_conquer(mask, limit=3)
+        assert (order.tolist(), count) == ([2, 5, 0, 1, 3, 4], 2)
+        moved = vitcod.reordered(mask, order)
+        assert moved[:, :2].sum() == 10 and moved.sum() == mask.sum()
+
+    def test_heads_go_through_a_code_of_half_as_many(self):
+        x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
+        assert vitcod.code_heads(3) == 2
+        encode, decode = torch.randn(2, 3), torch.randn(3, 2)
+        found = vitcod.through_code(x, encode, decode)
+        by_layers = (x.permute(0, 2, 3, 1) @ encode.T @ decode.T).permute(0, 3, 1, 2)
+        torch.testing.assert_close(found, by_layers)
+        expected = [float((x[b] - found[b]).norm()) for b in range(2)]
+        torch.testing.assert_close(vitcod.code_loss(x, found), torch.tensor(expected))
+
+
+class TestSpatten:
+    @settings(max_examples=30, deadline=None)
+    @given(n=st.integers(1, 12), blocks=st.integers(1, 6), seed=st.integers(0, 99))
+    def test_what_is_pruned_never_comes_back(self, n, blocks, seed):
+        generator = torch.Generator().manual_seed(seed)
+        total, alive = torch.zeros(1, n), torch.ones(1, n, dtype=torch.bool)
+        for block in range(blocks):
+            total = total + torch.rand(1, n, generator=generator)
+            share = spatten.pruned_share(block, blocks, 0.5, 0.4, spatten.TOKENS_SPARED)
+            keep = max(round((1 - share) * n), 1)
+            before, alive = alive, spatten.cascade(total, alive, keep)
+            assert not bool((alive & ~before).any())
+            ranked = sorted(before[0].nonzero().flatten().tolist(), key=lambda j: -total[0, j])
+            assert set(alive[0].nonzero().flatten().tolist()) == set(ranked[:keep])
+
+    def test_shares_rise_along_a_line_whose_ends_add_up_to_twice_the_average(self):
+        shares = [spatten.pruned_share(block, 20, 0.4, 0.3, 0.15) for block in range(20)]
+        assert shares[:3] == [0.0] * 3
+        assert shares[3] + shares[-1] == pytest.approx(0.8)
+        assert np.allclose(np.diff(shares[3:]), (shares[-1] - shares[3]) / 16)
+
+    def test_what_a_causal_model_may_know_of_a_key_depends_on_no_later_query(self):
+        scores = torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+        probabilities = scores.masked_fill(~visible_pairs(6, 6, True), float("-inf")).softmax(-1)
+        found = spatten.causal_importance(probabilities)
+        for i in range(6):
+            torch.testing.assert_close(found[0, i], probabilities[0, :, : i + 1].sum((0, 1)))
+        torch.testing.assert_close(found[:, -1], spatten.token_importance(probabilities))
+
+    def test_low_bits_are_fetched_where_a_softmax_is_flat_and_the_error_is_bounded(self):
+        """SpAtten, section 4.2: an error ds of a score changes a probability by less than ds."""
+        generator = torch.Generator().manual_seed(0)
+        q, k = torch.randn(2, 1, 2, 40, 16, generator=generator)
+        visible = visible_pairs(40, 40, False)
+        found, again = spatten.progressive_probabilities(q, k, visible, 6, 4)
+        exact = exact_scores(q, k).softmax(-1)
+        assert bool(again.any()) and not bool(again.all())
+        coarse = [spatten.high_bits(x, 6, 4)[1] for x in (q, k)]
+        error = (exact_scores(*coarse) - exact_scores(q, k)).abs().amax()
+        assert float((found - exact).abs().max()) < float(error)
+        fine = [spatten.high_bits(x, 6, 4)[0] for x in (q, k)]
+        torch.testing.assert_close(found[again], exact_scores(*fine).softmax(-1)[again])
+
+    def test_local_pruning_keeps_the_largest_weights_of_each_query(self):
+        probabilities = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+        kept = spatten.local_values(probabilities, 2)
+        assert torch.equal(kept.sum(-1), torch.full((2, 3, 5), 2))
+        assert bool((probabilities.masked_fill(~kept, 9).amin(-1) >= probabilities.masked_fill(kept, 0).amax(-1)).all())
+
+    def test_heads_that_put_out_more_matter_more(self):
+        outputs = torch.randn(2, 3, 5, 4)
+        expected = [[float(outputs[b, h].abs().sum()) for h in range(3)] for b in range(2)]
+        torch.testing.assert_close(spatten.head_importance(outputs), torch.tensor(expected))
+
+
+def test_patterns_are_the_masks_that_their_rules_say():
+    window = patterns.window_mask(7, 2, first=1, causal=True)
+    assert all(bool(window[i, j]) == (j <= i and (i - j < 2 or j < 1 or i < 1)) for i in range(7) for j in range(7))
+    scattered = patterns.scattered_mask(8, 2, 0, 1, 1, False)
+    assert bool(scattered[:2].all()) and bool(scattered[:, :2].all())
+    assert [int(row.sum()) for row in scattered[2:]] == [6] * 6  # the first block, its own, and one drawn
+
+
+def test_keys_of_shared_heads_are_those_of_their_group():
+    keys = torch.randn(1, 2, 3, 4)
+    assert torch.equal(heads_of_keys(keys, 4)[:, 3], keys[:, 1])

@@ -1,0 +1,263 @@
+"""Attention over kept pairs against a dense product under the same mask: values, gradients, memory, refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thrifty.core.accounting import FLOPS_OF
+from thrifty.core.errors import UsageError
+from thrifty.kernels.attention import segment_mask
+from thrifty.kernels.attention_filters.patterns import pairs_of
+from thrifty.kernels.sparse_attention.blocks import block_attention
+from thrifty.kernels.sparse_attention.grids import (
+    NONE,
+    PART,
+    WHOLE,
+    BlockGrid,
+    best_blocks,
+    grid_of,
+    scattered_grid,
+    window_grid,
+)
+from thrifty.kernels.sparse_attention.reference import kept_attention_reference
+from thrifty.kernels.sparse_attention.rows import mask_attention, row_attention
+from thrifty.kernels.sparse_attention.sight import Sight
+
+
+def inputs(b: int, h: int, g: int, t: int, k: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(b, n, t, k, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for n in (h, g, g)
+    ]
+
+
+def with_gradients(output: Tensor, qkv: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output).to(output.dtype)
+    return [output, *torch.autograd.grad(output, qkv, weights)]
+
+
+def assert_like_dense(found: Tensor, qkv: list[Tensor], keep: Tensor, **near: float) -> None:
+    expected = with_gradients(kept_attention_reference(*qkv, keep), qkv)
+    torch.testing.assert_close(with_gradients(found, qkv), expected, **near)
+
+
+SHAPES = {
+    "b": st.integers(1, 2),
+    "g": st.integers(1, 2),
+    "sharing": st.integers(1, 3),
+    "t": st.integers(1, 40),
+    "k": st.integers(1, 6),
+    "block": st.integers(1, 17),
+    "seed": st.integers(0, 99),
+}
+
+
+@settings(max_examples=25, deadline=None)
+@given(**SHAPES, causal=st.booleans(), window=st.integers(0, 20), first=st.integers(0, 9))
+def test_windows_equal_attention_under_their_mask(b, g, sharing, t, k, block, seed, causal, window, first):
+    qkv, sight = inputs(b, g * sharing, g, t, k, seed=seed), Sight(causal, window, first)
+    place = torch.arange(t)
+    keep = sight.visible(place[:, None], place[None, :])
+    assert_like_dense(block_attention(*qkv, window_grid(t, sight, block)), qkv, keep)
+
+
+@settings(max_examples=25, deadline=None)
+@given(**SHAPES, causal=st.booleans(), near=st.integers(0, 2), first=st.integers(0, 2), drawn=st.integers(0, 3))
+def test_scattered_blocks_of_texts_that_share_a_row_equal_attention_under_their_mask(
+    b, g, sharing, t, k, block, seed, causal, near, first, drawn
+):
+    qkv, grid = inputs(b, g * sharing, g, t, k, seed=seed), scattered_grid(t, block, near, first, drawn, causal, seed)
+    segments = torch.randint(0, 4, (b, t), generator=torch.Generator().manual_seed(seed)).sort(1).values
+    keep = pairs_of(grid, t, t)
+    assert_like_dense(block_attention(*qkv, grid), qkv, keep)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    assert_like_dense(block_attention(*qkv, grid, segments=segments), qkv, keep & same)
+    if causal:  # as our models hand it over
+        assert_like_dense(block_attention(*qkv, grid, segment_mask(segments)), qkv, keep & same)
+
+
+@settings(max_examples=25, deadline=None)
+@given(**SHAPES, density=st.floats(0, 1), of_heads=st.booleans())
+def test_any_mask_in_blocks_or_in_rows_equals_the_dense_product(b, g, sharing, t, k, block, seed, density, of_heads):
+    h, generator = g * sharing, torch.Generator().manual_seed(seed)
+    qkv = inputs(b, h, g, t, k, seed=seed)
+    keep = torch.rand(b, h if of_heads else 1, t, t, generator=generator) < density  # queries without a key, too
+    assert_like_dense(block_attention(*qkv, grid_of(keep, block), keep), qkv, keep)
+    assert_like_dense(mask_attention(*qkv, keep), qkv, keep)
+
+
+@settings(max_examples=20, deadline=None)
+@given(b=st.integers(1, 2), g=st.integers(1, 2), sharing=st.integers(1, 2), t=st.integers(1, 30), s=st.integers(1, 30),
+       kept=st.integers(1, 8), seed=st.integers(0, 99))  # fmt: skip
+def test_rows_of_so_many_keys_each_equal_the_dense_product(b, g, sharing, t, s, kept, seed):
+    h, generator = g * sharing, torch.Generator().manual_seed(seed)
+    q = inputs(b, h, g, t, 3, seed=seed)[0]
+    k, v = inputs(b, g, g, s, 3, seed=seed + 1)[1:]
+    keys = torch.rand(b, h, t, s, generator=generator).topk(min(kept, s)).indices
+    keys = torch.where(torch.rand(keys.shape, generator=generator) < 0.2, -1, keys)
+    keep = torch.zeros(b, h, t, s + 1, dtype=torch.bool).scatter(-1, torch.where(keys < 0, s, keys), True)[..., :s]
+    assert_like_dense(row_attention(q, k, v, keys), [q, k, v], keep)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_product(causal):
+    qkv = inputs(1, 4, 2, 200, 32, torch.float32)
+    grid = scattered_grid(200, 32, 0, 1, 1, causal)
+    keep = pairs_of(grid, 200, 200)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    assert_like_dense(block_attention(*qkv, grid), qkv, keep, **near)
+    assert_like_dense(mask_attention(*qkv, keep), qkv, keep, **near)
+
+
+def test_the_best_blocks_are_those_that_a_loop_finds():
+    scores = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    for causal in (False, True):
+        grid = best_blocks(scores, 2, 8, Sight(causal))
+        for b, h, row in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
+            seen = list(range(row + 1 if causal else 6))
+            ranked = sorted(seen, key=lambda column: (causal and column == row, scores[b, h, row, column]))
+            kept = (grid.codes[b, h, row] != NONE).nonzero().flatten().tolist()
+            assert kept == sorted(ranked[-2:])
+        assert int((grid.codes != NONE).sum((-1, -2)).max()) == grid.count
+
+
+@settings(max_examples=60, deadline=None)
+@given(t=st.integers(1, 60), block=st.integers(1, 9), causal=st.booleans(), window=st.integers(0, 30),
+       first=st.integers(0, 20))  # fmt: skip
+def test_a_grid_says_of_each_block_whether_all_some_or_none_of_its_pairs_are_seen(t, block, causal, window, first):
+    sight = Sight(causal, window, first)
+    side = -(-t // block)
+    place = torch.arange(side * block)
+    seen = sight.visible(place[:, None], place[None, :]).expand(len(place), len(place)).view(side, block, side, block)
+    grid = window_grid(t, sight, block)
+    some, all_ = seen.any(3).any(1), seen.all(3).all(1)
+    assert torch.equal(grid.codes[0, 0] == NONE, ~some)
+    assert bool(all_[grid.codes[0, 0] == WHOLE].all())  # one that is only PART costs a mask, and is right
+    assert grid.count == int(some.sum())
+
+
+def test_only_blocks_at_the_edge_of_a_window_take_a_mask():
+    codes = window_grid(32, Sight(True, 12), 4).codes[0, 0]
+    assert codes[5].tolist() == [NONE, NONE, PART, WHOLE, WHOLE, PART, NONE, NONE]
+    assert window_grid(32, Sight(), 4).codes.eq(WHOLE).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(t=st.integers(1, 60), block=st.integers(1, 9), near=st.integers(0, 3), first=st.integers(0, 3),
+       drawn=st.integers(0, 4), causal=st.booleans())  # fmt: skip
+def test_scattered_blocks_are_as_many_as_are_counted_and_hold_what_they_must(t, block, near, first, drawn, causal):
+    grid = scattered_grid(t, block, near, first, drawn, causal, seed=3)
+    kept = grid.codes[0, 0] != NONE
+    assert int(kept.sum()) == grid.count
+    for i in range(len(kept)):
+        must = {j for j in range(len(kept)) if (not causal or j <= i) and (abs(i - j) <= near or min(i, j) < first)}
+        found = set(kept[i].nonzero().flatten().tolist())
+        assert must <= found
+        assert len(found - must) == min(drawn, (i + 1 if causal else len(kept)) - len(must)) * (i >= first)
+
+
+def test_what_is_kept_for_the_backward_pass_and_made_on_the_way_grows_with_what_is_kept_not_with_tokens_squared():
+    b, h, t, k = 1, 2, 1024, 16
+    qkv = inputs(b, h, h, t, k, torch.float32)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    keys = torch.arange(t)[:, None].sub(torch.arange(8)).clamp(min=-1)[None, None]
+    grid = window_grid(t, Sight(True, 64), 32)
+    for core, besides in ((lambda: block_attention(*qkv, grid), grid.codes), (lambda: row_attention(*qkv, keys), keys)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            core()
+        inputs_and_output, lse = 4 * b * h * t * k * 4, b * h * t * 4
+        assert sum(kept.values()) <= inputs_and_output + lse + besides.numel() * besides.element_size() < h * t * t * 4
+
+
+def test_bfloat16_stays_as_near_to_the_exact_result_as_the_dense_product_does():
+    qkv = inputs(1, 4, 2, 200, 32, torch.bfloat16)
+    grid = scattered_grid(200, 32, 1, 1, 1, True)
+    keep = pairs_of(grid, 200, 200)
+    doubles = [x.detach().double().requires_grad_() for x in qkv]
+    exact = with_gradients(kept_attention_reference(*doubles, keep), doubles)
+
+    def errors(found: Tensor) -> list[float]:
+        pairs = zip(with_gradients(found, qkv), exact, strict=True)
+        return [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]
+
+    dense = errors(kept_attention_reference(*qkv, keep))
+    assert all(
+        mine < max(1.5 * theirs, 5e-3) for mine, theirs in zip(errors(block_attention(*qkv, grid)), dense, strict=True)
+    )
+
+
+def test_gradients_are_those_of_finite_differences():
+    qkv = inputs(1, 2, 1, 9, 2)
+    grid = window_grid(9, Sight(True, 4, 1), 4)
+    assert torch.autograd.gradcheck(lambda *qkv: block_attention(*qkv, grid), qkv)
+    keys = torch.tensor([[0, -1, 3], *[[1, 2, 0]] * 8])[None, None]
+    assert torch.autograd.gradcheck(lambda *qkv: row_attention(*qkv, keys), qkv)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = inputs(1, 2, 2, 40, 8, torch.float32)
+    grid = window_grid(40, Sight(True, 9), 8)
+    found = with_gradients(block_attention(q * 1e3, k * 1e3, v, grid), [q, k, v])
+    assert all(tensor.isfinite().all() for tensor in found)
+
+
+def test_threads_change_no_bit():
+    qkv, grid = inputs(2, 4, 2, 300, 16, torch.float32), scattered_grid(300, 16, 1, 1, 3, True)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(with_gradients(block_attention(*qkv, grid), qkv))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_compiled_and_eager_agree_on_values_and_gradients():
+    qkv = inputs(1, 2, 1, 24, 8, torch.float32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return block_attention(q, k, v, window_grid(24, Sight(True, 7), 8))
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(with_gradients(compiled(*qkv), qkv), with_gradients(attend(*qkv), qkv))
+
+
+def test_shapes_alone_are_enough_and_only_kept_blocks_count_as_work():
+    q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
+    grid = window_grid(64, Sight(True, 16), 16, torch.device("meta"))
+    block_attention(q, q, q, grid).sum().backward()
+    assert q.grad is not None and q.grad.shape == q.shape
+    count = FLOPS_OF[torch.ops.thrifty.block_attention](q, q, q, grid.codes, None, None, 16, grid.count)
+    assert count == 2 * 2 * 2 * 4 * grid.count * 16**2 * 8
+    assert grid.count == 7  # four on the diagonal, three beside it
+
+
+def test_a_second_derivative_is_refused():
+    qkv = inputs(1, 1, 1, 8, 4)
+    for output in (
+        block_attention(*qkv, window_grid(8, Sight(True), 4)),
+        row_attention(*qkv, torch.zeros(1, 1, 8, 1).long()),
+    ):
+        with pytest.raises(UsageError, match="no second derivative"):
+            torch.autograd.grad(output.sum(), qkv[0], create_graph=True)
+
+
+def test_what_does_not_fit_is_refused_in_words():
+    qkv = inputs(1, 2, 2, 8, 4)
+    with pytest.raises(UsageError, match="a grid of"):
+        block_attention(*qkv, BlockGrid(torch.ones(1, 1, 3, 2, dtype=torch.int8), 4, 6))
+    with pytest.raises(UsageError, match="kept keys are"):
+        row_attention(*qkv, torch.zeros(1, 1, 8, 2))
+    with pytest.raises(UsageError, match="key 9 is to be kept of 8"):
+        row_attention(*qkv, torch.full((1, 1, 8, 1), 9))
+    with pytest.raises(UsageError, match="a mask of"):
+        mask_attention(*qkv, torch.zeros(1, 1, 8, 8))

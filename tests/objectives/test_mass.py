@@ -1,0 +1,134 @@
+"""MASS: one span hidden from the encoder, written by the decoder at its own positions."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
+
+from objectives.tiny_networks import VOCABULARY
+from thrifty.core.batches import Batch, Mapped
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.recipe import ModelSettings
+from thrifty.data.packing import PackedTokens
+from thrifty.models import build_model
+from thrifty.models.interchange import import_folder
+from thrifty.models.wrapped import HuggingFaceSeq2Seq
+from thrifty.objectives.mass import Mass, hidden_span
+
+MASK = 3
+TEXT = np.random.default_rng(0).integers(4, VOCABULARY, 20_000).astype(np.uint16)
+OBJECTIVE = Mass(mask=MASK)
+
+
+def rows(length: int = 24, batch: int = 4, objective: Mass = OBJECTIVE, step: int = 0) -> Batch:
+    return objective.examples(PackedTokens(TEXT, length, batch, seed=0).at(step))
+
+
+@settings(deadline=None)
+@given(length=some.integers(1, 60), rate=some.floats(0.01, 1.0), step=some.integers(0, 10**6))
+def test_the_span_put_back_is_the_text_and_is_all_that_is_hidden(length: int, rate: float, step: int) -> None:
+    text = PackedTokens(TEXT, length, 4, seed=0).at(step)
+    batch = Mass(rate=rate, mask=MASK).examples(text)
+    count = max(1, round(rate * length))
+    places, span = batch["positions"], batch["tokens"][:, 1:]
+    assert places.shape == span.shape == (4, count)
+    assert (places.diff(dim=1) == 1).all(), "one span, without gaps"
+    assert (batch["source"].gather(1, places) == MASK).all() and (batch["tokens"][:, 0] == MASK).all()
+    assert (batch["source"] == MASK).sum() == 4 * count
+    assert torch.equal(batch["source"].scatter(1, places, span), text["tokens"][:, :-1])
+
+
+def test_every_place_where_a_span_has_room_is_as_likely() -> None:
+    _, _, places = hidden_span(np.zeros((6000, 9), dtype=np.int64), np.arange(6000) * 7919, 4, MASK)
+    counts = np.bincount(places[:, 0])
+    assert len(counts) == 6
+    assert abs(counts - 1000).max() < 5 * math.sqrt(6000 * (1 / 6) * (5 / 6))
+
+
+@settings(deadline=None)
+@given(step=some.integers(0, 10**6), start=some.integers(0, 7), count=some.integers(1, 8))
+def test_any_rows_are_those_of_the_whole_batch(step: int, start: int, count: int) -> None:
+    source = Mapped(PackedTokens(TEXT, 24, 8, seed=0), lambda _, batch: OBJECTIVE.examples(batch))
+    whole, part = source.at(step), source.rows(step, start, min(start + count, 8))
+    for name in whole.fields:
+        assert torch.equal(part[name], whole[name][start : start + count])
+
+
+def marian(positions: int = 64) -> MarianConfig:
+    sides = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in
+             (("layers", 2), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+    return MarianConfig(
+        vocab_size=VOCABULARY, d_model=32, max_position_embeddings=positions, pad_token_id=0,
+        decoder_start_token_id=0, init_std=0.2, activation_function="swish", **sides,
+    )  # fmt: skip
+
+
+def test_the_loss_is_that_of_transformers_whose_decoder_is_given_masks_outside_of_the_span(tmp_path) -> None:
+    """Marian's decoder counts positions from the start, so in front of the span it is given what the paper has there,
+    masks, and those are taken off by a mask of attention that leaves each place its own span."""
+    torch.manual_seed(0)
+    theirs = MarianMTModel(marian()).eval()
+    theirs.save_pretrained(tmp_path / "marian")
+    ours, _ = import_folder(tmp_path / "marian")
+    batch = rows()
+    losses = OBJECTIVE.losses(OBJECTIVE.predict(ours, batch), batch)
+    for row in range(4):
+        places, tokens = batch["positions"][row], batch["tokens"][row]
+        begin, end = int(places[0]), int(places[-1]) + 1
+        given = torch.cat((torch.full((begin,), MASK), tokens[:-1]))[None]
+        keep = (torch.arange(end) >= begin).long()[None]
+        logits = theirs(
+            input_ids=batch["source"][row][None], decoder_input_ids=given, decoder_attention_mask=keep, use_cache=False
+        ).logits[0, begin:]
+        wanted = torch.nn.functional.cross_entropy(logits, tokens[1:])
+        torch.testing.assert_close(losses[row], wanted, rtol=1e-5, atol=1e-5)
+    assert OBJECTIVE.tokens(batch) == 4 * 24
+
+
+def test_the_loss_on_t5_is_that_of_transformers(tmp_path) -> None:
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    theirs = T5ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path / "t5")
+    ours, _ = import_folder(tmp_path / "t5")
+    batch = rows()
+    losses = OBJECTIVE.losses(OBJECTIVE.predict(ours, batch), batch)
+    logits = theirs(input_ids=batch["source"], decoder_input_ids=batch["tokens"][:, :-1]).logits
+    wanted = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["tokens"][:, 1:], reduction="none").mean(1)
+    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoder_with_a_table_of_positions_reads_the_span_where_it_is() -> None:
+    model = build_model(ModelSettings(preset="marian-nano", depth=1, width=32), VOCABULARY, 24, 0, "mass")
+    batch = rows()
+    before = OBJECTIVE.predict(model, batch).hidden
+    moved = Batch({**batch.fields, "positions": (batch["positions"] + 1) % 24}, batch.weight)
+    assert (OBJECTIVE.predict(model, moved).hidden - before).abs().max() > 1e-3
+
+
+def test_nothing_of_a_token_is_known_where_it_is_to_be_written() -> None:
+    model = build_model(ModelSettings(preset="t5-nano", depth=1, width=32), VOCABULARY, 24, 0, "mass")
+    batch = rows()
+    tokens = batch["tokens"].clone()
+    tokens[:, 6] = 50  # the target of the sixth place, and what the seventh is given
+    changed = Batch({**batch.fields, "tokens": tokens}, batch.weight)
+    before, after = (OBJECTIVE.predict(model, each).hidden for each in (batch, changed))
+    assert torch.equal(before[:, :6], after[:, :6]) and not torch.equal(before[:, 6], after[:, 6])
+
+
+def test_what_is_no_encoder_decoder_of_ours_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot learn sequence_to_sequence"):
+        build_model(ModelSettings(preset="bert-nano"), 40, 16, 0, "mass")
+    torch.manual_seed(0)
+    with pytest.raises(Refused, match="cannot be told where in a text its target stands"):
+        OBJECTIVE.predict(HuggingFaceSeq2Seq(MarianMTModel(marian())), rows())
+    with pytest.raises(UsageError, match="rate is 0"):
+        Mass(rate=0.0)
+
+
+def test_rows_that_are_made_already_stay_as_they_are() -> None:
+    assert OBJECTIVE.examples(batch := rows()) is batch

@@ -1,0 +1,66 @@
+"""The part of a report about which training examples a run keeps."""
+
+import json
+
+from thrifty.report.gallery import card, groups, kept_by_label
+from thrifty.report.page import render
+from thrifty.report.record import read_run
+
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+SELECTION = {
+    "examples": 1300,
+    "kept": 650,
+    "labels": [["zero", 130, 32], ["one", 140, 0]],
+    "shown": {
+        "kept": [{"number": 7, "picture": PICTURE, "label": "zero", "score": 0.5, "text": "", "file": ""}],
+        "left out": [{"number": 9, "picture": "", "label": "", "score": None, "text": "a window", "file": "x/9.txt"}],
+    },
+}
+
+
+def rendered(folder):
+    """The page without its charts, which take long to draw."""
+    return render(read_run(folder), [])
+
+
+def written(write_run, selection):
+    folder = write_run()
+    (folder / "selection.json").write_text(json.dumps(selection))
+    return rendered(folder)
+
+
+def test_pictures_kept_and_left_out_are_in_the_report(write_run):
+    page = written(write_run, SELECTION)
+    assert '<h2 id="examples">Examples</h2>' in page and '<a href="#examples">' in page
+    assert f'<img src="{PICTURE}" alt="zero"' in page and "a window" in page and "x/9.txt" in page
+    assert "650 of 1,300 training examples are kept" in page
+    assert "img-src data:" in page
+
+
+def test_a_run_on_all_examples_has_no_such_part(write_run):
+    page = rendered(write_run())
+    assert 'id="examples"' not in page and "gallery" not in page.split("</style>")[1]
+
+
+def test_labels_have_the_share_that_is_kept():
+    table = kept_by_label(SELECTION)
+    assert table.rows == [("zero", "130", "32", "24.6 %"), ("one", "140", "0", "0.0 %")]
+
+
+def test_what_cannot_be_a_picture_is_none_and_secrets_are_out():
+    for wrong in ("https://example.com/x.png", "data:text/html;base64,AAAA", 'x" onerror="y'):
+        assert card({"number": 1, "picture": wrong}).picture == ""
+    assert "hunter2" not in card({"number": 1, "text": "password=hunter2"}).text
+    assert len(card({"number": 1, "text": "x" * 10_000}).text) < 500
+
+
+def test_damage_is_told_or_left_out(write_run):
+    damaged = {"examples": "many", "kept": None, "labels": [1, ["a"]], "shown": {"kept": [3, None]}}
+    assert 'id="examples"' in written(write_run, damaged)
+    assert groups({"shown": 3}) == [] and groups({}) == []
+
+
+def test_an_unreadable_file_is_named(write_run):
+    folder = write_run()
+    (folder / "selection.json").write_text("{")
+    assert "selection.json is not valid JSON" in rendered(folder)

@@ -1,0 +1,88 @@
+"""The study of masks left out of the encoder: equal work, equal judges, statements that can fail."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from thrifty.recipes import studies
+from thrifty.recipes.studies.masked_tokens import (
+    BERT,
+    CROSS,
+    MORE,
+    RATES,
+    SELF,
+    UNTRAINED,
+    encoder,
+    flops,
+    label_of,
+    measure,
+)
+from thrifty.studies.letter_kinds import KINDS, PLACES, kinds, places, probed
+from thrifty.studies.study import Cells
+
+SIZES = {"lr": 2e-3, "depth": 2, "width": 32, "length": 32, "batch": 4, "seed": 0}
+
+
+CLAIMED = {
+    600: {BERT: (38.0, 3.2), MORE: (40.0, 3.1), SELF: (53.0, 2.8), CROSS: (52.0, 2.8)},
+    2500: {BERT: (62.0, 1.9), MORE: (60.0, 2.0), SELF: (61.5, 1.94), CROSS: (61.0, 1.95)},
+}
+
+
+def cells(**changed: tuple[float, float]) -> Cells:
+    """What would be found where the paper is right, but for these ways, which come to the same at both budgets."""
+    found = {
+        label_of(way, paid): changed.get(way, each) for paid, ways in CLAIMED.items() for way, each in ways.items()
+    }
+    return {
+        case: {"told": told, "tuned_loss": loss} for case, (told, loss) in ({UNTRAINED: (43.0, 3.2)} | found).items()
+    }
+
+
+def test_each_statement_holds_where_the_paper_is_right_and_fails_where_it_is_not() -> None:
+    study = studies.make("masked_tokens")
+    assert set(cells()) == set(study.cases)
+    assert all(each.holds(cells()) for each in study.expect)
+    useless = cells(**dict.fromkeys(RATES, (43.0, 3.3)))
+    worse = cells(**dict.fromkeys((SELF, CROSS), (47.0, 2.7)))
+    assert [each.holds(useless) for each in study.expect] == [False, False, True, True, False]
+    assert [each.holds(worse) for each in study.expect] == [True, True, False, False, False]
+
+
+def test_all_ways_are_paid_for_the_same_work() -> None:
+    per_step = {way: flops(way, **SIZES) for way in RATES}
+    assert per_step[CROSS] < per_step[SELF]
+    found = {way: measure(0, way, 6, 2, 2, 32, 32, 4, 2e-3) for way in (BERT, CROSS)}
+    assert found[BERT]["paid"] == 6
+    assert found[CROSS]["paid"] == round(6 * per_step[BERT] / per_step[CROSS])
+    assert found[CROSS]["told"] > 100 / len(KINDS)
+
+
+def test_bytes_are_of_the_kind_that_python_says(tmp_path: Path) -> None:
+    source = "def f(x):  # why\n    return 'a\\n' + x\n"
+    (tmp_path / "source.py").write_text(source)
+    text, kind = kinds(tmp_path / "source.py")
+    assert bytes(text).decode() == source
+    found = {
+        name: "".join(source[place] for place in (kind == number).nonzero()[0]) for number, name in enumerate(KINDS)
+    }
+    assert found == {"COMMENT": "# why", "STRING": "'a\\n'", "KEYWORD": "defreturn", "NAME": "fxx"}
+    (tmp_path / "broken.py").write_text("x = (")
+    assert len(kinds(tmp_path / "broken.py")[0]) == 0
+
+
+def test_the_probe_is_tested_on_other_files_and_on_as_many_letters_of_each_kind() -> None:
+    (learned, theirs), (tested, wanted) = places(32, 0)
+    assert [labels.bincount().tolist() for labels in (theirs, wanted)] == [[each] * len(KINDS) for each in PLACES]
+    middle = torch.cat((learned, tested))[:, 16]
+    assert middle.min() >= ord("a") and middle.max() <= ord("z")
+    seen = {tuple(row) for row in learned.tolist()}
+    assert sum(tuple(row) in seen for row in tested.tolist()) < len(tested) / 50
+
+
+def test_a_probe_of_states_that_say_nothing_is_right_by_chance() -> None:
+    model = encoder(1, 16, 32, 0)
+    with torch.no_grad():
+        model.embedding.token.weight.fill_(0.1)
+    assert probed(model, 32, 0) == pytest.approx(100 / len(KINDS))

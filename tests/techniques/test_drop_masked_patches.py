@@ -1,0 +1,108 @@
+"""An encoder without blanks: what goes through it, what that saves, how it is judged, and over ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoencoder_work import STEPS, trained_along
+from image_runs import autoencoder_run, tiny_mae, tiny_vit
+from rank_processes import on_ranks
+from thrifty.core.compose import Composition, compose
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.explain import count
+from thrifty.core.parallel.model_parts import parts_of
+from thrifty.objectives.reconstruct import Reconstruct
+from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches, VisiblePatches
+from tiny_runs import advance, losses, run_through, technique, with_optimizer
+
+AXES = {
+    "parallelism.replicate": {"replicate": 2},
+    "parallelism.shard": {"shard": 2},
+    "parallelism.tensor": {"tensor": 2},
+}
+
+
+def composed(*chosen: str, **changed) -> Composition:
+    return compose(autoencoder_run(**changed), with_optimizer([technique(name) for name in chosen]), 4)
+
+
+def tokens_through(run: Composition, blocks: nn.ModuleList, model: nn.Module) -> set[int]:
+    """How many tokens of an image go through a stack in a step."""
+    seen = set()
+    hooks = [block.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1])) for block in blocks]
+    run.objective.predict(model, run.source.at(0))
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("rate", "visible"), [(0.5, 8), (0.75, 4)])
+def test_the_encoder_goes_through_visible_patches_and_the_decoder_through_all(rate: float, visible: int) -> None:
+    model = tiny_mae()
+    plain, without = composed(rate=rate), composed("data_selection.drop_masked_patches", rate=rate)
+    assert tokens_through(plain, model.blocks, model) == {17}
+    assert tokens_through(without, model.blocks, model) == {1 + visible}
+    for run in (plain, without):
+        assert tokens_through(run, model.decoder.blocks, model) == {17}
+
+
+def test_the_encoders_share_of_the_work_falls_as_the_tokens_do() -> None:
+    flops = {}
+    for depth in (4, 8):
+        for name in ((), ("data_selection.drop_masked_patches",)):
+            run = composed(*name, depth=depth)
+            flops[depth, bool(name)] = count(run, run.techniques)[1].flops
+    for without, tokens in ((False, 17), (True, 5)):
+        matrices = 3 * tokens * 2 * (4 * 32 * 32 + 2 * 32 * 64)
+        attention = (1 + 2.5) * 4 * tokens**2 * 32  # the backward pass computes the scores again
+        assert flops[8, without] - flops[4, without] == 4 * 4 * (matrices + attention)  # 4 examples, 4 blocks more
+
+
+def test_patches_are_seen_where_they_stood() -> None:
+    """The encoder's states of visible patches are those of a model whose attention masks out all others."""
+    model, run = tiny_mae().eval(), composed()
+    batch = run.source.at(0)
+    whole = model.embedding(batch["inputs"])
+    places = torch.cat((torch.zeros(4, 1, dtype=torch.int64), batch["visible"] + 1), 1)
+    keep = torch.zeros(4, 17, dtype=torch.bool).scatter(1, places, True)
+    with torch.no_grad():
+        for block in model.blocks:
+            whole = block(whole, keep[:, None, None, :])
+        wanted = model.norm(whole).gather(1, places[..., None].expand(-1, -1, 32))
+        torch.testing.assert_close(model.encode(batch["inputs"], batch["visible"]), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_held_out_losses_are_judged_without_blanks_too() -> None:
+    run = composed("data_selection.drop_masked_patches")
+    assert isinstance(run.judged_by, VisiblePatches) and isinstance(composed().judged_by, Reconstruct)
+
+
+def test_the_trained_model_is_the_plain_architecture() -> None:
+    _, state = run_through(autoencoder_run(), with_optimizer([DropMaskedPatches()]), 2)
+    assert state.model is not None
+    finished = DropMaskedPatches().finish(state.model)
+    plain = tiny_mae()
+    plain.load_state_dict(finished.state_dict())
+    images = autoencoder_run().source.at(5)["inputs"]
+    assert torch.equal(plain(images), finished(images))
+
+
+def test_it_says_why_it_has_no_place_on_other_models() -> None:
+    with pytest.raises(Refused, match="VisionTransformer is no masked autoencoder") as refused:
+        DropMaskedPatches().model(tiny_vit())
+    assert "objective.name = reconstruct" in refused.value.fix
+    with pytest.raises(UsageError, match="both decide what the encoder reads"):
+        composed("data_selection.drop_masked_patches", "data_selection.drop_masked_tokens")
+
+
+def test_ranks_along_every_axis_are_the_single_process() -> None:
+    run = composed("data_selection.drop_masked_patches", batch=8)
+    alone = losses(advance(run, run.start(), STEPS))
+    for rank in on_ranks(2, trained_along, AXES):
+        for name, found in rank.items():
+            assert found == pytest.approx(alone, rel=1e-4), name
+
+
+def test_a_pipeline_says_that_there_are_two_stacks() -> None:
+    with pytest.raises(Refused, match=r"2 stacks of blocks, blocks and decoder\.blocks"):
+        parts_of(tiny_mae(), timed=False)

@@ -1,0 +1,233 @@
+"""Which patches an image is seen through, by which models, when, and what that costs."""
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from image_runs import autoencoder_run, image_run, tiny_vit
+from pair_runs import pair_run, tiny_clip
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.explain import explain
+from thrifty.techniques.data_selection.drop_patches import (
+    FIELD,
+    DropPatches,
+    dropping,
+    find_embedding,
+    kept_patches,
+    visible_patches,
+)
+from tiny_runs import advance, losses, plain_run, technique, with_optimizer
+
+STEPS = 4
+
+
+def keys(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+@given(st.integers(1, 70), st.floats(0.01, 0.99), st.integers(0, 99))
+def test_so_many_patches_of_each_image_are_seen_once_each_and_in_order(patches, rate, seed):
+    visible = visible_patches(keys(3, seed), patches, rate)
+    assert visible.shape == (3, max(1, round(patches * (1 - rate))))
+    assert (visible.diff() > 0).all()
+    assert visible.min() >= 0
+    assert visible.max() < patches
+
+
+def test_each_patch_is_seen_as_often_as_any_other():
+    often = visible_patches(keys(20_000), 16, 0.75).flatten().bincount(minlength=16) / 20_000
+    assert (often - 0.25).abs().max() < 0.015
+
+
+def test_what_is_seen_depends_on_the_key_alone():
+    whole = visible_patches(keys(8), 16, 0.5)
+    assert torch.equal(visible_patches(keys(8)[5:6], 16, 0.5), whole[5:6])
+    assert len({tuple(row) for row in whole.tolist()}) == 8
+
+
+MODELS = {
+    "vit": lambda: tiny_vit(),
+    "vit without a class token": lambda: tiny_vit(pool="mean"),
+    "clip's tower": lambda: ImagesOnly(tiny_clip()),
+    "a ViT of transformers": lambda: Theirs(
+        transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=8,
+                patch_size=2, num_channels=1, id2label=dict(enumerate("abc")),
+            )
+        )
+    ),
+    "a CLIP of transformers": lambda: Theirs(
+        transformers.CLIPForImageClassification(
+            transformers.CLIPConfig(
+                vision_config={
+                    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+                    "image_size": 8, "patch_size": 2, "num_channels": 1,
+                },
+                id2label=dict(enumerate("abc")),
+            )
+        )
+    ),
+}  # fmt: skip
+
+
+class ImagesOnly(nn.Module):
+    def __init__(self, clip: nn.Module):
+        super().__init__()
+        self.clip = clip
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.clip.of_images(images)
+
+
+class Theirs(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def logits(self, images: torch.Tensor) -> torch.Tensor:
+        return self.inner(pixel_values=images).logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_blocks_see_the_visible_patches_at_their_places_and_nothing_of_the_others(kind):
+    torch.manual_seed(0)
+    model, own = MODELS[kind]().eval(), keys(2)
+    images = torch.randn(2, 1, 8, 8)
+    visible = visible_patches(own, 16, 0.5)
+    changed = images.clone()
+    for index in range(2):
+        for patch in set(range(16)) - set(visible[index].tolist()):
+            row, column = 2 * (patch // 4), 2 * (patch % 4)
+            changed[index, :, row : row + 2, column : column + 2] = 7.0
+    with torch.no_grad():
+        before = model.logits(images)
+        model = DropPatches().model(model)
+        assert torch.equal(model.logits(images), before)  # all is seen while nothing says otherwise
+        lengths: list[int] = []
+        hook = model.get_submodule(stack_of(model)).register_forward_pre_hook(
+            lambda module, args: lengths.append(args[0].shape[1])
+        )
+        with dropping(model, own, 0.5):
+            seen = model.logits(images)
+            assert torch.allclose(model.logits(changed), seen, atol=1e-6)
+        hook.remove()
+        assert lengths[0] == 8 + (0 if kind == "vit without a class token" else 1)
+        assert not torch.allclose(seen, before, atol=1e-3)
+        assert torch.equal(model.logits(images), before)
+
+
+def stack_of(model: nn.Module) -> str:
+    """The first block of the tower for images."""
+    return next(
+        name
+        for name, module in model.named_modules()
+        if name.endswith(".0") and isinstance(model.get_submodule(name.removesuffix(".0")), nn.ModuleList)
+        and "text" not in name
+    )  # fmt: skip
+
+
+def test_what_is_seen_is_what_our_models_see_when_told_which():
+    model, own = tiny_vit().eval(), keys(3)
+    images = torch.randn(3, 1, 8, 8)
+    with torch.no_grad():
+        wanted = model(images, visible_patches(own, 16, 0.25))
+        with dropping(DropPatches().model(model), own, 0.25):
+            assert torch.equal(model(images), wanted)
+
+
+@pytest.mark.parametrize("plain", [image_run, pair_run])
+def test_patches_are_dropped_until_the_moment_and_never_of_what_is_held_out(plain):
+    run = compose(plain(), with_optimizer([DropPatches(rate=0.75, until=0.5)]), STEPS)
+    assert [FIELD in run.source.at(step).fields for step in range(STEPS)] == [True, True, False, False]
+    assert not isinstance(run.judged_by, type(run.objective))
+    state, batch = run.start(), run.source.at(0)
+    with torch.no_grad():
+        whole = run.judged_by.predict(state.model.eval(), batch).logits
+        seen = run.objective.predict(state.model, batch).logits
+        bare = Batch({name: batch[name] for name in batch.fields if name != FIELD}, batch.weight)
+        assert torch.equal(run.objective.predict(state.model, bare).logits, whole)
+    assert not torch.allclose(seen, whole, atol=1e-4)
+
+
+def test_other_patches_are_dropped_in_the_next_epoch_and_with_another_seed():
+    plain = image_run(batch=4)
+    epoch = plain.source.examples
+    source = DropPatches(until=10_000).batches(plain.source)
+    wholes = [source.at(step) for step in range(2 * epoch // 4)]
+    by_image: dict[bytes, set[int]] = {}
+    for batch in wholes:
+        for image, key in zip(batch["inputs"], batch[FIELD].tolist(), strict=True):
+            by_image.setdefault(image.numpy().tobytes(), set()).add(key)
+    assert min(map(len, by_image.values())) > 1
+    other = DropPatches(until=10_000, seed=1).batches(plain.source).at(0)
+    assert not torch.equal(other[FIELD], wholes[0][FIELD])
+
+
+def test_micro_batches_see_what_the_whole_batch_sees():
+    drop = technique("data_selection.drop_patches", until=1.0)
+    parts = technique("large_batch.accumulate", parts=3)
+    whole, split = (
+        losses(advance(run, run.start()))
+        for run in (compose(image_run(batch=6), with_optimizer([drop, *more]), STEPS) for more in ([], [parts]))
+    )
+    assert split == pytest.approx(whole, rel=1e-5)
+
+
+def test_smaller_images_have_fewer_patches_to_drop():
+    """With growth.resolution: of images of 4 x 4 pixels, 4 patches, 2 are seen."""
+    chosen = [technique("data_selection.drop_patches", until=1.0), technique("growth.resolution", until=1.0)]
+    run = compose(image_run(), with_optimizer(chosen), STEPS)
+    state, lengths = run.start(), []
+    state.model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
+    advance(run, state)
+    assert lengths[0] == 1 + kept_patches(4, 0.5)
+
+
+def test_blocks_cost_what_they_see_while_patches_are_dropped():
+    flops = {
+        until: explain(compose(image_run(), with_optimizer([DropPatches(0.5, until)]), STEPS)).footprint.flops
+        for until in (1.0, 0.5)
+    }
+    assert (
+        0.45 < flops[1.0] / flops[0.5] < 0.6
+    )  # a footprint is of the last step, which sees all where until is below 1
+
+
+def test_who_has_masks_of_its_own_or_no_patches_is_refused():
+    with pytest.raises(Refused, match="say themselves which patches are visible"):
+        run = compose(autoencoder_run(), with_optimizer([DropPatches()]), STEPS)
+        advance(run, run.start())
+    with pytest.raises(UsageError, match="both decide what the encoder reads"):
+        compose(autoencoder_run(), with_optimizer([DropPatches(), technique("data_selection.drop_masked_patches")]), 3)
+    with pytest.raises(Refused, match="no convolution that cuts images"):
+        compose(plain_run(), with_optimizer([DropPatches()]), STEPS).start()
+
+
+def test_a_model_that_adds_positions_elsewhere_is_refused():
+    model = nn.ModuleDict(
+        {
+            "cut": nn.Conv2d(1, 8, 2, 2),
+            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)),
+        }
+    )
+    with pytest.raises(Refused, match="positions are not added in cut"):
+        find_embedding(model)
+
+
+class WithoutKeys(Mapped):
+    def __init__(self, source: BatchSource):
+        super().__init__(source, lambda step, batch: Batch({n: batch[n] for n in ("inputs", "labels")}, batch.weight))
+
+
+def test_data_without_keys_is_refused_with_what_to_add():
+    plain = image_run()
+    run = compose(Plain(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
+    with pytest.raises(Refused, match="no keys") as refused:
+        run.source.at(0)
+    assert "int64" in refused.value.fix

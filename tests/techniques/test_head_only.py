@@ -1,0 +1,75 @@
+"""The linear probe: nothing but the head is trained, and nothing is kept for a backward pass in front of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from image_runs import image_run, tiny_vit
+from thrifty.core.compose import compose
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.explain import count
+from thrifty.core.state import TrainState
+from thrifty.techniques.adapters.head_only import HeadOnly
+from thrifty.techniques.optimizers.sgd import Sgd
+from tiny_runs import losses, run_through, technique, tiny_model, with_optimizer
+
+
+def probed(steps: int = 5) -> tuple[list[float], TrainState]:
+    chosen = [HeadOnly(), Sgd(lr=0.5, momentum=0.0, weight_decay=0.0)]
+    records, state = run_through(image_run(batch=8), chosen, steps)
+    return losses(records), state
+
+
+def test_it_is_logistic_regression_on_the_features_of_the_frozen_model() -> None:
+    found, state = probed()
+    source, base = image_run(batch=8).source, tiny_vit()
+    weight, bias = (parameter.detach().clone().requires_grad_() for parameter in base.head.parameters())
+    for step, loss in enumerate(found):
+        batch = source.at(step)
+        with torch.no_grad():
+            features = base.pooled(base(batch["inputs"]))
+        wanted = F.cross_entropy(features @ weight.T + bias, batch["labels"])
+        assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+        for parameter, gradient in zip((weight, bias), torch.autograd.grad(wanted, (weight, bias)), strict=True):
+            parameter.data -= 0.5 * gradient
+    assert state.model is not None
+    torch.testing.assert_close(state.model.head.weight, weight)
+    for name, value in base.named_parameters():
+        if not name.startswith("head."):
+            assert torch.equal(state.model.get_parameter(name), value), name
+
+
+def test_optimizer_state_and_gradients_are_the_heads_alone_and_no_activations_of_blocks_are_kept() -> None:
+    run = compose(image_run(batch=32), with_optimizer([HeadOnly()]), 4)
+    (_, plain), (_, probe) = count(run, ()), count(run, run.techniques)
+    of_head = sum(parameter.numel() for parameter in tiny_vit().head.parameters())
+    assert probe.gradients == 4 * of_head
+    adamw = count(run, tuple(t for t in run.techniques if t.name != "adapters.head_only"))[1]
+    assert probe.optimizer < adamw.optimizer / 50
+    assert probe.activations < plain.activations / 20
+    assert probe.flops == pytest.approx(plain.flops / 3, rel=0.05)  # the backward pass is two thirds
+
+
+def test_what_was_trained_is_the_plain_model_with_all_of_it_free_again() -> None:
+    _, state = probed(2)
+    assert state.model is not None
+    finished = HeadOnly().finish(state.model)
+    assert all(parameter.requires_grad for parameter in finished.parameters())
+
+
+def test_a_head_that_is_also_the_embedding_is_refused() -> None:
+    with pytest.raises(Refused, match="no head of its own to train") as refused:
+        HeadOnly().model(tiny_model())
+    assert "model.tied = false" in refused.value.fix
+    free = HeadOnly().model(tiny_model(tied=False))
+    assert [name for name, parameter in free.named_parameters() if parameter.requires_grad] == ["head.weight"]
+
+
+def test_only_one_technique_decides_what_is_frozen() -> None:
+    with pytest.raises(UsageError, match="both decide the frozen base weights"):
+        compose(image_run(), with_optimizer([HeadOnly(), technique("adapters.lora")]), 4)
+
+
+def test_it_does_not_go_with_parameters_in_pieces_whose_gathering_hangs_on_gradients() -> None:
+    with pytest.raises(UsageError, match="cannot go together: these are gathered and freed by the gradient"):
+        compose(image_run(), with_optimizer([HeadOnly(), technique("parallelism.shard")]), 4)

@@ -1,0 +1,211 @@
+"""Pruning by scores: which examples are kept, and what is refused."""
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from image_runs import image_run
+from thrifty.core.batches import Batch
+from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.kernels.score_files import Facts, Guesses, Scores, read_scores, scores_bytes
+from thrifty.techniques.data_selection.prune import Prune, kept_examples, order_by_abundance
+from tiny_runs import plain_run, run_through, with_optimizer
+
+FEW = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.6])
+
+
+def scored(plain: Plain, **facts: object) -> Scores:
+    """Scores that rise with an example's number."""
+    there = plain.source.inventory()
+    scores = torch.arange(there.count).float()
+    told = Facts(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
+    return Scores(scores, scores[None], told, there.labels)
+
+
+def written(scores: Scores, path: Path) -> dict[str, str]:
+    """The settings that name a file of scores."""
+    path.write_bytes(scores_bytes(scores))
+    return {"scores": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def test_hard_easy_and_the_offset_on_eight_scores() -> None:
+    assert kept_examples(FEW, None, 0.5).tolist() == [1, 3, 6, 7]
+    assert kept_examples(FEW, None, 0.5, "easy").tolist() == [0, 2, 4, 5]
+    assert kept_examples(FEW, None, 0.5, "hard", offset=0.25).tolist() == [2, 3, 4, 7]
+    assert kept_examples(FEW, None, 0.01).tolist() == [1]
+    assert kept_examples(torch.zeros(6), None, 0.5).tolist() == [0, 1, 2]
+
+
+def test_the_floor_keeps_the_hardest_of_a_class_that_is_easy() -> None:
+    labels = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1])  # 1 is hard, 0 is easy
+    assert kept_examples(FEW, labels, 0.5).tolist() == [1, 3, 6, 7]
+    assert kept_examples(FEW, labels, 0.5, floor=0.5).tolist() == [1, 2, 3, 6]
+    assert kept_examples(FEW, labels, 0.5, floor=1.0).tolist() == [1, 2, 4, 6]
+
+
+Case = some.tuples(
+    some.lists(some.tuples(some.floats(0, 1, width=32), some.integers(0, 4)), min_size=1, max_size=60),
+    some.floats(0.05, 1),
+    some.floats(0, 0.9),
+    some.floats(0, 1),
+    some.sampled_from(["hard", "easy", "random"]),
+)
+
+
+@given(Case)
+def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) -> None:
+    rows, keep, offset, floor, order = case
+    scores, labels = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+    count, left_out = max(round(keep * len(rows)), 1), round(offset * len(rows))
+    if count + left_out > len(rows):
+        with pytest.raises(Refused, match="more than all"):
+            kept_examples(scores, labels, keep, order, offset, floor)
+        return
+    kept = kept_examples(scores, labels, keep, order, offset, floor)
+    assert len(kept) == count and kept.tolist() == sorted(set(kept.tolist()))
+    hardest = sorted(range(len(rows)), key=lambda i: (-float(scores[i]), i))[:left_out]
+    assert not set(hardest) & set(kept.tolist())
+    least = int(floor * count / len(labels[[i for i in range(len(rows)) if i not in hardest]].unique()))
+    for label in labels.unique().tolist():
+        own = [i for i in range(len(rows)) if labels[i] == label and i not in hardest]
+        assert sum(int(labels[i]) == label for i in kept.tolist()) >= min(least, len(own))
+
+
+def test_random_ones_depend_on_the_seed_alone() -> None:
+    one, same, other = (kept_examples(torch.zeros(100), None, 0.5, "random", seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert torch.equal(one, kept_examples(torch.rand(100), None, 0.5, "random"))
+
+
+def test_abundance_decides_the_order() -> None:
+    labels = torch.arange(10) % 2
+    assert order_by_abundance(100, labels, 50) == "hard"
+    assert order_by_abundance(99, labels, 50) == "easy"
+    assert order_by_abundance(60, None, 50) == "hard"
+    assert Prune(keep=0.5, order="auto").chosen_order(100, None) == "hard"
+    assert Prune(keep=0.5, order="auto").chosen_order(90, None) == "easy"
+
+
+def seen(plain: Plain, technique: Prune, steps: int) -> list[Batch]:
+    source = compose(plain, with_optimizer([technique]), 6).source
+    return [source.at(step) for step in range(steps)]
+
+
+def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) -> None:
+    plain = image_run(batch=50)
+    scores = scored(plain)
+    technique = Prune(**written(scores, tmp_path / "scores"), keep=0.25, offset=0.1, floor=0)
+    kept = np.arange(1300 - 130 - 325, 1300 - 130)
+    contents = plain.source.contents  # type: ignore[attr-defined]
+    wanted = {image.numpy().tobytes() for image in contents.fields(kept)["inputs"]}
+    found = {image.numpy().tobytes() for batch in seen(plain, technique, 7) for image in batch["inputs"]}
+    assert found == wanted and len(wanted) > 300
+    run = compose(plain, with_optimizer([technique]), 3)
+    choice = run.source.choice
+    assert choice is not None and choice.kept.tolist() == kept.tolist()
+    assert torch.equal(choice.scores, scores.scores)  # type: ignore[arg-type]
+
+
+def test_texts_are_pruned_alike(tmp_path: Path) -> None:
+    plain = plain_run()
+    count = plain.source.inventory().count
+    technique = Prune(**written(scored(plain), tmp_path / "scores"), keep=0.1, order="easy")
+    source = compose(plain, with_optimizer([technique]), 6).source
+    assert source.choice is not None and source.choice.kept.tolist() == list(range(round(0.1 * count)))
+    records, _ = run_through(plain, with_optimizer([technique]), 3)
+    assert len(records) == 3
+
+
+def test_it_tells_what_is_kept_of_each_class_and_what_scoring_cost(tmp_path: Path) -> None:
+    plain = image_run()
+    named = {"label_names": tuple(map(str, range(10)))}
+    technique = Prune(**written(scored(plain, **named), tmp_path / "scores"), keep=0.5)
+    run = compose(plain, with_optimizer([technique]), 3)
+    run.build_model()
+    first, by_class, cost = run.notes["data_selection.prune"]
+    assert first == "keeps 650 of 1,300 examples, order hard by el2n"
+    labels = plain.source.inventory().labels
+    assert labels is not None
+    zeros = int((labels[650:] == 0).sum())
+    assert by_class.startswith(f"kept of each class: 0 {zeros}/{int((labels == 0).sum())}, 1 ")
+    assert cost == "scoring cost 2e+09 FLOP and 4 s in 1 run"
+
+
+def test_scores_of_other_data_are_refused_by_hash(tmp_path: Path) -> None:
+    images = image_run()
+    other = replace(scored(images).facts, fingerprint="0" * 64)
+    wrong = written(replace(scored(images), facts=other), tmp_path / "scores")
+    with pytest.raises(
+        Refused, match=r"data_selection.prune: .* scores of 1,300 other examples than the 1,300"
+    ) as error:
+        compose(images, with_optimizer([Prune(**wrong)]), 3).source.at(0)
+    assert "thrifty data score" in error.value.fix
+    right = written(scored(images), tmp_path / "right")
+    with pytest.raises(Refused, match="other examples"):
+        compose(plain_run(), with_optimizer([Prune(**right)]), 3).source.at(0)
+
+
+def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> None:
+    named = written(scored(image_run()), tmp_path / "scores")
+    for settings, kind, told in (
+        ({"scores": named["scores"]}, UsageError, "without their hash"),
+        ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores that the recipe means"),
+        ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
+        ({}, UsageError, "no file says how hard"),
+        ({"order": "random", "offset": 0.1}, UsageError, "no file says which are the hardest"),
+    ):
+        run = compose(image_run(), with_optimizer([Prune(**settings)]), 3)
+        with pytest.raises(kind, match=told) as error:
+            run.source.at(0)
+        assert error.value.fix
+    with pytest.raises(UsageError, match=named["sha256"]):
+        compose(image_run(), with_optimizer([Prune(scores=named["scores"])]), 3).source.at(0)
+
+
+def test_a_trained_model_is_used_without_the_file() -> None:
+    run = compose(image_run(), with_optimizer([Prune(scores="gone", sha256="a" * 64)]), 3)
+    run.build_model()
+    assert "there is no scores file gone" in run.notes["data_selection.prune"][0]
+
+
+def test_a_file_of_scores_is_read_as_it_was_written(tmp_path: Path) -> None:
+    scores = scored(image_run(), seeds=(3, 4), label_names=("a", "b"), recipe={"seed": 3}, steps=7)
+    scores = replace(scores, guesses=Guesses(scores.labels, scores.scores / 1300, scores.scores / 2600))  # type: ignore[arg-type]
+    path = tmp_path / "scores"
+    path.write_bytes(scores_bytes(scores))
+    found = read_scores(path)
+    assert found.facts == scores.facts
+    assert torch.equal(found.scores, scores.scores) and torch.equal(found.runs, scores.runs)
+    assert scores_bytes(found) == path.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["cut", "no facts", "other shape", "not finite", "format"])
+def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
+    scores = scored(image_run())
+    content = scores_bytes(scores)
+    if damage == "cut":
+        content = content[:-9]
+    elif damage == "no facts":
+        content = content.replace(b"thrifty-scores", b"thrifty-scorex")
+    elif damage == "other shape":
+        content = scores_bytes(replace(scores, labels=torch.zeros(3, dtype=torch.int64)))
+    elif damage == "not finite":
+        content = scores_bytes(replace(scores, scores=scores.scores.log()))
+    else:
+        content = content.replace(b'\\"format\\": 1', b'\\"format\\": 9')
+    path = tmp_path / "scores"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match="is no scores file"):
+        read_scores(path)
+
+
+def test_suspicion_is_how_much_more_another_label_is_believed() -> None:
+    guesses = Guesses(torch.tensor([1, 1, 0]), torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.9, 0.3]))
+    assert guesses.suspicion(torch.tensor([0, 1, 1])).tolist() == pytest.approx([0.8, 0.0, 0.3])

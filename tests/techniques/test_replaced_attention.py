@@ -1,0 +1,284 @@
+"""Techniques that replace attention cores: what they compute, in which models, when, and what is found on the way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from adapter_models import TOKENS, theirs
+from image_runs import PIXELS, tiny_vit
+from thrifty.core.attention.places import find_places
+from thrifty.core.compose import compose
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.state import TrainState
+from thrifty.kernels.attention import causal_attention_reference, full_attention, segment_mask
+from thrifty.kernels.attention_filters import dota, elsa, sanger
+from thrifty.kernels.attention_filters.keep_sets import exact_scores, visible_pairs
+from thrifty.kernels.attention_filters.patterns import window_mask
+from thrifty.kernels.sparse_attention.reference import kept_attention_reference
+from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.techniques.memory.recompute import Recompute
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
+
+CALIBRATED = ("attention.elsa", "attention.sanger")
+FIXED = ("attention.window", "attention.block_sparse")
+START = 2
+"""The step before which the others begin to filter, by their settings in tiny runs."""
+
+
+def started(name: str, steps: int = 4, **settings: Any) -> tuple[Any, TrainState]:
+    run = compose(plain_run(), with_optimizer([technique(name, **settings)]), 6)
+    state = run.start()
+    advance(run, state, steps)
+    return run, state
+
+
+def watched(model: nn.Module, *inputs: Tensor) -> dict[str, tuple[Tensor, ...]]:
+    """What each core was given and gave, in one forward pass."""
+    seen: dict[str, tuple[Tensor, ...]] = {}
+    for place in model.attention_places:
+        core = place.module.core
+
+        def watch(*given: Tensor, name: str = place.name, core: Any = core) -> Tensor:
+            seen[name] = (*given, core(*given))
+            return seen[name][-1]
+
+        place.module.core = watch
+    with torch.no_grad():
+        model.eval()(*inputs)
+    return seen
+
+
+def text(seed: int = 0, rows: int = 2, length: int = 16) -> Tensor:
+    return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", ["attention.elsa", "attention.sanger", "attention.dota", "attention.a3"])
+def test_up_to_its_moment_a_filter_changes_nothing(name: str) -> None:
+    settings = {"weight": 0.0} if name == "attention.dota" else {}
+    plain, _ = run_through(plain_run(), with_optimizer([]), 4)
+    found, _ = run_through(plain_run(), with_optimizer([technique(name, **settings)]), 4)
+    assert losses(found)[:START] == losses(plain)[:START]
+    assert losses(found)[START] != losses(plain)[START]
+
+
+def test_a_window_hides_what_is_further_back_in_a_decoder_and_an_image() -> None:
+    for model, given, causal in ((plain_run().build(), text(), True), (tiny_vit(), PIXELS, False)):
+        model = technique("attention.window", window=3, first=1, block=4).model(model)
+        for q, k, v, output in watched(model, given).values():
+            keep = window_mask(q.shape[2], 3, 1, causal)
+            torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_texts_that_share_a_row_see_nothing_of_each_other(name: str) -> None:
+    model = technique(name).model(plain_run().build())
+    segments = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+    place = model.attention_places[0]
+    assert place.plain is causal_attention_reference
+    for q, k, v, mask, output in watched(model, text(), segments).values():
+        assert torch.equal(mask, segment_mask(segments))
+        changed = k.clone()
+        changed[0, :, :5], changed[1, :, :9] = 9.0, 9.0
+        found, same = (technique(name).core(place, {})(q, keys, v, mask) for keys in (changed, k))
+        torch.testing.assert_close(found[0, :, 5:], same[0, :, 5:])
+        torch.testing.assert_close(found[1, :, 9:], same[1, :, 9:])
+        assert output.shape == q.shape
+
+
+def test_a_window_as_long_as_the_text_is_plain_attention_in_values_and_gradients() -> None:
+    tokens = text()
+    models = [plain_run().build(), technique("attention.window", window=16, block=4).model(plain_run().build())]
+    outputs = [model(tokens) for model in models]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    grads = [
+        torch.autograd.grad(out.square().sum(), list(m.parameters())[:-1])
+        for out, m in zip(outputs, models, strict=True)
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+
+
+def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the_log() -> None:
+    _, state = started("attention.elsa")
+    (plain, chosen) = [entry.decision for entry in state.log]
+    assert plain["phase"] == "plain" and chosen["phase"] == "chosen"
+
+    again = compose(plain_run(), with_optimizer([]), 6)
+    bare, found = again.start(), {}
+    for step in range(START):
+        batch = again.source.at(step)
+        assert bare.model is not None
+        for place in find_places(bare.model):
+
+            def watch(q: Tensor, k: Tensor, v: Tensor, name: str = place.name) -> Tensor:
+                samples = elsa.threshold_samples(q, k, 4.0, visible_pairs(q.shape[2], k.shape[2], True))
+                found.setdefault(name, []).append(float(samples.mean()))
+                return causal_attention_reference(q, k, v)
+
+            place.module.core = watch
+        with torch.no_grad():
+            again.objective.predict(bare.model, batch)
+        for module in bare.model.modules():
+            if hasattr(module, "qkv"):
+                module.core = causal_attention_reference
+        advance(again, bare, step + 1)
+    assert chosen["found"] == pytest.approx({name: sum(values) / START for name, values in found.items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibration_moves_neither_weights_nor_random_numbers(name: str) -> None:
+    """With dropout, which would show either."""
+    chosen = with_optimizer([technique(name, from_step=5)])
+    found, _ = run_through(plain_run(style="gpt", dropout=0.3), chosen, 5)
+    plain, _ = run_through(plain_run(style="gpt", dropout=0.3), with_optimizer([]), 5)
+    assert losses(found) == losses(plain)
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+@pytest.mark.parametrize("saved", [1, START, 3])
+def test_a_run_resumed_around_its_moment_is_the_run_that_was_not_stopped(name: str, saved: int) -> None:
+    run, straight = started(name, saved)
+    kept = snapshot(straight)
+    advance(run, straight, 5)
+    again = compose(plain_run(), with_optimizer([technique(name)]), 6)
+    resumed = restored(again, kept)
+    again.verify(resumed)
+    advance(again, resumed, 5)
+    assert snapshot(resumed).scalars == snapshot(straight).scalars
+    assert all(torch.equal(x, snapshot(straight).tensors[n]) for n, x in snapshot(resumed).tensors.items())
+
+
+def test_sangers_cores_keep_what_its_prediction_says() -> None:
+    _, state = started("attention.sanger")
+    found = state.log[-1].decision["found"]
+    for name, (q, k, v, output) in watched(state.model, text()).items():
+        visible = visible_pairs(16, 16, True)
+        keep = sanger.sanger_keep(q, k, 0.2, 4, tuple(found[name]), visible)
+        assert 0.1 < float(keep.sum() / visible.expand_as(keep).sum()) < 0.95
+        torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
+
+
+@pytest.mark.parametrize("products", ["dense", "rows"])
+def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products: str) -> None:
+    run, state = started("attention.dota", 1, products=products, weight=1.0)
+    before = detector_error(state)
+    advance(run, state, 5)
+    assert detector_error(state) < before
+    assert state.model is not None
+    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+        q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
+        detector.given = torch.randn(1, 16, 32)
+        with torch.no_grad():
+            keep = dota.keep_of(dota.balanced_keys(detector.estimate(), 3, visible_pairs(16, 16, True)), 16)
+            torch.testing.assert_close(detector(q, k, v), kept_attention_reference(q, k, v, keep))
+        assert keep.sum(-1).flatten().tolist() == [1, 2, *[3] * 14] * 4
+        assert place.module.core is detector
+
+
+def detector_error(state: TrainState) -> float:
+    errors: list[float] = []
+    assert state.model is not None
+    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+
+        def watch(q: Tensor, k: Tensor, v: Tensor, detector: Any = detector) -> Tensor:
+            exact = exact_scores(q, k)
+            errors.append(float(dota.detector_loss(detector.estimate(), exact, visible_pairs(16, 16, True)).mean()))
+            return detector(q, k, v)
+
+        place.module.core = watch
+    with torch.no_grad():
+        state.model(text())
+    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+        place.module.core = detector
+    return sum(errors)
+
+
+def test_dotas_loss_is_the_same_when_blocks_are_run_again() -> None:
+    runs = [run_through(plain_run(), with_optimizer([technique("attention.dota"), *also]), 4)[0]
+            for also in ((), (Recompute(),))]  # fmt: skip
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_segments_that_run_again_together_are_refused_beside_a_loss_of_detectors() -> None:
+    run = compose(plain_run(), with_optimizer([technique("attention.dota"), Recompute(schedule="sqrt")]), 4)
+    with pytest.raises(Refused, match="leave a loss beside their result"):
+        run.start()
+
+
+def test_held_out_losses_are_without_the_detectors_loss() -> None:
+    run, state = started("attention.dota", weight=100.0)
+    batch = run.source.at(0)
+    with torch.no_grad():
+        judged = run.judged_by.losses(run.judged_by.predict(state.model.eval(), batch), batch)
+        plain = run.plain.objective
+        torch.testing.assert_close(judged, plain.losses(plain.predict(state.model, batch), batch))
+
+
+@pytest.mark.parametrize("name", ["attention.window", "attention.elsa", "attention.a3", "attention.dota"])
+def test_export_as_a_plain_model_is_refused_until_it_is_asked_for(name: str) -> None:
+    _, state = started(name)
+    with pytest.raises(Refused, match="would compute something else"):
+        technique(name).finish(state.model)
+    finished = technique(name, export_plain=True).finish(state.model)
+    bare = plain_run().build()
+    assert finished.state_dict().keys() == bare.state_dict().keys()
+    bare.load_state_dict(finished.state_dict())
+    torch.testing.assert_close(finished(text()), bare(text()))
+
+
+def test_a_run_that_lost_its_phase_is_noticed() -> None:
+    run, state = started("attention.elsa")
+    run.verify(state)
+    del state.log[-1]
+    with pytest.raises(IntegrityError, match=r"attention\.elsa: after 4 steps"):
+        run.verify(state)
+
+
+def test_models_without_plain_attention_are_refused_and_others_attentions_stay() -> None:
+    with pytest.raises(Refused, match="no plain attention over its own tokens"):
+        find_places(nn.Linear(2, 2))
+    places = find_places(tiny_vit())
+    assert [place.causal for place in places] == [False] * 4
+    assert all(place.plain is full_attention for place in places)
+
+
+class TestModelsOfTransformers:
+    @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-grouped"])
+    @pytest.mark.parametrize("rows", ["plain", "padded"])
+    def test_a_window_as_long_as_the_text_is_what_they_compute(self, kind: str, rows: str) -> None:
+        mask = torch.ones_like(TOKENS)
+        if rows == "padded":
+            mask[0, :4] = 0
+        model = theirs(kind)
+        expected = model(TOKENS, attention_mask=mask).logits
+        technique("attention.window", window=64, block=8).model(model)
+        found = model(TOKENS, attention_mask=mask).logits
+        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+
+    def test_a_narrow_window_hides_what_is_further_back(self) -> None:
+        model = technique("attention.window", window=2, block=4).model(theirs("llama"))
+        changed = TOKENS.clone()
+        changed[:, 0] += 1
+        same = (model(changed).logits - model(TOKENS).logits).abs().amax((0, 2)) < 1e-6
+        assert same.tolist() == [False] * 3 + [True] * 9  # two blocks reach one token further each
+
+    @pytest.mark.parametrize("name", ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3"])
+    def test_filters_calibrate_and_train_in_them(self, name: str) -> None:
+        plain = plain_run()
+        changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama")), plain.source, plain.objective)
+        records, state = run_through(changed, with_optimizer([technique(name)]), 4)
+        assert losses(records)[-1] < losses(records)[0]
+        if name in CALIBRATED:
+            assert len(state.log[-1].decision["found"]) == 2
+
+    def test_dropout_of_attention_is_refused(self) -> None:
+        model = technique("attention.window").model(theirs("gpt2")).train()
+        with pytest.raises(Refused, match="asks its attention for dropout"):
+            model(TOKENS)
+
+    def test_their_own_attention_comes_back(self) -> None:
+        model = theirs("llama")
+        expected = model(TOKENS).logits
+        one = technique("attention.window", export_plain=True)
+        torch.testing.assert_close(one.finish(one.model(model))(TOKENS).logits, expected)
