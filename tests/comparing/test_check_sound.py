@@ -46,7 +46,7 @@ def test_a_sound_combination_passes(names: str) -> None:
     assert {"resume", "gradients arrive", "one big batch"} <= {verdict.promise for verdict in verdicts}
 
 
-@pytest.mark.parametrize("name", ["adapters.lora", "large_batch.accumulate", "memory.recompute"])
+@pytest.mark.parametrize("name", ["adapters.lora", "large_batch.accumulate", "memory.activation_budget"])
 def test_a_sound_technique_passes_on_a_model_with_dropout(name: str) -> None:
     verdicts = check_run(lambda: plain_for(name, style="gpt", dropout=0.3), with_optimizer([technique(name)]))
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []

@@ -21,7 +21,7 @@ SMALL = [
     *("--budget", "4steps", "--set", "checkpoints.every=2", "--set", "evaluation.examples=4"),
     *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
 ]
-"""Put behind every `train`, `explain` and `lottery` of the README, so that they run in seconds."""
+"""Put behind every `train`, `explain`, `check` and `lottery` of the README, so that they run in seconds."""
 TEXT = [
     *("--data", "my.txt", "--model", "llama-nano", "--set", "data.vocabulary=300", "--set", "data.length=32"),
 ]
@@ -53,7 +53,7 @@ def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -
             assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), words
             continue
         assert words[0] in ("thrifty", "torchrun"), words
-        if {"train", "explain", "lottery"} & {*words}:
+        if {"train", "explain", "lottery", "check"} & {*words}:
             kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
             slow = [name for name in ("compile", "attention.tiled") if name not in kept]
             is_text = not any(word.startswith(("vit-", "mae-")) for word in kept)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -55,8 +54,7 @@ def test_the_command_prints_each_and_counts_masks_by_the_released_rules(
     assert len(found["claims"]) == len(few) and all(claim.quantity in page for claim in few)
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "http://" not in html and "https://" not in html and "<script" not in html and "default-src 'none'" in html
-    drawn = ElementTree.fromstring(html[html.index("<svg") : html.index("</svg>") + 6])
-    assert len(drawn.findall("circle")) == len(few)
+    assert html.count("<circle") == len(few) and html.count("<tr>") == len(few) + 1
     for row in found["claims"]:
         assert row["quantity"] in html and f"{row['simulated'] / row['published']:.3f}" in html
         assert row["off"] == pytest.approx(row["simulated"] / row["published"] - 1)

@@ -38,7 +38,7 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 <body>
 <main>
 <h1>Accelerators: published and simulated</h1>
-<p class="about">Grades: P read in the paper, R in released source or data, X computed here, S from notes on the paper.</p>
+<p class="about">Grades: P read in the paper, R in released source or data, S from notes on the paper.</p>
 <figure class="wide">
 <figcaption><h3>Simulated over published <span class="unit">1 is equal, logarithmic</span></h3></figcaption>
 <div class="chart">{chart(rows)}</div>

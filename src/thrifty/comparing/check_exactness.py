@@ -62,18 +62,21 @@ class _References:
         exact = all(one.numerics is Numerics.EXACT for one in chosen)
         # each by itself where rounding stays small; together as the recipe has it
         base = self.settled if exact or len(chosen) > 1 else self.rounded
-        promise = "exact" if exact else "rounding"
+        promise, quiet = "exact" if exact else "rounding", False
         try:
             reference, drawn = self.reference(base)
-            found = self.trained([*base, *chosen], quiet=drawn and not exact)
+            quiet = drawn and not exact
+            if quiet:
+                reference, _ = self.reference(base, quiet=True)
+            found = self.trained([*base, *chosen], quiet)
         except UsageError as refused:
             return not_applicable(promise, about, f"it cannot be set apart: {refused.what}")
         except Exception as error:  # of anybody's technique
+            if quiet:  # which is not how it is to run
+                return not_applicable(promise, about, f"it cannot be measured without dropout: {in_a_line(error)}")
             return broken(promise, about, f"the run fails with it: {in_a_line(error)}", _without(chosen))
         if exact:
             return _bitwise(about, found, reference, chosen)
-        if drawn:
-            reference, _ = self.reference(base, quiet=True)
         low = len(chosen) > 1 and any(is_low(one) for one in base)
         tolerance = sum(one.tolerance for one in chosen)
         return _within(about, found, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)

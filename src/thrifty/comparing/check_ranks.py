@@ -21,9 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thrifty.comparing.check_exactness import GRADIENTS, IN_16_BITS, LATER, MOST
-from thrifty.comparing.check_runs import DIVIDING, DRAWING, Subject, farthest, follow, is_low, relative
+from thrifty.comparing.check_runs import DIVIDING, DRAWING, Subject, farthest, follow, in_a_line, is_low, relative
 from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
-from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.recipe import Recipe
 from thrifty.preparing import mesh_sizes, prepare
@@ -160,8 +159,8 @@ def _main(folder: Path, rank: int, count: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / STORE), count), rank=rank, world_size=count)
     try:
         work_as_rank(folder)
-    except (ThriftyError, RuntimeError) as error:
-        (folder / f"{rank}.error").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+    except Exception as error:  # told by whoever started the ranks
+        (folder / f"{rank}.error").write_text(in_a_line(error), encoding="utf-8")
         os._exit(1)  # the others wait in a collective and are ended by who started them
     dist.destroy_process_group()
 

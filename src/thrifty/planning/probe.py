@@ -26,6 +26,8 @@ EXTRAS = {
     "huggingface": ("transformers",),
     "gguf": ("gguf",),
     "images": ("pillow",),
+    "pruning": ("scikit_learn",),
+    "duplicates": ("datasketch",),
 }
 """Optional parts of Thrifty and the packages each one needs."""
 

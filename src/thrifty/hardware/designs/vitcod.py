@@ -8,8 +8,8 @@ stay, products are added up between multipliers), and its values. All three take
 
 This is the mechanism, head by head. What the released simulator makes of the same masks, quirks included, is in
 `vitcod_released.py`. The paper's averages of 86.0 times over a GPU and 6.8 over Sanger are of six models at 90 % pruned
-and of its authors' own versions of the others: not reproduced. Only parts of the paper were read; sizes are those of its
-released simulator.
+and of its authors' own versions of the others: not reproduced. Only parts of the paper were read; sizes are
+those of its released simulator.
 """
 
 from dataclasses import replace
