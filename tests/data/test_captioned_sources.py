@@ -168,6 +168,15 @@ def test_several_rows_of_an_image_are_several_captions_of_it_each_once(tmp_path)
     assert found == WANTED | {3: ["number 3", "three", "drei"]}
 
 
+def test_an_image_stays_in_the_part_where_it_was_first(tmp_path):
+    images = write_images(tmp_path)
+    rows = [{"image": path.name, "caption": f"number {n}", "split": "train"} for n, path in enumerate(images)]
+    rows[4]["split"] = rows[5]["split"] = "test"
+    rows.append({"image": "3.png", "caption": "of another part", "split": "test"})
+    data = write_rows(tmp_path / "all.jsonl", rows)
+    assert "of another part" not in str(captions_of(data))
+
+
 def test_copies_among_bytes_are_one_image(tmp_path):
     content = [path.read_bytes() for path in write_images(tmp_path)]
     table = {"bytes": [*content, content[5]], "caption": [*(f"number {n}" for n in range(COUNT)), "five"]}

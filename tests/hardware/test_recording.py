@@ -148,8 +148,12 @@ def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
 
 def shown(tmp_path: Path, *words: object) -> tuple[str, Path]:
     out = tmp_path / "t.safetensors"
-    result = CliRunner().invoke(command, [*map(str, words), "--out", str(out)], catch_exceptions=False)
+    out.unlink(missing_ok=True)
+    words = (*map(str, words), "--out", str(out))
+    result = CliRunner().invoke(command, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+    with pytest.raises(UsageError, match="exists already"):
+        CliRunner().invoke(command, words, catch_exceptions=False)
     return result.stdout, out
 
 

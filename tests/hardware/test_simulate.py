@@ -140,7 +140,11 @@ def test_equal_means_for_all() -> None:
     for name in DESIGNS:
         machine = within(find_machine(name), multipliers=512, clock=5e8, bandwidth=32e9)
         found = simulate(machine, TRACE)
-        assert found.multipliers == 512 and machine.clock == 5e8 and machine.memories["dram"].bandwidth == 32e9
+        assert (
+            found.multipliers == 512
+            and machine.clock == 5e8
+            and machine.memories["dram"].bandwidth * machine.copies == 32e9
+        )
     for name, budget in (("elsa", 64), ("dense", 1), ("systolic", 0), ("v100", 0)):
         with pytest.raises(UsageError, match="give at least"):
             within(find_machine(name), multipliers=budget)
@@ -206,3 +210,11 @@ def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:
     counted = {(operation.kind, operation.bits): count for operation, count in found.operations.items()}
     assert counted["int_multiply", 16] == counted["int_add", 32] == 2 * 10 * 10 * 64
     assert counted["dram", 8] == 4 * 10 * 64 * 2
+
+
+@pytest.mark.parametrize("name", machine_names("attention"))
+def test_a_budget_of_bandwidth_is_that_of_all_copies_together(name: str) -> None:
+    machine = within(find_machine(name), multipliers=4096, bandwidth=16e9)
+    found = simulate(machine, TRACE)
+    moved = sum(layer.read + layer.written for layer in found.layers)
+    assert moved / found.seconds <= 16e9 * (1 + 1e-6)

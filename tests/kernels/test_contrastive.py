@@ -104,3 +104,5 @@ def test_places_are_those_of_a_sorted_list(queries, keys, groups, tile, seed):
 def test_who_gives_all_the_same_vector_finds_its_own_last():
     numbers = torch.arange(5)
     assert places_of_own(torch.ones(5, 2), torch.ones(5, 2), numbers, numbers).tolist() == [4] * 5
+    nothing = torch.full((5, 2), torch.nan)
+    assert places_of_own(nothing, nothing, numbers, numbers).tolist() == [4] * 5

@@ -261,3 +261,14 @@ def test_what_does_not_fit_is_refused_in_words():
         row_attention(*qkv, torch.full((1, 1, 8, 1), 9))
     with pytest.raises(UsageError, match="a mask of"):
         mask_attention(*qkv, torch.zeros(1, 1, 8, 8))
+
+
+def test_under_autocast_inputs_of_several_dtypes_are_taken_as_torch_takes_them():
+    q, k, v = (each.detach().float() for each in inputs(1, 2, 1, 12, 4))
+    grid, keys = window_grid(12, Sight(causal=True), 4), torch.arange(12).expand(1, 1, 12, 12).contiguous()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = block_attention(q, k, v.bfloat16(), grid)
+        rows = row_attention(q, k, v.bfloat16(), keys)
+        whole = torch.nn.functional.scaled_dot_product_attention(q, k, v.bfloat16(), enable_gqa=True)
+    assert found.dtype == rows.dtype == whole.dtype == torch.bfloat16
+    torch.testing.assert_close(rows, whole, atol=0.02, rtol=0.02)

@@ -64,11 +64,11 @@ def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) ->
     rows, keep, offset, floor, order = case
     scores, labels = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     count, left_out = max(round(keep * len(rows)), 1), round(offset * len(rows))
-    if count + left_out > len(rows):
+    if keep + offset > 1 or left_out == len(rows):
         with pytest.raises(Refused, match="more than all"):
             kept_examples(scores, labels, keep, order, offset, floor)
         return
-    kept = kept_examples(scores, labels, keep, order, offset, floor)
+    kept, count = kept_examples(scores, labels, keep, order, offset, floor), min(count, len(rows) - left_out)
     assert len(kept) == count and kept.tolist() == sorted(set(kept.tolist()))
     hardest = sorted(range(len(rows)), key=lambda i: (-float(scores[i]), i))[:left_out]
     assert not set(hardest) & set(kept.tolist())
@@ -76,6 +76,11 @@ def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) ->
     for label in labels.unique().tolist():
         own = [i for i in range(len(rows)) if labels[i] == label and i not in hardest]
         assert sum(int(labels[i]) == label for i in kept.tolist()) >= min(least, len(own))
+
+
+@pytest.mark.parametrize(("examples", "keep", "offset", "kept"), [(1315, 0.9, 0.1, 1183), (3, 0.5, 0.5, 1)])
+def test_shares_that_make_up_the_whole_are_never_too_much(examples: int, keep: float, offset: float, kept: int) -> None:
+    assert len(kept_examples(torch.arange(float(examples)), None, keep, offset=offset)) == kept
 
 
 def test_random_ones_depend_on_the_seed_alone() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from adapter_models import TOKENS, theirs
@@ -282,3 +283,17 @@ class TestModelsOfTransformers:
         expected = model(TOKENS).logits
         one = technique("attention.window", export_plain=True)
         torch.testing.assert_close(one.finish(one.model(model))(TOKENS).logits, expected)
+
+
+def test_a_causal_text_tower_that_says_so_only_at_each_call_sees_nothing_of_the_future() -> None:
+    shape = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    model = technique("attention.window", window=16).model(transformers.CLIPTextModel(shape).eval())
+    tokens = torch.arange(9)[None] + 3
+    changed = tokens.clone()
+    changed[0, -1] = 60
+    with torch.no_grad():
+        before, after = (model(input_ids=each).last_hidden_state for each in (tokens, changed))
+    assert torch.equal(before[:, :-1], after[:, :-1]) and not torch.equal(before[:, -1], after[:, -1])

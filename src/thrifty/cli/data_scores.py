@@ -124,6 +124,7 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
 
 def look_at_scores(source: str, scores: Path, out: Path | None, as_json: bool, **choice: Any) -> None:
     """A page of the examples that a person should look at, for `thrifty data look --scores`."""
+    from thrifty.core.errors import UsageError
     from thrifty.kernels.score_files import file_hash, read_scores
     from thrifty.scoring.looking import open_scored, page, suspicious
 
@@ -132,6 +133,8 @@ def look_at_scores(source: str, scores: Path, out: Path | None, as_json: bool, *
     chosen = _chosen(scores, file_hash(scores), choice) if is_chosen else None
     data = open_scored(found, source, _on_stderr)
     target = out or scores.with_suffix(".html")
+    if target.exists():
+        raise UsageError(f"{target} exists already", fix="give another --out, or remove it")
     target.write_text(page(found, data, source, chosen), encoding="utf-8")
     doubted = suspicious(found).tolist()
     if as_json:

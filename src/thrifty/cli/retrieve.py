@@ -106,7 +106,7 @@ def _zero_shot(
     ]
     rows = []
     for prompt in prompts:
-        texts = [prompt.format(label.replace("_", " ")) for label in images.ends.labels]
+        texts = [prompt.replace("{}", label.replace("_", " ")) for label in images.ends.labels]
         fields = caption_rows(texts, data.tokenizer, data.ends.text.length)
         rows.append(Batch(fields, torch.ones(len(texts))))
     vectors = class_vectors(model, rows, device)

@@ -42,9 +42,12 @@ def command(
     preset with random values on random tokens. Also ViTCoD's masks from an .npy file, in which True is pruned, and
     masks from a seed: uniform, balanced, runs, diagonal or power-law."""
     from thrifty.cli.telling import print_json
+    from thrifty.core.errors import UsageError
     from thrifty.hardware.patterns import PATTERNS, synthesised
     from thrifty.hardware.trace_file import lighter, load_pruned_masks, save_trace
 
+    if out.exists():
+        raise UsageError(f"{out} exists already", fix="give another --out, or remove it")
     if source in PATTERNS:
         sizes = [length or 128] * examples
         trace = synthesised(source, density, layers, heads, width=width, lengths=sizes, seed=seed)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
@@ -57,9 +57,9 @@ class Objective:
     The last five methods say how plain text or images are made into examples; they change nothing unless overridden.
     """
 
-    learns_from: ClassVar[Literal["text", "images", "pairs"]] = "text"
-    needs_labels: ClassVar[bool] = False
-    loss_in: ClassVar[str] = "nats"
+    learns_from: Literal["text", "images", "pairs"] = "text"
+    needs_labels: bool = False
+    loss_in: str = "nats"
     """What the loss is a number of."""
     joint: bool = False
     measured: tuple[str, ...] = ()
@@ -127,7 +127,8 @@ class Around(Objective):
 
     def __init__(self, inner: Objective):
         self.inner = inner
-        self.measured, self.joint = inner.measured, inner.joint
+        self.measured, self.joint, self.loss_in = inner.measured, inner.joint, inner.loss_in
+        self.learns_from, self.needs_labels = inner.learns_from, inner.needs_labels
 
     @property
     def plain(self) -> Objective:
@@ -165,6 +166,11 @@ class Around(Objective):
     def knowing(self, tokens: Tokens, length: int) -> Objective:
         changed = copy(self)
         changed.inner = self.inner.knowing(tokens, length)
+        return changed
+
+    def looking(self, patch: int | None) -> Objective:
+        changed = copy(self)
+        changed.inner = self.inner.looking(patch)
         return changed
 
     def examples(self, batch: Batch) -> Batch:

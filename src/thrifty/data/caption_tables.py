@@ -52,8 +52,9 @@ def is_table(path: Path) -> bool:
     if key is None or _first(row, CAPTIONS) is None:
         return False
     value = row[key]
-    names_text = isinstance(value, str) and key in IMAGES and not value.startswith("data:image/")
-    return is_image_name(Path(str(value)).name) if names_text else value is not None
+    if isinstance(value, str) and key in IMAGES and not value.startswith("data:image/"):
+        return is_image_name(Path(value).name)
+    return isinstance(value, str | bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path"}))
 
 
 def table_rows(path: Path, column: str = "") -> Iterator[Row]:
@@ -92,6 +93,7 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Row:
         raise UsageError(
             f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
         )
+    check_characters(value if isinstance(value, str) else "", f"{where}: the image")
     if held or value.startswith("data:"):
         content = _decoded(value)
         return Row(name, content, captions, part, why="" if content else "its base64 is damaged")
@@ -126,9 +128,9 @@ def _captions(value: Any, where: str) -> tuple[str, ...]:
 
 
 def _part(value: Any, where: str) -> Part | None:
-    if value is None:
+    if value is None or value == "":
         return None
-    if value not in GIVEN:
+    if not isinstance(value, str) or value not in GIVEN:
         raise UsageError(f"{where}: {SPLIT!r} is {value!r}, which is no part", fix=did_you_mean(str(value), GIVEN))
     return GIVEN[value]
 
@@ -209,13 +211,13 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _names_files(path: Path) -> bool:
-    """Whether a Parquet file's images are paths, not the files themselves."""
+    """Whether a Parquet file's images may be paths, not the files themselves."""
     arrow, parquet = _arrow(path)
     try:
         with parquet.ParquetFile(path) as file:
             image = _first(dict.fromkeys(file.schema_arrow.names), (*IMAGES, *CONTENTS))
             kind = None if image is None else file.schema_arrow.field(image).type
-            return kind is not None and (arrow.types.is_string(kind) or arrow.types.is_large_string(kind))
+            return kind is not None and not arrow.types.is_binary(kind) and not arrow.types.is_large_binary(kind)
     except arrow.ArrowException:
         return False  # it is said when rows are read
 

@@ -34,8 +34,10 @@ class LeftOut:
 
 
 def printable(name: str) -> str:
-    """A file's name as text that can be written anywhere: bytes in it that are not UTF-8 become question marks."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    """A file's name as text that can be written anywhere: bytes in it that are not UTF-8, and characters that would
+    steer a terminal, become question marks."""
+    text = os.fsencode(name).decode("utf-8", "replace")
+    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text)
 
 
 def is_image_name(name: str) -> bool:

@@ -65,6 +65,7 @@ class Reading:
     def __init__(self, source: CaptionedSource, side: int, held_out: float):
         self.source, self.side, self.share = source, side, held_out
         self.captions: dict[Path | bytes, list[str]] = {}
+        self.parts: dict[Path | bytes, Part] = {}
         self.no_image, self.no_caption, self.unreadable = LeftOut(), LeftOut(), LeftOut()
         self.outside: list[Path] = []
 
@@ -89,13 +90,15 @@ class Reading:
                 continue
             elif not own:
                 bare.setdefault(image, row.name)
+            elif row.part and self.parts.get(image, row.part) is not row.part:
+                self.unreadable.add(row.name, f"its image is in the other part, {self.parts[image]}, already")
             elif (known := self.captions.get(image)) is not None:
                 known += [text for text in own if text not in known]
             elif (pixels := self._decoded(row, row.image)) is not None:
                 self.captions[image] = list(dict.fromkeys(own))
                 self.outside += [row.image] if row.outside and isinstance(row.image, Path) else []
-                part = row.part or part_by_hash(row.image, self.share)
-                yield part, pixels, self.captions[image]
+                self.parts[image] = row.part or part_by_hash(row.image, self.share)
+                yield self.parts[image], pixels, self.captions[image]
             else:
                 broken.add(image)
         for image, name in bare.items():

@@ -135,7 +135,7 @@ class _Channel:
         self.per_byte = memory.banks * clock / memory.bandwidth
         """Cycles that a bank takes for a byte."""
         self.latency = memory.latency * clock
-        self.banks, self.ports = [0.0] * memory.banks, [0.0] * memory.ports
+        self.banks, self.ports = [0.0] * memory.banks, [0.0] * max(memory.ports, 1)
         self.turn = 0
         self.under_way = 0
         self.held: deque[tuple[float, int, int, Callable[[float], None]]] = deque()
@@ -157,7 +157,7 @@ class _Channel:
 
         for number in range(count):
             part = min(self.memory.burst, size - number * self.memory.burst)
-            self.held.append((part, (bank + number) % self.memory.banks, sum(server) % self.memory.ports, answered))
+            self.held.append((part, (bank + number) % self.memory.banks, sum(server) % len(self.ports), answered))
         self._issue(time)
 
     def _issue(self, time: float) -> None:
@@ -166,7 +166,7 @@ class _Channel:
             size, bank, port, answered = self.held.popleft()
             self.under_way += 1
             sent = max(time, self.ports[port])
-            self.ports[port] = sent + 1 if self.memory.ports > 1 else sent
+            self.ports[port] = sent + 1 if self.memory.ports else sent
             begin = max(sent, self.banks[bank])
             self.banks[bank] = begin + size * self.per_byte
             self.at(self.banks[bank] + self.latency, lambda now, answered=answered: self._answer(now, answered))

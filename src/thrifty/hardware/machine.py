@@ -33,8 +33,8 @@ class Memory:
     name: str
     bytes: float = math.inf
     banks: int = 1
-    ports: int = 1
-    """Each sends one request a cycle."""
+    ports: int = 0
+    """Each sends one request a cycle; 0 for no limit."""
     bandwidth: float = math.inf
     """Bytes/s of all banks together."""
     latency: float = 0.0
@@ -159,7 +159,7 @@ def _like(path: str, value: object, present: Setting) -> Any:
     return int(number) if whole else number
 
 
-_POSITIVE = {"width", "copies", "bytes", "banks", "ports", "bandwidth", "burst", "clock"}
+_POSITIVE = {"width", "copies", "bytes", "banks", "bandwidth", "burst", "clock"}
 _WHOLE = {"width", "buffer", "copies", "banks", "ports", "outstanding", "burst"}
 
 

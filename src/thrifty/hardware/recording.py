@@ -46,6 +46,8 @@ class _Recorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             given = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
             q, k, v = given["query"], given["key"], given["value"]
+            if given.get("scale") is not None:  # a trace is read with the usual one
+                q = q * (given["scale"] * q.shape[-1] ** 0.5)
             kept = _visible(given.get("attn_mask"), bool(given.get("is_causal")), q, k)
             self.note(_Call(q, k, v, kept))
         return func(*args, **(kwargs or {}))

@@ -99,12 +99,13 @@ def run(
 def within(
     machine: Machine, multipliers: int | None = None, clock: float | None = None, bandwidth: float | None = None
 ) -> Machine:
-    """The machine under a budget: at most so many multipliers, this clock in Hz, an outer memory of so many bytes/s."""
+    """The machine under a budget: at most so many multipliers, this clock in Hz, an outer memory of so many bytes/s
+    for all its copies together."""
     if multipliers is not None:
         machine = find_design(machine.design).scaled(machine, multipliers)
     if clock is not None:
         machine = replace(machine, clock=clock)
-    return machine if bandwidth is None else machine.with_bandwidth(bandwidth)
+    return machine if bandwidth is None else machine.with_bandwidth(bandwidth / machine.copies)
 
 
 def _layer(work: Work, machine: Machine, engine: str, draw: bool) -> LayerResult:

@@ -42,7 +42,8 @@ class Timeline:
         """(s, u) cycles in which a station had an item and no room behind it for what comes of that."""
         arrived = np.zeros_like(self.start)
         arrived[1:] = self.end[:-1]
-        return (self.start - np.maximum(arrived, self.free)).sum(-1)
+        is_real = (self.end > self.start).any(0)  # what fills up shorter units takes no time anywhere
+        return ((self.start - np.maximum(arrived, self.free)) * is_real).sum(-1)
 
     @cached_property
     def starved(self) -> np.ndarray:

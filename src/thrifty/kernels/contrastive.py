@@ -53,7 +53,7 @@ def places_of_own(queries: Tensor, keys: Tensor, of_queries: Tensor, of_keys: Te
     for rows, own in zip(queries.split(tile), of_queries.split(tile), strict=True):
         products, right = rows @ keys.T, own[:, None] == of_keys
         best = products.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-        places.append(((products >= best) & ~right).sum(1))
+        places.append((~(products < best) & ~right).sum(1))  # what is no number is no find
     return torch.cat(places)
 
 

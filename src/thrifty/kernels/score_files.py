@@ -126,10 +126,10 @@ def read_scores(path: Path) -> Scores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = _facts(json.loads(told))
             _check(tensors)
-        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            guesses = [tensors[field.name] for field in fields(Guesses)] if "predicted" in tensors else None
+        except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             what = "it has no facts of scores" if isinstance(error, KeyError) and error.args == (KEY,) else str(error)
             raise IntegrityError(f"{path} is no scores file: {what}", fix="score again: thrifty data score") from None
-        guesses = [tensors[field.name] for field in fields(Guesses)] if "predicted" in tensors else None
         return Scores(
             tensors["scores"], tensors["runs"], facts, tensors.get("labels"), Guesses(*guesses) if guesses else None
         )

@@ -132,7 +132,7 @@ def _own_shape(settings: ModelSettings) -> Shape:
     if not settings.folder:
         return shape_of(settings)
     shape = folder_shape(Path(settings.folder), fresh=True)
-    return resized(shape, settings) if settings.fresh else shape
+    return resized(shape, replace(settings, pool=None)) if settings.fresh else shape
 
 
 def export_model(
@@ -255,7 +255,7 @@ def _seeing(folder: str, shape: Shape, images: ImageEnds) -> Shape:
             f"the images have {images.channels} channels and the model in {folder} takes {shape.channels}",
             fix="set model.fresh = true to start from random weights, or choose another model",
         )
-    labels = shape.vocabulary if shape.style == "clip" else len(images.labels)
+    labels = shape.vocabulary if shape.style == "clip" else len(images.labels) or shape.vocabulary
     return replace(shape, vocabulary=labels, image=images.side)
 
 

@@ -81,7 +81,8 @@ class ContrastiveModel(nn.Module):
     """Images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits: of an image the unit
     vector times the learned scale, of a caption the unit vector.
 
-    The scale is kept as its logarithm. It stays at 100 or below; above, its gradient is zero.
+    The scale is kept as its logarithm. It stays at 100 or below, and keeps its gradient there, by which
+    it comes back.
     """
 
     task: Literal["contrast"] = "contrast"
@@ -109,4 +110,5 @@ class ContrastiveModel(nn.Module):
     @property
     def scale(self) -> Tensor:
         """What similarities are multiplied with, (1,)."""
-        return self.logit_scale.clamp(max=LARGEST_SCALE).exp()
+        beyond = (self.logit_scale.detach() - LARGEST_SCALE).clamp(min=0)
+        return (self.logit_scale - beyond).exp()

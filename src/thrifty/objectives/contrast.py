@@ -4,8 +4,9 @@ Paper     Radford et al. 2021, CLIP (arXiv 2103.00020), section 2.3.
 Fields    "inputs" (b, c, h, w); "tokens" (b, t); where captions are padded, "keep" (b, t), False on the padding.
 Loss      of a pair, half of the cross-entropy of its caption among all captions and half of that of its image among all
           images. With several ranks along the data, those of all ranks: each pair is compared with the whole effective
-          batch. Held-out batches are compared within themselves, of as many pairs as the recipe's batch: a loss at
-          another batch size is another number, up to ln(batch) where nothing is known.
+          batch. Held-out batches are compared within themselves, of as many pairs as the recipe's batch or as are
+          evaluated, whichever is fewer: a loss among another number of pairs is another number, up to its logarithm
+          where nothing is known.
 Measures  accuracy: how often the right one of such a batch is the nearest, mean of both directions. What a model is
           worth over a whole set, `thrifty retrieve` tells.
 """

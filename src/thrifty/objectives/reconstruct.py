@@ -68,6 +68,10 @@ class Reconstruct(Objective):
         if "visible" in batch.fields:
             return batch
         total = self._patches(batch["inputs"])
+        if self.normalize and self.patch**2 * batch["inputs"].shape[1] < 2:
+            raise UsageError(
+                "a patch of one number has no deviation", fix="set objective.normalize = false, or model.patch higher"
+            )
         visible = int(total * (1 - self.rate))
         if not 0 < visible < total:
             raise UsageError(

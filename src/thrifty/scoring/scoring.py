@@ -17,6 +17,7 @@ from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 from thrifty.core.explain import count
 from thrifty.core.moments import in_steps
 from thrifty.core.recipe import Recipe
+from thrifty.data.cache import file_sha256
 from thrifty.data.epochs import Epochs
 from thrifty.kernels.score_files import Facts, Scores, averaged
 from thrifty.preparing import BuildModel, Prepared, prepare
@@ -165,6 +166,7 @@ class _Runs:
     def known(self, prepared: Prepared, total: int) -> Facts:
         tables = recipe_to_data(self.recipe)
         depends = {name: table for name, table in tables.items() if name not in NOT_SCORED_BY}
+        depends["model files"] = _hashes(self.recipe.model.folder) | _hashes(self.scoring.embed_with)
         return Facts(
             method=self.scoring.by,
             fingerprint=prepared.data.train.inventory().fingerprint,
@@ -177,6 +179,13 @@ class _Runs:
             model=self.scoring.embed_with,
             thrifty=__version__,
         )
+
+
+def _hashes(folder: str) -> dict[str, str]:
+    """The sha256 of each file of a model folder, by its path: nothing where there is none."""
+    path = Path(folder).expanduser()
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if folder and path.is_dir() else []
+    return {str(file): file_sha256(file) for file in files}
 
 
 def _label_names(prepared: Prepared) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -165,8 +166,20 @@ def _attend(
             f"{type(module).__name__} asks its attention for {', '.join(['dropout'] * bool(dropout) + more)}",
             fix="set the config's attention dropout to 0" if dropout and not more else "choose another model",
         )
+    if attention_mask is None:
+        attention_mask = _causality(module, query, key, given.get("is_causal"))
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
     out = core(query, key, value) if attention_mask is None else core(query, key, value, attention_mask)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _causality(module: nn.Module, query: Tensor, key: Tensor, told: bool | None) -> Tensor | None:
+    """The mask (1, 1, t, s) of a call that is causal in a module that does not say so of itself."""
+    if told is None or bool(told) == bool(getattr(module, "is_causal", False)):
+        return None
+    if not told:
+        raise Refused(f"{type(module).__name__} is told at a call to look ahead", fix="choose another model")
+    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+    return seen.tril()[None, None]

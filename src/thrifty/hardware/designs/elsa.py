@@ -17,13 +17,14 @@ from thrifty.core.errors import UsageError
 from thrifty.hardware.machine import Machine
 from thrifty.hardware.stream import Design, Operation, Stream, add_up, ceil_div, multiply_accumulate, operand_bytes
 from thrifty.hardware.trace import AttentionLayer
+from thrifty.kernels.attention_filters.elsa import factor_sizes, multiplies
 
 STATIONS = ("hash", "attend", "divide")
 
 
 def hash_multiplications(width: int) -> int:
-    """Of one vector through three Kronecker factors: 3·d^(4/3), 768 at d = 64."""
-    return round(3 * width ** (4 / 3))
+    """Of one vector through the filter's Kronecker factors: 3·d^(4/3) = 768 at d = 64."""
+    return multiplies(factor_sizes(width))
 
 
 def preprocessing_cycles(keys: np.ndarray, width: int, multipliers: int) -> np.ndarray:

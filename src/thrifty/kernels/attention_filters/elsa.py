@@ -60,8 +60,9 @@ def kronecker_project(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
     """(A1 ⊗ A2 ⊗ …) x for x (…, k), one small product after the other."""
     sides = [len(factor) for factor in factors]
     y = x.unflatten(-1, sides)
-    for factor in factors:
-        y = torch.tensordot(y, factor.to(y), dims=([-len(sides)], [1]))
+    with torch.autocast(x.device.type, enabled=False):
+        for factor in factors:
+            y = torch.tensordot(y, factor.to(y), dims=([-len(sides)], [1]))
     return y.flatten(-len(sides))
 
 

@@ -49,7 +49,8 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 def exact_scores(q: Tensor, k: Tensor) -> Tensor:
     """q (b, h, t, k) times k (b, g, s, k) by 1 / sqrt(k), in float32 at least: (b, h, t, s)."""
     accurate = torch.promote_types(q.dtype, torch.float32)
-    return q.to(accurate) @ heads_of_keys(k, q.shape[1]).to(accurate).mT * q.shape[-1] ** -0.5
+    with torch.autocast(q.device.type, enabled=False):
+        return q.to(accurate) @ heads_of_keys(k, q.shape[1]).to(accurate).mT * q.shape[-1] ** -0.5
 
 
 def refuse_other_lengths(t: int, s: int) -> None:

@@ -31,7 +31,8 @@ def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Ten
     """Scores (b, h, t, s) from unit vectors of few bits, scaled by the lengths and 1 / sqrt(k). `largest` is what a
     number of a unit query and of a unit key is taken to be at most."""
     (q, of_q), (k, of_k) = unit_rows(q), unit_rows(heads_of_keys(k, q.shape[1]))
-    products = quantized(q, bits, largest[0]) @ quantized(k, bits, largest[1]).mT
+    with torch.autocast(q.device.type, enabled=False):
+        products = quantized(q, bits, largest[0]) @ quantized(k, bits, largest[1]).mT
     return products * of_q * of_k.mT * q.shape[-1] ** -0.5
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
 from thrifty.kernels.sparse_attention.grids import BlockGrid, check_grid
-from thrifty.kernels.sparse_attention.layout import by_blocks, by_tokens, chunks, laid_out
+from thrifty.kernels.sparse_attention.layout import as_autocast, by_blocks, by_tokens, chunks, laid_out
 from thrifty.kernels.sparse_attention.sight import Sight
 
 
@@ -37,6 +37,7 @@ def block_attention(
     UsageError for a grid of another size.
     """
     check_grid(grid, q, k)
+    q, k, v = as_autocast(q, k, v)
     sight = grid.sight
     return torch.ops.thrifty.block_attention(
         q, k, v, grid.codes, mask, segments, grid.block, grid.count,

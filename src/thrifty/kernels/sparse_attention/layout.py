@@ -16,6 +16,14 @@ no faster, and is what the passes hold at their peak beyond what torch's own att
 SCORES_ELSEWHERE = 2**24
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype that products of them are to have, as torch's own attention takes them."""
+    device = "cpu" if tensors[0].is_meta else tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
 @dataclass(frozen=True)
 class Work:
     """Inputs laid out in blocks: N = b · G rows of T blocks of queries, G being the heads that have a grid each."""

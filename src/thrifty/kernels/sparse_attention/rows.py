@@ -13,6 +13,7 @@ from torch import Tensor
 from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
 from thrifty.kernels.sparse.csr import Csr
+from thrifty.kernels.sparse_attention.layout import as_autocast
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
@@ -20,14 +21,14 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
     for each query, no number twice; -1 stands for none. Raises UsageError for a key that is not there."""
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(f"kept keys are {keys.dtype} of {tuple(keys.shape)}", fix="give int64 (b or 1, h or 1, t, m)")
-    return torch.ops.thrifty.row_attention(q, k, v, keys, _scale(q, scale))[0]
+    return torch.ops.thrifty.row_attention(*as_autocast(q, k, v), keys, _scale(q, scale))[0]
 
 
 def mask_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float | None = None) -> Tensor:
     """The same over the pairs that a mask (b or 1, h or 1, t, s) has. Its work is counted as if all were kept."""
     if keep.dtype != torch.bool or keep.ndim != 4:
         raise UsageError(f"a mask of {keep.dtype} {tuple(keep.shape)}", fix="give bool (b or 1, h or 1, t, s)")
-    return torch.ops.thrifty.row_attention(q, k, v, keep, _scale(q, scale))[0]
+    return torch.ops.thrifty.row_attention(*as_autocast(q, k, v), keep, _scale(q, scale))[0]
 
 
 def csr_of_rows(keys: Tensor, count: int) -> Csr:

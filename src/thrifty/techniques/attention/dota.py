@@ -13,8 +13,9 @@ Avoid     expecting speed. For that: attention.block_sparse.
 Note      the detector's weights are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d;
           they start as small random numbers and are dropped at the end. The loss also reaches the model, whose scores
           become easier to estimate; both learn from the first step, and keys are left out from `from_step` on. Operands
-          of the detector are rounded to `bits`, with gradients straight through. 152.6 times a GPU is the paper's ratio
-          for attention alone, with DOTA scaled to about the GPU's peak throughput.
+          of the detector are rounded to `bits`, with gradients straight through. 152.6 times a GPU is the
+          abstract's ratio; that it is of attention alone is from memory (unverified), that DOTA was scaled to about the
+          GPU's peak throughput is said by ViTCoD's paper.
 """
 
 from collections.abc import Mapping

@@ -96,6 +96,7 @@ class GradientCache(Technique):
     claims = frozenset({"micro-batches"})
     clashes: ClassVar[Mapping[str, str]] = {
         "which examples are trained on": "examples that are compared with each other have no scores of their own",
+        "losses beside blocks": "only what follows from the vectors has a gradient, and such a loss would be lost",
         "gradients of half batches": "two halves of a batch do not make up the gradient of a joint loss",
     }
 
