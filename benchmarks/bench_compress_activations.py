@@ -32,18 +32,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = (8, 4, 2)
 
 
-def waited(work: Callable[[], object]) -> Callable[[], object]:
-    """The work, and on a GPU the wait for its end."""
-
-    def through() -> object:
-        result = work()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        return result
-
-    return through
-
-
 def race_kernels(numbers: int) -> dict[str, object]:
     """Both directions beside copies of the same tensor: coding beside one into memory that is there, decoding, which
     makes a tensor as large, beside one into new memory."""
@@ -58,7 +46,7 @@ def race_kernels(numbers: int) -> dict[str, object]:
         for bits in BITS:
             ways[f"encode, {bits} bits"] = lambda bits=bits, tensor=tensor: encode(tensor, bits, 1)
             ways[f"decode, {bits} bits"] = _coded(tensor, bits).decode
-        timings = side_by_side({name: waited(way) for name, way in ways.items()}, rounds=20, warmup=3)
+        timings = side_by_side(ways, rounds=20, warmup=3)
         name, size = str(dtype).removeprefix("torch."), tensor.element_size()
         tell(f"{numbers:,} numbers in {name}", timings, "copy", numbers, "numbers/s")
         shares = {}
@@ -110,7 +98,7 @@ def race_steps(arguments: argparse.Namespace) -> dict[str, object]:
             own.zero_grad()
             run.backward(own, run.objective, batch)
 
-        steps[name] = waited(step)
+        steps[name] = step
     timings = side_by_side(steps, rounds=arguments.rounds, warmup=2)
     tell(f"12 blocks of width {arguments.width}, {arguments.batch} x {arguments.length} tokens", timings, "plain")
     for name, size in saved.items():

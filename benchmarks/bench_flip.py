@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from side_by_side import keep, ratio, side_by_side, tell
-from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.compose import Plain, compose
+from steps import SameRows, whole_step
+from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
 from thrifty.kernels.contrastive import contrastive_losses, contrastive_losses_reference
 from thrifty.models.presets import PRESETS, assemble
@@ -35,39 +35,20 @@ LENGTH, SPACE = 32, 512
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class Pairs(BatchSource):
-    """The same random images and captions at every step."""
-
-    def __init__(self, batch: int, shape: Shape):
-        self.batch = batch
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(batch, shape.channels, shape.image, shape.image, generator=generator)
-        tokens = torch.randint(shape.vocabulary, (batch, LENGTH), generator=generator)
-        fields = {"inputs": inputs, "tokens": tokens, "key": torch.arange(batch)}
-        self.only = Batch(fields, torch.full((batch,), 1 / batch))
-
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        return self.only.rows(start, stop)
+def pairs(count: int, shape: Shape) -> SameRows:
+    """Random images and captions."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, shape.channels, shape.image, shape.image, generator=generator)
+    return SameRows({"inputs": inputs, "tokens": torch.randint(shape.vocabulary, (count, LENGTH), generator=generator)})
 
 
-def whole_step(shape: Shape, images: int, techniques: list[Technique]) -> Callable[[], None]:
+def composed(shape: Shape, count: int, techniques: list[Technique]) -> Composition:
     def build() -> nn.Module:
         model = assemble(shape)
         initialize(model, 0)
         return model
 
-    run = compose(Plain(build, Pairs(images, shape), Contrast()), [AdamW(), *techniques], 10, DEVICE)
-    state, batch = run.start(), run.source.at(0).to(DEVICE)
-    assert state.model is not None and state.optimizer is not None
-    state.model.train()
-
-    def step() -> None:
-        run.backward(state.model, run.objective, batch)
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        _wait()
-
-    return step
+    return compose(Plain(build, pairs(count, shape), Contrast()), [AdamW(), *techniques], 10, DEVICE)
 
 
 def loss_alone(losses: Callable[[Tensor, Tensor], Tensor], pairs: int) -> Callable[[], None]:
@@ -78,7 +59,6 @@ def loss_alone(losses: Callable[[Tensor, Tensor], Tensor], pairs: int) -> Callab
     def both_ways() -> None:
         losses(14 * images, captions).mean().backward()
         images.grad = captions.grad = None
-        _wait()
 
     return both_ways
 
@@ -101,11 +81,6 @@ def largest(work: Callable[[], None]) -> int:
     return seen.size
 
 
-def _wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=32)
@@ -116,9 +91,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FOLDER")
     asked = parser.parse_args()
     shape = replace(PRESETS[asked.preset], depth=asked.depth, text_depth=asked.depth, vocabulary=4096, length=LENGTH)
-    steps = {WHOLE: whole_step(shape, asked.images, [])}
+    steps = {WHOLE: whole_step(composed(shape, asked.images, []))}
     for rate in RATES:
-        steps[f"{100 * rate:g} % dropped"] = whole_step(shape, asked.images, [DropPatches(rate, until=10)])
+        steps[f"{100 * rate:g} % dropped"] = whole_step(composed(shape, asked.images, [DropPatches(rate, until=10)]))
     timings = side_by_side(steps, rounds=asked.rounds, warmup=1)
     tell(f"a step, {asked.preset}, {asked.depth} blocks", timings, WHOLE, asked.images, "images/s")
     gains = {name: 1 / ratio(timings, name, WHOLE) for name in steps}

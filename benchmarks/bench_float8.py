@@ -55,8 +55,6 @@ def compare(shape: str, rounds: int, folder: Path | None) -> None:
 
     def both(way: Callable[[Tensor], Tensor]) -> None:
         torch.autograd.grad(way(x), (x, weight), upstream)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
 
     timings = side_by_side({name: partial(both, way) for name, way in contenders(weight).items()}, rounds)
     flops = 6 * tokens * inputs * outputs

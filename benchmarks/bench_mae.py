@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from side_by_side import keep, ratio, side_by_side, tell
-from thrifty.core.batches import Batch, BatchSource
+from steps import SameRows, whole_step
+from thrifty.core.batches import Batch
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
 from thrifty.models.autoencoder import MaskedAutoencoder
@@ -31,17 +32,9 @@ WHOLE = "all patches"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-class Images(BatchSource):
-    """The same random images at every step."""
-
-    def __init__(self, batch: int):
-        self.batch = batch
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(batch, SHAPE.channels, SHAPE.image, SHAPE.image, generator=generator)
-        self.only = Batch({"inputs": inputs, "key": torch.arange(batch)}, torch.full((batch,), 1 / batch))
-
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        return self.only.rows(start, stop)
+def images(batch: int) -> SameRows:
+    generator = torch.Generator().manual_seed(0)
+    return SameRows({"inputs": torch.randn(batch, SHAPE.channels, SHAPE.image, SHAPE.image, generator=generator)})
 
 
 def model() -> MaskedAutoencoder:
@@ -53,37 +46,17 @@ def model() -> MaskedAutoencoder:
 
 def composed(rate: float, batch: int, techniques: list[Technique]) -> Composition:
     objective = Reconstruct(rate=rate, patch=SHAPE.patch)
-    return compose(Plain(model, Images(batch), objective), [AdamW(), *techniques], 10, DEVICE)
-
-
-def whole_step(run: Composition) -> Callable[[], None]:
-    state, batch = run.start(), run.source.at(0).to(DEVICE)
-    assert state.model is not None and state.optimizer is not None
-    state.model.train()
-
-    def step() -> None:
-        run.backward(state.model, run.objective, batch)
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        _wait()
-
-    return step
+    return compose(Plain(model, images(batch), objective), [AdamW(), *techniques], 10, DEVICE)
 
 
 def encoder_pass(batch: Batch, visible: bool) -> Callable[[], None]:
     encode = model().to(DEVICE).encode
-    images, places = batch["inputs"].to(DEVICE), batch["visible"].to(DEVICE)
+    inputs, places = batch["inputs"].to(DEVICE), batch["visible"].to(DEVICE)
 
     def both_ways() -> None:
-        encode(images, places if visible else None).sum().backward()
-        _wait()
+        encode(inputs, places if visible else None).sum().backward()
 
     return both_ways
-
-
-def _wait() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -87,22 +87,12 @@ def main() -> None:
         "transformers, 15 % masked": theirs(shape, batches[few.rate]),
         "transformers, 50 % masked": theirs(shape, batches[half.rate]),
     }
-    if options.device != "cpu":
-        ways = {name: waited(step) for name, step in ways.items()}
     timings = side_by_side(ways, options.rounds)
     title = f"{options.depth} blocks of width {options.width}, {options.batch} x {options.length} tokens"
     tell(title, timings, PLAIN, options.batch, "texts/s")
     if options.json:
         shape_of = {name: getattr(options, name) for name in sizes}
         keep(options.json, {"benchmark": "masked text", "shape": shape_of, "decoder blocks": blocks}, timings, PLAIN)
-
-
-def waited(step: Callable[[], None]) -> Callable[[], None]:
-    def timed() -> None:
-        step()
-        torch.cuda.synchronize()
-
-    return timed
 
 
 if __name__ == "__main__":

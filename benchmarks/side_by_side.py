@@ -43,6 +43,8 @@ def side_by_side(
                 before[name]()
             began = time.perf_counter()
             ways[name]()
+            if torch.cuda.is_initialized():  # what was started there is not done before it is waited for
+                torch.cuda.synchronize()
             if turn >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}

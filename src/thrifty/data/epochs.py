@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thrifty.core.batches import Batch, BatchSource, Choice, Inventory
 from thrifty.core.errors import Refused
+from thrifty.data.draws import example_keys
 from thrifty.data.permutation import permuted
 
 HELD_OUT_KEY = 0x48454C44
@@ -148,3 +149,15 @@ class HeldOutExamples:
 
     def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
         return self.contents.fields(chosen)
+
+
+class HeldOutByKey(HeldOutExamples):
+    """The same with a "key" (b,) for each example, from which whatever is drawn of it is drawn alike every time."""
+
+    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return with_held_out_keys(super().fields(chosen), chosen)
+
+
+def with_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
+    """The fields of the examples at these places (b,), and their keys."""
+    return {**fields, "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}

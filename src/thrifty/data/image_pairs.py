@@ -22,7 +22,7 @@ from thrifty.data.captioned_sources import holds_captioned, open_captioned
 from thrifty.data.captions import Captions, open_captions, prepare_captions
 from thrifty.data.catalogue import entries
 from thrifty.data.draws import example_keys
-from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples, fingerprint
+from thrifty.data.epochs import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
 from thrifty.data.fetching import origin
 from thrifty.data.image_arrays import ImageArrays, normalized, open_arrays
 from thrifty.data.kept import keep_images
@@ -82,14 +82,7 @@ class TrainingPairs(Epochs):
         return {"inputs": normalized(shown, images.ends), **captions, "key": torch.from_numpy(keys)}
 
     def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().judged_fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
-
-
-class HeldOutPairs(HeldOutExamples):
-    """Images for evaluation with their first captions, and keys that are the same for every seed."""
-
-    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
+        return with_held_out_keys(super().judged_fields(chosen), chosen)
 
 
 @dataclass(frozen=True)
@@ -98,7 +91,7 @@ class PairData:
 
     source: str
     train: BatchSource
-    held_out: HeldOutPairs
+    held_out: HeldOutByKey
     ends: PairEnds
     tokenizer: TextTokenizer
     identity: Mapping[str, str]
@@ -165,7 +158,7 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     return PairData(
         source=settings.source,
         train=TrainingPairs(train, settings.batch, seed, settings.augment),
-        held_out=HeldOutPairs(parts[Part.HELD_OUT]),
+        held_out=HeldOutByKey(parts[Part.HELD_OUT]),
         ends=PairEnds(train.images.ends, TextEnds(prepared.manifest["vocabulary"], settings.length)),
         tokenizer=prepared.tokenizer,
         identity={f"images/{name}": sha256 for name, sha256 in identity.items()} | hashes,

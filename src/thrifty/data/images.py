@@ -20,7 +20,7 @@ from thrifty.data.digits import BRIGHTEST as BRIGHTEST_DIGIT
 from thrifty.data.digits import STORED as STORED_DIGITS
 from thrifty.data.digits import DigitImages
 from thrifty.data.draws import example_keys
-from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples
+from thrifty.data.epochs import Epochs, HeldOutByKey, HeldOutExamples, with_held_out_keys
 from thrifty.data.fetching import origin
 from thrifty.data.image_arrays import Channels, ImageArrays, normalized, open_arrays
 from thrifty.data.image_folder import prepare_folder
@@ -67,7 +67,7 @@ class TrainingImages(Epochs):
         return {**self._fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
 
     def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().judged_fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
+        return with_held_out_keys(super().judged_fields(chosen), chosen)
 
     def _fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
         if self.how is None:
@@ -88,13 +88,6 @@ class TrainingImages(Epochs):
             )
             labels = another + own[:, None] * (one - another)
         return {"inputs": normalized(images, ends), "labels": labels}
-
-
-class HeldOutImages(HeldOutExamples):
-    """Images for evaluation as they are, with keys that are the same for every seed."""
-
-    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ def open_images(
     return ImageData(
         source=settings.source,
         train=TrainingImages(train, settings.batch, seed, settings.augment),
-        held_out=HeldOutImages(held_out),
+        held_out=HeldOutByKey(held_out),
         ends=train.ends,
         identity={**identity, LABELS: "/".join(labels)},
         parts=parts,

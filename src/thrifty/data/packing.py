@@ -9,7 +9,7 @@ from torch import Tensor
 from thrifty.core.batches import Inventory
 from thrifty.core.errors import UsageError
 from thrifty.data.draws import example_keys
-from thrifty.data.epochs import HELD_OUT_KEY, Epochs, HeldOutExamples, fingerprint
+from thrifty.data.epochs import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
 
 
 class Windows:
@@ -62,10 +62,10 @@ class PackedTokens(Epochs):
         return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
 
     def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().judged_fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
+        return with_held_out_keys(super().judged_fields(chosen), chosen)
 
 
-class HeldOut(HeldOutExamples):
+class HeldOut(HeldOutByKey):
     """Windows for evaluation, with keys that are the same for every seed too.
 
     Raises UsageError where the held-out text does not fill one example.
@@ -79,9 +79,6 @@ class HeldOut(HeldOutExamples):
                 f"the held-out text has {len(tokens):,} tokens, fewer than one example of length {length}",
                 fix="raise data.held_out, or lower data.length",
             )
-
-    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return {**super().fields(chosen), "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}
 
 
 def _smaller(tokens: int, windows: int, batch: int) -> str:
