@@ -1,12 +1,14 @@
 """Transforms as a `torch.optim.Optimizer` in a loop that is not ours."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from thrifty.core.elements import ScaleBySchedule
+from thrifty.core.errors import UsageError
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.transforms import chain
 from thrifty.techniques.optimizers.adamw import adamw
@@ -14,9 +16,9 @@ from thrifty.techniques.optimizers.lion import lion
 from tiny_runs import plain_run
 
 
-def network() -> nn.Sequential:
+def network(width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
@@ -72,6 +74,27 @@ def test_its_state_dict_brings_back_the_run(transform: object) -> None:
     resumed.load_state_dict(saved)
     assert train(again, resumed, range(5, 10)) == train(model, optimizer, range(5, 10))
     assert resumed.state_dict()["updates"] == 10
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: TransformOptimizer(network().named_parameters(), lion(1e-3)),
+        lambda: TransformOptimizer(nn.Linear(4, 8).named_parameters(), adamw(1e-2)),
+        lambda: TransformOptimizer(network(6).named_parameters(), adamw(1e-2)),
+    ],
+    ids=["other slots", "other names", "other shapes"],
+)
+def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(other: Callable[[], TransformOptimizer]) -> None:
+    model = network()
+    optimizer = TransformOptimizer(model.named_parameters(), adamw(1e-2))
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UsageError, match="another optimizer's"):
+        optimizer.load_state_dict(other().state_dict())
+    for slot, tensors in before["slots"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(optimizer.state_dict()["slots"][slot][name], tensor)
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero_and_one_that_is_frozen_is_left_alone() -> None:

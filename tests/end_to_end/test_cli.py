@@ -106,6 +106,12 @@ def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
     assert "finished after 6 steps" in done.stdout and "unigram entropy" in done.stdout
 
 
+def test_a_file_that_cannot_be_written_is_named_without_a_traceback(thrifty: CommandLine) -> None:
+    (thrifty.folder / "runs").touch()
+    said = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
+    assert "runs/run: Not a directory" in said and "Traceback" not in said
+
+
 def test_quiet_prints_nothing_even_where_data_are_prepared_first(thrifty: CommandLine, tmp_path: Path) -> None:
     thrifty.environment["THRIFTY_CACHE"] = str(tmp_path / "cache")
     done = thrifty(*thrifty.recipe("run", "--quiet"))

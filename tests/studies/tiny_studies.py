@@ -1,6 +1,7 @@
 """Studies of nothing, measured in no time: sums of a setting and noise, and a program that runs one of them."""
 
 import math
+import signal
 import sys
 import time
 from pathlib import Path
@@ -74,6 +75,7 @@ def main() -> None:
     """Runs `levels` in a folder with so many seeds, its cells taking so many seconds."""
     from thrifty.studies.running import run_study  # not at the top: a worker has no use for it
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
     folder = Path(sys.argv[1])
     study = levels(seeds=int(sys.argv[2]), log=str(folder.parent / "log"), seconds=float(sys.argv[3]))
     run_study(study, folder, jobs=2)

@@ -172,7 +172,7 @@ def _described(entry: "Entry") -> dict:
         "kind": entry.kind,
         "about": entry.about,
         "bytes": entry.size,
-        "download_bytes": entry.packages[0].size if entry.packages else 0,
+        "download_bytes": sum(package.size for package in entry.needed),
         "licence": entry.licence,
         "origin": entry.origin,
         "present": entry.present,

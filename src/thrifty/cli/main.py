@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from thrifty.cli import __path__ as _folder
-from thrifty.core.errors import ThriftyError, did_you_mean
+from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 
 # A thread that waits for its fellows should sleep: spinning, as OpenMP does by default, makes a step up to ten times
 # slower as soon as anything else wants the processor, and gains nothing on a quiet machine. Read as torch is imported.
@@ -75,6 +75,11 @@ def main(arguments: list[str] | None = None) -> Any:
         if not error.told and _is_first_to_tell():
             click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:  # nothing that the user named
+            raise
+        click.echo(f"thrifty: {error.filename}: {error.strerror}", err=True)
+        sys.exit(UsageError.exit_code)
 
 
 def _is_first_to_tell() -> bool:

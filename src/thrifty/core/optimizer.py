@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thrifty.core.errors import UsageError
 from thrifty.core.fused import Fused
 from thrifty.core.tails import split
 from thrifty.core.transforms import Chain, Numbers, Slots, Transform, chain
@@ -130,10 +131,22 @@ class TransformOptimizer(torch.optim.Optimizer):
         return {"slots": slots, "updates": self.updates, "born": self.born}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        for slot, tensors in self.slots.items():
-            for name, tensor in zip(self.names, tensors, strict=True):
-                tensor.copy_(state_dict["slots"][slot][name])
+        """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
+        own, found = self.state_dict()["slots"], state_dict.get("slots", {})
+        for slot, tensors in own.items():
+            for name, tensor in tensors.items():
+                _check_fits(tensor, found.get(slot, {}).get(name), f"{slot!r} of {name}")
+        for slot, tensors in own.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(found[slot][name])
         self.updates, self.born = state_dict["updates"], state_dict["born"]
+
+
+def _check_fits(tensor: Tensor, found: Tensor | None, where: str) -> None:
+    if found is None or found.shape != tensor.shape:
+        how = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(tensor.shape)}"
+        fix = "load it into an optimizer of the same transforms and the same parameters"
+        raise UsageError(f"this state is another optimizer's: {where} {how}", fix=fix)
 
 
 @torch.no_grad()

@@ -81,6 +81,11 @@ class Entry:
         return "model" if self.packages and not self.documents else "text"
 
     @property
+    def needed(self) -> tuple[Package, ...]:
+        """The packages that a fetch takes: all where they make the set together, else the first that can be had."""
+        return self.packages if self.together else self.packages[:1]
+
+    @property
     def folder(self) -> Path:
         """Where it is, or would be once fetched: documents.jsonl, arrays of images or the model's files, and
         ORIGIN.json."""

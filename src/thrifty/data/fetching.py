@@ -175,9 +175,8 @@ def _unobtainable(entry: Entry, refusals: Sequence[ThriftyError]) -> ThriftyErro
 
 
 def _elsewhere(entry: Entry) -> str:
-    needed = entry.packages if entry.together else entry.packages[:1]
-    commands = " and ".join(f"`{' '.join(package.command())}`" for package in needed)
-    made = "the files they make" if len(needed) > 1 else "the file it makes"
+    commands = " and ".join(f"`{' '.join(package.command())}`" for package in entry.needed)
+    made = "the files they make" if len(entry.needed) > 1 else "the file it makes"
     fix = f"where the registry can be reached, run {commands}, and put {made} into {archives_folder()}"
     return f"{fix}; or use {entry.instead} instead" if entry.instead else fix
 
