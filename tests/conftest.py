@@ -1,15 +1,18 @@
 """Every test runs on one thread and keeps out of the user's own cache."""
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import settings
 
+from rank_processes import in_a_group_of_one
+
+FINISHED = itertools.count(1)
 torch.set_num_threads(1)
 # machines that test are shared: how long an example takes there is no finding
 settings.register_profile("untimed", deadline=None)
@@ -17,7 +20,17 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays to the end: each of the thousands of collections that tests ask for need not look."""
+    keep_what_is_there()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    if next(FINISHED) % 50 == 0:
+        keep_what_is_there()
+
+
+def keep_what_is_there() -> None:
+    """What was imported stays to the end: each of the thousands of collections that tests ask for need not look."""
     gc.collect()
     gc.freeze()
 
@@ -35,10 +48,6 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone, as torchrun with one process makes it."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
+def one_rank() -> Iterator[None]:
+    with in_a_group_of_one():
         yield
-    finally:
-        dist.destroy_process_group()

@@ -3,7 +3,8 @@
 import multiprocessing
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,17 @@ PROCESSES.set_forkserver_preload(
     ]
 )
 SECONDS = 300
+
+
+@contextmanager
+def in_a_group_of_one() -> Iterator[None]:
+    """A process group of this process alone, as torchrun with one process makes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:

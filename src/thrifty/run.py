@@ -21,6 +21,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.sparse.masks import SLOT
 from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
 from thrifty.data.showing import selection
+from thrifty.planning import ledger
 from thrifty.planning.probe import peak_flops
 from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together
 from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
@@ -278,7 +279,10 @@ def _run(
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
     session = Session(kept, recipe, run, examples, folder, facts, notices, quiet)
-    return session.run_to_end(state, meter)
+    summary = session.run_to_end(state, meter)
+    if rank() == 0:
+        ledger.keep(folder.path, summary)
+    return summary
 
 
 def _kept(folder: RunFolder, name: str) -> dict[str, Any]:

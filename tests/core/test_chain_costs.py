@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 from recompute_work import model_of_kind
 from thrifty.core.activations.chain_calls import Chain
@@ -75,6 +76,13 @@ def test_looking_at_costs_changes_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model.norm.weight.grad, torch.ones(WIDTH))
     assert all(parameter.grad is None for parameter in model.blocks.parameters())
+
+
+def test_whoever_keeps_activations_does_not_see_it() -> None:
+    seen: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda saved: saved):
+        costs(Model(8, 8), torch.randn(ROWS, WIDTH))
+    assert not seen
 
 
 def test_fake_models_cost_what_real_ones_do() -> None:

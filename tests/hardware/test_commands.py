@@ -1,5 +1,6 @@
 """`thrifty simulate attention` compares designs on one trace under one budget; `gemm` reads SCALE-Sim's files."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,16 @@ def told(*words: object) -> dict[str, Any]:
 
 def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
     iso = "multipliers=128,clock=1e9,bandwidth=64e9"
-    words = ("attention", "--designs", "elsa,elsa:approximate=0,a3,dense", "--trace", trace, "--iso", iso)
+    words = (
+        "attention",
+        "--designs",
+        "elsa,elsa:approximate=0,a3,dense",
+        "--trace",
+        trace,
+        "--iso",
+        iso,
+        "--no-measure",
+    )
     page, found = shown(*words), told(*words)
     assert found["budget"] == {"multipliers": 128, "clock": 1e9, "bandwidth": 64e9}
     rows = {row["machine"]: row for row in found["results"]}
@@ -53,12 +63,12 @@ def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
 
 def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
     page = shown("attention", "--designs", "elsa", "--trace", trace, "--table", "all", "--csv", tmp_path / "csv",
-                 "--perfetto", tmp_path / "p.json", "--engine", "event")  # fmt: skip
+                 "--perfetto", tmp_path / "p.json", "--engine", "event", "--no-measure")  # fmt: skip
     assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
     assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
     assert "has no price for sram" in shown(
-        "attention", "--designs", "elsa", "--trace", trace, "--table", "aladdin-45nm"
+        "attention", "--designs", "elsa", "--trace", trace, "--table", "aladdin-45nm", "--no-measure"
     )
 
 
@@ -73,6 +83,11 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
         ("elsa", "multipliers=1.5", "no amount above zero"),
         ("elsa", "multipliers=100", "give at least 128"),
         (",", "clock=1e9", "no design was named"),
+        ("elsa,dense,elsa", "clock=1e9", "names elsa twice"),
+        ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
+        ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
+        ("elsa", "multipliers=1e30", "copies is 1.9.*\n.*below 2"),
+        ("outerspace", "clock=1e9", "computes spgemm, not attention"),
     ],
 )
 def test_what_cannot_be_compared_is_said(designs: str, iso: str, said: str, trace: Path) -> None:
@@ -80,12 +95,64 @@ def test_what_cannot_be_compared_is_said(designs: str, iso: str, said: str, trac
         shown("attention", "--designs", designs, "--trace", trace, "--iso", iso)
 
 
-def test_own_filters_and_why_one_is_faster(tmp_path: Path) -> None:
+def recorded(path: Path) -> Path:
     random = np.random.default_rng(0)
-    q, k = (random.standard_normal((1, 2, 32, 16)).astype(np.float32) for _ in range(2))
-    save_trace(AttentionTrace("r", (layer_of("l", q=q, k=k),)), tmp_path / "r.safetensors")
+    q, k, v = (random.standard_normal((1, 2, 32, 16)).astype(np.float32) for _ in range(3))
+    save_trace(AttentionTrace("r", (layer_of("l", q=q, k=k, v=v),)), path)
+    return path
+
+
+def test_what_was_measured_here_stands_in_columns_of_its_own(trace: Path) -> None:
+    words = ("attention", "--designs", "elsa,dense", "--trace", trace)
+    page, found = shown(*words), told(*words)
+    (name, seconds), *_ = found["measured_here"].items()
+    assert name.startswith("processor") and seconds > 0 and f"here, all pairs, {name}" in page
+    assert all(row["measured_here"]["kept_pairs"] > 0 for row in found["results"]) and "here, its pairs" in page
+    assert told(*words, "--no-measure")["measured_here"] == {}
+
+
+def test_masks_of_several_filters_side_by_side_at_an_equal_error(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "r.safetensors")
+    words = ("attention", "--designs", "elsa,dense", "--trace", path, "--filter", "exact", "--filter", "own", "--error",
+             "0.2", "--no-measure")  # fmt: skip
+    page, found = shown(*words), told(*words)
+    rows = {row["machine"]: row for row in found["results"]}
+    assert list(rows) == ["elsa, exact", "dense, exact", "elsa, own", "dense, own"] and all(
+        name in page for name in rows
+    )
+    exact, own = (rows[f"elsa, {name}"]["masks"] for name in ("exact", "own"))
+    assert exact["density"] < own["density"] < 1 and float(own["output error"]) <= 0.2
+    assert rows["dense, own"]["masks"]["density"] == rows["dense, exact"]["masks"]["density"] == 1  # computes all
+    assert rows["elsa, exact"]["filter"] == "exact" and rows["elsa, exact"]["held_out_loss"] is None
+    with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
+        shown(*words[:-2], "1.5")
+    with pytest.raises(UsageError, match="the trace is of no run"):
+        (tmp_path / "runs" / "mine").mkdir(parents=True)
+        (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
+        shown("attention", "--designs", "elsa", "--trace", path, "--run", tmp_path / "runs" / "mine")
+
+
+def test_a_machine_that_computes_all_pairs_loses_nothing_by_a_filter(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "r.safetensors")
+    words = ("attention", "--designs", "elsa,elsa:approximate=0,a3:approximate=0,dota:approximate=0", "--trace", path)
+    found = told(*words, "--filter", "own", "--density", "0.2", "--no-measure")
+    (approximate, *others) = [row["masks"] for row in found["results"]]
+    assert approximate["density"] < 0.3 and float(approximate["output error"]) > 0
+    assert all(masks == {"density": 1.0} for masks in others)
+
+
+def test_a_filter_that_gets_nowhere_near_the_error_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thrifty.hardware.own_filters.LONGEST", 0.5)
+    words = ("attention", "--designs", "a3,sanger", "--trace", recorded(tmp_path / "r.safetensors"), "--filter", "own")
+    page = shown(*words, "--error", "0.001", "--no-measure")
+    assert "a3: no threshold of its filter gets within an error of 0.001" in page and "sanger: no" not in page
+    assert "on the very examples" in page
+
+
+def test_own_filters_and_why_one_is_faster(tmp_path: Path) -> None:
+    recorded(tmp_path / "r.safetensors")
     words = ("attention", "--designs", "sanger,dota,dense", "--trace", tmp_path / "r.safetensors", "--filter", "own",
-             "--density", "0.25", "--against", "dense")  # fmt: skip
+             "--no-measure", "--density", "0.25", "--against", "dense")  # fmt: skip
     page, found = shown(*words), told(*words)
     assert [row["masks"].get("filter") for row in found["results"]] == ["sanger", "dota", None]
     assert [round(row["masks"]["density"], 2) for row in found["results"]] == [0.25, 0.25, 1.0]
@@ -115,6 +182,10 @@ def test_gemm_of_a_topology(tmp_path: Path) -> None:
     (tmp_path / "a.cfg").write_text("[architecture_presets]\nArrayHeight: 8\nArrayWidth: 4\nDataflow: is\n")
     found = told("gemm", tmp_path / "t.csv", "--cfg", tmp_path / "a.cfg")
     assert [row["Total Cycles"] for row in found["layers"]] == [542719, 671743]
+    shown("gemm", tmp_path / "t.csv", "--csv", tmp_path / "csv")
+    with (tmp_path / "csv" / "COMPUTE_REPORT.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["LayerID"], row["Total Cycles"]) for row in rows] == [("0", "32255"), ("1", "18367")]
 
 
 def test_amounts() -> None:

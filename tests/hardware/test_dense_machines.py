@@ -146,6 +146,9 @@ def test_scale_sims_own_files_are_read(tmp_path: Path) -> None:
         (CFG.replace("10", "-10"), "Bandwidth is -10"),
         (CFG.replace("ArrayWidth", "ArrayWdth"), "cannot be read.*\n.*ArrayWidth"),
         ("ArrayHeight: 8", "cannot be read"),
+        (CFG.replace("10", "nan"), "Bandwidth is nan"),
+        (CFG.replace("8", "9" * 25), "ArrayHeight is 1e.25.*\n.*at most"),
+        (CFG + "[sparsity]\nSparsitySupport : true\n", "SparsitySupport is not modelled"),
     ],
 )
 def test_a_wrong_architecture_is_refused(cfg: str, said: str, tmp_path: Path) -> None:
@@ -162,6 +165,11 @@ def test_a_wrong_architecture_is_refused(cfg: str, said: str, tmp_path: Path) ->
         ("Layer,M,N,K,\nc,3,4,5,\n\nd,3,0,5,", "line 4"),
         ("Layer,M,N,K,\n", "has no layers"),
         ("", "must be"),
+        ("Layer,M,N\nc,3,4\n", "must be Layer,M,N,K"),
+        ("Layer,M,N,K\nc,-3,4,5\n", "line 2.*no layer"),
+        ("Layer,M,N,K\nc,²,4,5\n", "line 2.*no layer"),
+        ("Layer,M,N,K\nc,9999999999,9999999999,9999999999\n", "line 2.*too large"),
+        ("Layer,M,N,K,Sparsity\nc,3,4,5,2:4\n", "column 'sparsity', which is not modelled"),
     ],
 )
 def test_a_wrong_topology_is_refused_by_its_line(text: str, said: str, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Two engines and a plain loop: the same times where memory answers at once, later ones where it does not."""
 
 import heapq
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -94,6 +95,23 @@ def test_a_memory_that_makes_wait_is_never_earlier_than_one_that_does_not(
     waited = play([first, *rest], [slow])
     assert (waited.end[:, 0] >= scanned).all()
     assert waited.makespan[0] >= max(bound(fetched)[0], -(-size.sum() // width))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 3), st.integers(0, 20), st.integers(1, 3))
+def test_bursts_that_nothing_limits_are_played_as_those_whose_limit_is_never_reached(
+    seed: int, banks: int, ports: int, latency: int, servers: int
+) -> None:
+    """Without a limit of requests a transfer is worked out at once, and as one where there is a single bank."""
+    random = np.random.default_rng(seed)
+    memory = Memory("dram", banks=banks, ports=ports, bandwidth=7.5, latency=latency, burst=16)
+    items = 8
+    places = [
+        Place(random.integers(0, 9, items), 1, servers, memory="dram", bytes=random.integers(0, 90, items))
+        for _ in range(2)
+    ]
+    at_once, one_by_one = (play(places, [replace(memory, outstanding=limit)]) for limit in (0, 10**6))
+    for name in ("start", "end", "free"):
+        assert np.array_equal(getattr(at_once, name), getattr(one_by_one, name))
 
 
 @given(streams())

@@ -8,6 +8,8 @@ import pytest
 from thrifty.core.errors import UsageError
 from thrifty.hardware.designs import design_names, find_design
 from thrifty.hardware.machine_file import find_machine, machine_from, machine_names, read_machine
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.simulate import simulate
 
 PLAIN = {
     "design": "dense",
@@ -76,6 +78,23 @@ def test_a3_table_1_in_total() -> None:
         ("settings.bits", "eight", "settings.bits is 'eight'"),
         ("modules.core.active", "scored", "unknown station or activity 'scored'.*\n.*did you mean 'score'"),
         ("stations.score", 4, r"stations.score is 4.*\n.*\[stations.score\]"),
+        ("clock", float("nan"), "clock is nan.*\n.*a number"),
+        ("clock", float("inf"), "clock is inf.*\n.*finite"),
+        ("clock", 0.5, "clock is 0.5.*\n.*at least 1"),
+        ("stations.score.width", float("inf"), "score.width is inf.*\n.*finite"),
+        ("copies", 10**30, "copies is 1e.30.*\n.*below 2"),
+        ("copies", True, "copies is True.*\n.*a number"),
+        ("settings.bits", 0.5, "settings.bits is 0.5.*\n.*whole"),
+        ("settings.bits", float("inf"), "bits is inf.*\n.*finite"),
+        ("settings", [1], r"settings is \[1\].*\n.*\[settings\]"),
+        ("stations", 3, r"stations is 3.*\n.*\[stations\]"),
+        ("design", 3, 'design is 3.*\n.*design = "'),
+        ("source", 3, 'source is 3.*\n.*source = "'),
+        ("grade", ["X"], r"grade is \['X'\]"),
+        ("modules.core", {"active": "score", "count": "two"}, "core.count is 'two'.*\n.*number"),
+        ("modules.core", {"active": "score", "area_mm2": float("nan")}, "area_mm2 is nan"),
+        ("modules.core", {"active": "score", "dynamic_mw": -1}, "dynamic is -0.001.*\n.*negative"),
+        ("modules.core.active", 3, "unknown station or activity '3'"),
     ],
 )
 def test_what_a_file_says_wrongly_is_named(path: str, value: object, said: str) -> None:
@@ -89,6 +108,20 @@ def test_a_station_that_the_design_needs_must_be_there() -> None:
     del content["stations"]["softmax"]
     with pytest.raises(UsageError, match="lacks station 'softmax'"):
         machine_from("plain", content)
+
+
+@pytest.mark.parametrize(
+    ("memories", "said"),
+    [
+        ({}, r"lacks memory 'operands', which dense needs.*\n.*\[memories.operands\]"),
+        ({"operands": {"banks": 2}}, "memories.operands.bytes is not said"),
+        ({"operands": {"bytes": 0.5}}, "operands.bytes is 0.5.*\n.*at least 1"),
+    ],
+)
+def test_a_memory_that_the_design_needs_must_be_there_with_its_size(memories: dict, said: str) -> None:
+    trace = synthesised("uniform", 0.5, heads=1, tokens=8)
+    with pytest.raises(UsageError, match=said):
+        simulate(machine_from("plain", {**PLAIN, "memories": memories}), trace)
 
 
 def test_a_file_of_ones_own_is_a_machine_and_a_broken_one_is_not(tmp_path: Path) -> None:

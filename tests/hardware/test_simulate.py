@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,12 @@ def test_results_are_a_frame() -> None:
     pandas = pytest.importorskip("pandas")
     found = frame([simulate(find_machine(name), TRACE) for name in ("elsa", "a3")])
     assert isinstance(found, pandas.DataFrame) and list(found["machine"]) == ["elsa", "a3"]
+
+
+def test_a_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match=r"needs pandas.*\n.*pip install pandas"):
+        frame([simulate(find_machine("elsa"), TRACE)])
 
 
 def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:

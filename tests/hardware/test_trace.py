@@ -79,6 +79,14 @@ def broken(**changes: object) -> dict:
         (broken(mask=np.zeros((2, 3, 5, 5))), "must be boolean"),
         (broken(counts={"candidates": -np.ones((2, 3, 5), int)}), "counts of candidates"),
         ({"q": np.zeros((2, 3, 5, 4))}, "neither a mask"),
+        (broken(q=np.zeros((2, 3, 5, 4), int)), "q is int64.*\n.*floats"),
+        (broken(lengths=[4.5, 5.0]), "query_lengths is float64.*\n.*whole numbers"),
+        (broken(counts={"candidates": np.zeros((2, 3, 5))}), "counts of candidates.*whole numbers"),
+        (broken(bits=0), "bits is 0.*\n.*from 1 on"),
+        ({"mask": np.ones((0, 3, 5, 5), bool)}, "examples is 0"),
+        ({"mask": np.ones((1, 3, 0, 5), bool)}, "queries is 0"),
+        ({"mask": np.ones((1, 1, 5, 5), bool), "width": 0}, "width is 0"),
+        ({"mask": np.ones((1, 1, 5, 5), bool), "width": 2.5}, "width is 2.5"),
     ],
 )
 def test_what_no_attention_can_be_is_refused(given: dict, said: str) -> None:
@@ -105,6 +113,16 @@ def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
     save_file({"x": np.zeros(1)}, path, metadata={"format": FORMAT, "trace": json.dumps({"name": "x", "layers": [{}]})})
     with pytest.raises(IntegrityError, match="lacks"):
         load_trace(path)
+    lost = [{"name": "x", "examples": 1, "heads": 1, "queries": 2, "keys": 2, "width": 4, "bits": 16}]
+    about = {"name": "x", "layers": lost, "provenance": {}}
+    save_file({"x": np.zeros(1)}, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
+    with pytest.raises(IntegrityError, match=r"lacks.*0\.query_lengths"):
+        load_trace(path)
+    path.write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    with pytest.raises(IntegrityError, match="header too large"):
+        load_trace(path)
+    with pytest.raises(UsageError, match=r"cannot be written.*\n.*folder that exists"):
+        save_trace(synthesised("uniform", 0.5, tokens=8), tmp_path / "none" / "t.safetensors")
     save_trace(synthesised("uniform", 0.5, tokens=64), path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(IntegrityError):
@@ -120,8 +138,12 @@ def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
     trace = load_pruned_masks(tmp_path / "info.npy")
     assert len(trace.layers) == 2
     assert np.array_equal(trace.layers[1].kept(), ~pruned[1])
-    np.save(tmp_path / "info.npy", pruned[0])
-    with pytest.raises(UsageError, match="layers, heads, t, t"):
+    for other in (pruned[0], pruned[..., :8], pruned[:0], pruned[:, :, :0, :0], pruned.astype(int)):
+        np.save(tmp_path / "info.npy", other)
+        with pytest.raises(UsageError, match="layers, heads, t, t"):
+            load_pruned_masks(tmp_path / "info.npy")
+    np.save(tmp_path / "info.npy", np.ones((1, 1, 4, 4), bool))
+    with pytest.raises(UsageError, match=r"keeps no key for query 0.*\n.*masks are True for what is kept"):
         load_pruned_masks(tmp_path / "info.npy")
     (tmp_path / "info.npy").write_bytes(b"cut")
     with pytest.raises(UsageError, match="cannot be read"):
@@ -157,6 +179,8 @@ def test_an_unknown_pattern_or_density_is_refused() -> None:
         synthesised("diagonl", 0.1)
     with pytest.raises(UsageError, match=r"not in \(0, 1\]"):
         synthesised("uniform", 1.5)
+    with pytest.raises(UsageError, match=r"2.4e\+14 pairs of a layer"):
+        synthesised("uniform", 0.5, heads=24, tokens=3_162_000)
 
 
 def test_a_trace_in_half_precision_takes_half_the_room() -> None:

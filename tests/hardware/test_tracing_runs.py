@@ -1,5 +1,6 @@
 """`thrifty trace` of a run reads its held-out data, of a model folder the text that it is given."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,23 @@ def test_a_run_is_traced_and_simulated(thrifty: CommandLine) -> None:
     trace = load_trace(thrifty.folder / "mine.safetensors")
     for layer in trace.layers:
         assert layer.examples == 2 and (layer.kept() == np.tri(layer.queries, dtype=bool)).all()
-    rows = thrifty.json("simulate", "attention", "--designs", "elsa,dense", "--trace", "mine.safetensors")["results"]
+    rows = thrifty.json("simulate", "attention", "--designs", "elsa,dense", "--trace", "mine.safetensors",
+                        "--no-measure")["results"]  # fmt: skip
     assert [row["trace"] for row in rows] == ["mine", "mine"] and all(row["cycles"] > 0 for row in rows)
+
+
+def test_the_loss_of_a_run_under_the_masks_of_filters(thrifty: CommandLine) -> None:
+    words = ("simulate", "attention", "--designs", "elsa,dense", "--trace", "mine.safetensors", "--run", "mine",
+             "--no-measure")  # fmt: skip
+    found = thrifty.json(*words, "--filter", "exact", "--filter", "own", "--density", 0.1)
+    plain, rows = found["held_out_loss"], {row["machine"]: row for row in found["results"]}
+    assert 3 < plain < 7
+    assert rows["dense, own"]["held_out_loss"] == rows["dense, exact"]["held_out_loss"] == pytest.approx(plain)
+    for name in ("elsa, exact", "elsa, own"):
+        assert 1e-6 < abs(rows[name]["held_out_loss"] - plain) < 1
+    assert "held-out loss" in thrifty(*words).stdout
+    shutil.copytree(thrifty.run("mine"), thrifty.run("other"))
+    assert "the trace is of mine, not of other" in thrifty(*words[:-2], "other", exit_code=2).stderr
 
 
 def test_a_folder_is_traced_on_a_text(thrifty: CommandLine, tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ The log gives for each layer of DeiT-Tiny's mask at 95 % its global tokens and f
 shape, with as many global tokens and as many other pairs, must give the same.
 """
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,8 +16,10 @@ from thrifty.hardware.machine_file import find_machine
 from thrifty.hardware.patterns import synthesised
 from thrifty.hardware.simulate import simulate, within
 from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.hardware.trace_file import load_pruned_masks
 from thrifty.hardware.vitcod_released import Rules, attention_cycles, fixes, head_cycles, linear_cycles
 
+MASKS = os.environ.get("THRIFTY_VITCOD_MASKS")
 MACHINE = find_machine("vitcod")
 TOKENS = 197
 LOG = [
@@ -72,6 +77,14 @@ def test_the_published_log_9492_4728_4709() -> None:
     assert (found.load, found.decode, found.compute, found.total) == (9492, 4728, 4709, 9492)
     for layer, (_, scores, values) in zip(found.layers, LOG, strict=True):
         assert (layer.scores, layer.values) == (max(scores), max(values))
+
+
+@pytest.mark.skipif(MASKS is None, reason="THRIFTY_VITCOD_MASKS names no info_0.95.npy of ViTCoD's simulator")
+def test_the_published_log_of_the_authors_own_masks() -> None:
+    trace = load_pruned_masks(Path(MASKS or ""))
+    found = attention_cycles(trace)
+    assert [int(split_pairs(layer.kept()[:1], 50)[0][0]) for layer in trace.layers] == [dense for dense, *_ in LOG]
+    assert (found.load, found.decode, found.compute, found.total) == (9492, 4728, 4709, 9492)
 
 
 def test_the_earlier_run_of_the_log_reads_values_one_and_a_half_times_11693() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as some
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import Refused, UsageError
 from thrifty.models.attention import (
     Attention,
     CrossAttention,
@@ -98,6 +98,12 @@ def test_only_plain_causal_cores_are_tiled():
     Tiled().model(model)
     assert [attention.core is core for attention, core in zip(model, cores, strict=False)] == [False, True, True, False]
     assert model[4].core is full_attention
+
+
+def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
+    with pytest.raises(Refused, match="the model is on cpu") as refused:
+        Tiled(kernel="triton").model(nn.ModuleList([Attention(8, heads=2)]))
+    assert refused.value.fix == "--set attention.tiled.kernel=torch"
 
 
 def test_sinusoids_are_those_of_the_original_transformer():

@@ -22,6 +22,7 @@ from thrifty.studies.summary import cells_of
 from thrifty.techniques.optimizers.adamw import AdamW
 
 SMALL = {
+    "a3_babi": ["stories=64", "tested=16", "steps=3", "width=8", "batch=8"],
     "attention_filters": ["steps=2", "depth=1", "width=32", "batch=2", "length=16"],
     "batch_scaling": ["batches=[16, 650]", "epochs=1", "hidden=[8]"],
     "chinchilla_refit": ["per_budget=2", 'starts=["coarse"]'],

@@ -20,6 +20,7 @@ from optimizer_runs import (
     trained,
     trained_sharded,
 )
+from pair_runs import pair_run
 from rank_processes import on_ranks
 from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.optimizer import TransformOptimizer
@@ -32,6 +33,7 @@ from thrifty.techniques.optimizers.muon import muon, orthogonalized
 from thrifty.techniques.optimizers.schedule_free import ScheduleFree, schedule_free
 from thrifty.techniques.optimizers.sgd import sgd
 from thrifty.techniques.optimizers.soap import soap
+from tiny_runs import run_through, technique
 
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2]
 HIDDEN = [name for name in MATRICES if "embedding" not in name]
@@ -183,6 +185,11 @@ def test_soap_is_adam_in_the_axes_of_shampoo() -> None:
         return w - 0.02 * (moved + (0.1 * w if name in MATRICES else 0))
 
     assert_close(trained(soap(0.02, (0.9, 0.95), 1e-8, 0.1, every=3, largest=6)), stepped(rule), 1e-10)
+
+
+def test_soap_finds_axes_where_most_words_do_not_occur() -> None:
+    records, _ = run_through(pair_run(), [technique("optimizers.soap")], 3)
+    assert all(math.isfinite(record.loss) for record in records)
 
 
 def test_adafactor_is_its_paper_in_torchs_reading() -> None:

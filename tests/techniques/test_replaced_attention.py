@@ -55,7 +55,9 @@ def text(seed: int = 0, rows: int = 2, length: int = 16) -> Tensor:
     return torch.randint(0, 256, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["attention.elsa", "attention.sanger", "attention.dota", "attention.a3"])
+@pytest.mark.parametrize(
+    "name", ["attention.elsa", "attention.sanger", "attention.dota", "attention.a3", "attention.spatten"]
+)
 def test_up_to_its_moment_a_filter_changes_nothing(name: str) -> None:
     settings = {"weight": 0.0} if name == "attention.dota" else {}
     plain, _ = run_through(plain_run(), with_optimizer([]), 4)
@@ -167,7 +169,7 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
     advance(run, state, 5)
     assert detector_error(state) < before
     assert state.model is not None
-    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
         q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
         detector.given = torch.randn(1, 16, 32)
         with torch.no_grad():
@@ -180,7 +182,7 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
 def detector_error(state: TrainState) -> float:
     errors: list[float] = []
     assert state.model is not None
-    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
 
         def watch(q: Tensor, k: Tensor, v: Tensor, detector: Any = detector) -> Tensor:
             exact = exact_scores(q, k)
@@ -190,7 +192,7 @@ def detector_error(state: TrainState) -> float:
         place.module.core = watch
     with torch.no_grad():
         state.model(text())
-    for place, detector in zip(state.model.attention_places, state.model.detectors, strict=True):
+    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
         place.module.core = detector
     return sum(errors)
 
@@ -216,7 +218,9 @@ def test_held_out_losses_are_without_the_detectors_loss() -> None:
         torch.testing.assert_close(judged, plain.losses(plain.predict(state.model, batch), batch))
 
 
-@pytest.mark.parametrize("name", ["attention.window", "attention.elsa", "attention.a3", "attention.dota"])
+@pytest.mark.parametrize(
+    "name", ["attention.window", "attention.elsa", "attention.a3", "attention.dota", "attention.spatten"]
+)
 def test_export_as_a_plain_model_is_refused_until_it_is_asked_for(name: str) -> None:
     _, state = started(name)
     with pytest.raises(Refused, match="would compute something else"):
@@ -264,7 +268,10 @@ class TestModelsOfTransformers:
         same = (model(changed).logits - model(TOKENS).logits).abs().amax((0, 2)) < 1e-6
         assert same.tolist() == [False] * 3 + [True] * 9  # two blocks reach one token further each
 
-    @pytest.mark.parametrize("name", ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3"])
+    @pytest.mark.parametrize(
+        "name",
+        ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3", "attention.spatten"],
+    )
     def test_filters_calibrate_and_train_in_them(self, name: str) -> None:
         plain = plain_run()
         changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama")), plain.source, plain.objective)

@@ -1,4 +1,4 @@
-"""`thrifty plan`: what to train for a given compute, by published scaling laws or by your own runs."""
+"""`thrifty plan`: which techniques to switch on, or what to train for a given compute by scaling laws."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from thrifty.cli.plan_recipe import of_recipe
+
 if TYPE_CHECKING:
     from thrifty.planning.law_fitting import TrainedRun
 
@@ -14,9 +16,28 @@ SHOWN = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOP", "token
 """Columns of the table of sizes; of tokens and FLOP only the one that was asked for."""
 
 
-@click.group(name="plan")
+class PlanGroup(click.Group):
+    """What is none of its commands is the plan of a recipe, whose name or options stand first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
+            args = [OF_RECIPE, *args]
+        return super().parse_args(ctx, args)
+
+
+OF_RECIPE = "recipe"
+
+
+@click.group(name="plan", cls=PlanGroup)
 def command() -> None:
-    """Model size and tokens for a compute budget."""
+    """Which techniques to switch on, or how large a model to train.
+
+    thrifty plan RECIPE --memory 2GB --hours 1 --out plan.toml plans a recipe (thrifty plan recipe --help); the commands
+    below say what size of model suits a compute budget.
+    """
+
+
+command.add_command(of_recipe, OF_RECIPE)
 
 
 @command.command()

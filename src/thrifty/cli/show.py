@@ -1,20 +1,27 @@
-"""`thrifty show`: the card of one technique."""
+"""`thrifty show`: the card of one technique, and what was measured of it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from thrifty.comparing.evidence import Evidence, StudyResult
 
 
 @click.command()
 @click.argument("technique")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(technique: str, as_json: bool) -> None:
-    """What TECHNIQUE does, promises and costs, when not to use it, and its settings with their defaults."""
+    """What TECHNIQUE does, promises and costs, when not to use it, its settings with their defaults, and what was
+    measured of it in comparisons and studies under results/ and runs/."""
+    from dataclasses import asdict
+
     from thrifty.cli.telling import print_json
 
     card = card_of(technique)
+    compared, studied = measured_of(technique)
     if as_json:
-        print_json(card)
+        print_json(card | {"comparisons": [*map(asdict, compared)], "studies": [*map(asdict, studied)]})
         return
     click.echo(f"{card['name']}  (stage {card['stage']}, numerics {card['numerics']})\n")
     click.echo(card["card"] + "\n")
@@ -23,6 +30,10 @@ def command(technique: str, as_json: bool) -> None:
     if not card["settings"]:
         click.echo("  no settings")
     click.echo(f"\nuse it: --with {card['name']}" + _example(card["settings"]))
+    measured = [found.in_words() for found in (*compared, *studied)]
+    click.echo("\nmeasured" if measured else f"\nnothing measured yet: thrifty compare RECIPE +{card['name']}")
+    for line in measured:
+        click.echo(f"  {line}")
 
 
 def card_of(name: str) -> dict[str, Any]:
@@ -48,6 +59,13 @@ def card_of(name: str) -> dict[str, Any]:
             for field in dataclasses.fields(kind)
         ],
     }
+
+
+def measured_of(name: str) -> "tuple[list[Evidence], list[StudyResult]]":
+    """The comparisons and the studies in which a technique took part."""
+    from thrifty.comparing.evidence import evidence, study_results
+
+    return [found for found in evidence() if found.technique == name], study_results(name)
 
 
 _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,9 @@ import click
 
 if TYPE_CHECKING:
     from thrifty.hardware.machine import Machine
-    from thrifty.hardware.result import Result
+    from thrifty.hardware.trace import AttentionTrace
+
+FILTERS = ("trace", "exact", "own")
 
 
 @click.command()
@@ -22,14 +26,20 @@ if TYPE_CHECKING:
 @click.option("--table", default="horowitz-45nm", show_default=True, help="Energies of counted actions; all for each.")
 @click.option(
     "--filter",
-    "chosen_filter",
-    type=click.Choice(["trace", "own"]),
-    default="trace",
+    "filters",
+    type=click.Choice(FILTERS),
+    multiple=True,
+    default=("trace",),
     show_default=True,
-    help="The masks of the trace for all, or each design's own filter.",
+    help="Masks: those of the trace, the pairs of largest exact scores, or what each design's own filter keeps. May be "
+    "given several times.",
 )
-@click.option("--density", type=float, default=0.2, show_default=True, help="Share that own filters keep.")
+@click.option("--density", type=float, default=0.2, show_default=True, help="Share that exact and own filters keep.")
+@click.option("--error", type=float, help="In place of --density: keep so much that outputs are off by at most this.")
+@click.option("--run", type=click.Path(path_type=Path), help="The run of the trace: its held-out loss under each mask.")
 @click.option("--against", metavar="NAME", help="One of the designs, to tell why others are faster at equal peak.")
+@click.option("--measure/--no-measure", default=True, help="Whether to time the same attention on this machine too.")
+@click.option("--page", type=click.Path(path_type=Path), help="Write tables and charts as one offline page.")
 @click.option("--csv", "folder", type=click.Path(path_type=Path), help="Write reports and action counts into a folder.")
 @click.option("--perfetto", type=click.Path(path_type=Path), help="Write a timeline for ui.perfetto.dev.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -39,78 +49,91 @@ def attention(
     iso: str | None,
     engine: str,
     table: str,
-    chosen_filter: str,
+    filters: tuple[str, ...],
     density: float,
+    error: float | None,
+    run: Path | None,
     against: str | None,
+    measure: bool,
+    page: Path | None,
     folder: Path | None,
     perfetto: Path | None,
     as_json: bool,
 ) -> None:
     """Attention of a trace on several designs: cycles, seconds, stalls, bytes, energy, area. All are given the masks of
-    the trace, or, with --filter own, what each one's own filter keeps of the recorded queries and keys."""
-    from thrifty.cli.simulate_comparison import tell_factors, tell_masks, tell_tables
+    the trace, or others that are found from its queries and keys; then also what that costs in accuracy."""
+    from thrifty.cli.simulate_attention_page import write_page
+    from thrifty.cli.simulate_comparison import compared
+    from thrifty.cli.simulate_telling import tell_comparison
     from thrifty.cli.telling import print_json
     from thrifty.core.errors import UsageError, did_you_mean
-    from thrifty.hardware.energy import table_names
     from thrifty.hardware.result_files import write_csv, write_perfetto
-    from thrifty.hardware.simulate import simulate, within
+    from thrifty.hardware.simulate import within
     from thrifty.hardware.trace_file import load_trace
 
     budget = read_budget(iso)
     chosen = [within(find_set(words), **budget) for words in designs.split(",") if words]
+    names = [machine.name for machine in chosen]
     if not chosen:
         raise UsageError("no design was named", fix="for example --designs elsa,a3,dense")
-    loaded = load_trace(trace)
-    traces = [loaded] * len(chosen)
-    if chosen_filter == "own":
-        from thrifty.hardware.own_filters import filtered
-
-        made = {design: filtered(loaded, design, density) for design in {machine.design for machine in chosen}}
-        traces = [made[machine.design] for machine in chosen]
-    names = [machine.name for machine in chosen]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--designs names {twice[0]} twice", fix="name it once, or set something, as in elsa:copies=2")
     if against is not None and against not in names:
         raise UsageError(f"--against: {against!r} is not among the designs", fix=did_you_mean(against, names))
+    loaded = load_trace(trace)
+    given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, error)
     priced = "horowitz-45nm" if table == "all" else table
-    results = [
-        simulate(machine, given, engine, priced, draw=perfetto is not None)
-        for machine, given in zip(chosen, traces, strict=True)
-    ]
+    comparison = compared(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
+    results = [case.result for case in comparison.cases]
     if folder is not None:
         write_csv(results, folder)
     if perfetto is not None:
         write_perfetto(results, perfetto)
+    if page is not None:
+        write_page(comparison, budget, page)
     if as_json:
-        masks = [{"density": given.density, **given.provenance} for given in traces]
-        print_json(
-            {"budget": budget, "results": [r.as_dict() | {"masks": m} for r, m in zip(results, masks, strict=True)]}
-        )
+        print_json({"budget": budget, **comparison.as_dict()})
         return
-    click.echo(f"{loaded.name}: {len(loaded.layers)} layers, {loaded.units} heads, density {loaded.density:.3f}\n")
-    _tell(results)
-    if chosen_filter == "own":
-        tell_masks(results, traces)
-    if against is not None:
-        tell_factors(results, results[names.index(against)])
-    if table == "all":
-        tell_tables(results, table_names())
-    for path in (folder, perfetto):
+    tell_comparison(comparison, against, table == "all")
+    for path in (folder, perfetto, page):
         if path is not None:
             click.echo(f"\nwrote {path}")
+
+
+def masks(
+    trace: AttentionTrace, filters: Sequence[str], machines: Sequence[Machine], density: float, error: float | None
+) -> dict[str, dict[str, AttentionTrace]]:
+    """The trace under each filter, for each machine by name; as it is for one that computes all pairs."""
+    from thrifty.hardware.own_filters import EXACT, filtered, leaves_out, within_error
+
+    @cache
+    def under(name: str) -> AttentionTrace:
+        return filtered(trace, name, density) if error is None else within_error(trace, name, error)
+
+    found = {}
+    for name in filters:
+        given = [machine for machine in machines if name != "trace" and leaves_out(machine)]
+        masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in given}
+        found[name] = {machine.name: trace for machine in machines} | masked
+    return found
 
 
 @click.command()
 @click.argument("topology", type=click.Path(path_type=Path))
 @click.option("--cfg", type=click.Path(path_type=Path), help="SCALE-Sim's architecture; 32 x 32, os, unless given.")
+@click.option("--csv", "folder", type=click.Path(path_type=Path), help="Write COMPUTE_REPORT.csv into a folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def gemm(topology: Path, cfg: Path | None, as_json: bool) -> None:
+def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -> None:
     """Matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
     from thrifty.cli.simulate import tell_table
     from thrifty.cli.telling import print_json
     from thrifty.hardware.machine_file import find_machine
-    from thrifty.hardware.scale_sim import compute_report, read_cfg, read_topology
+    from thrifty.hardware.scale_sim import compute_report, read_cfg, read_topology, write_report
 
     machine = find_machine("systolic") if cfg is None else read_cfg(cfg)
     rows = compute_report(read_topology(topology), machine)
+    if folder is not None:
+        write_report(rows, folder)
     if as_json:
         print_json({"settings": dict(machine.settings), "layers": rows})
         return
@@ -162,52 +185,6 @@ def read_budget(text: str | None) -> dict[str, float]:
             raise UsageError(f"--iso: {word!r} is no amount above zero", fix=f"for example {key.strip()}=128")
         budget[key.strip()] = int(number) if key.strip() == "multipliers" else number
     return budget
-
-
-def _tell(results: list[Result]) -> None:
-    from thrifty.cli.simulate import tell_table
-    from thrifty.report.units import MISSING, duration, percent, scaled
-
-    rows = []
-    for result in results:
-        row = result.row()
-        by = [joules(row[key]) for key in ("energy_by_activity", "energy_by_actions")]
-        area = MISSING if row["area_mm2"] is None else f"{row['area_mm2']:.3g} mm²"
-        rows.append(
-            [
-                row["machine"],
-                f"{row['cycles']:,}",
-                duration(row["seconds"]),
-                f"{row['multipliers']:,}",
-                percent(row["utilisation"]),
-                scaled(row["dense_operations_per_second"], "op/s"),
-                scaled(row["outer_bytes"], "B"),
-                *by,
-                area,
-            ]
-        )
-    titles = ["design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out"]
-    tell_table([*titles, "energy, modules", "energy, actions", "area"], rows)
-    click.echo()
-    stalls = [
-        [result.machine.name, name]
-        + [percent(getattr(time, kind) / (time.busy + time.starved + time.blocked)) for kind in vars(time)]
-        for result in results
-        for name, time in result.stations.items()
-    ]
-    tell_table(["design", "station", "busy", "starved", "blocked"], stalls)
-    click.echo(
-        "\nModules are priced as published, without an outer memory; actions, with it, by "
-        f"{results[0].row()['energy_table']}. Sizes of different nodes do not compare."
-    )
-    for note in dict.fromkeys(note for result in results for note in result.notes):
-        click.echo(note)
-    for result in results:
-        if result.machine.grade in "SM":
-            click.echo(f"{result.machine.name} is not verified: {result.machine.source}")
-        for energy in result.energies:
-            if energy.unpriced:
-                click.echo(f"{result.machine.name}: {energy.table} has no price for {', '.join(energy.unpriced)}")
 
 
 def joules(energy: float | None) -> str:

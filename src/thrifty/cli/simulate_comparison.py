@@ -1,59 +1,134 @@
-"""What `thrifty simulate attention` adds about several designs: their filters, factors, and energy by all tables."""
+"""Designs beside each other on one trace, under one filter or several: what `thrifty simulate attention` runs."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import click
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thrifty.hardware.machine import Machine
     from thrifty.hardware.result import Result
     from thrifty.hardware.trace import AttentionTrace
 
 
-def tell_masks(results: list[Result], traces: list[AttentionTrace]) -> None:
-    from thrifty.cli.simulate import tell_table
-    from thrifty.report.units import MISSING
+@dataclass(frozen=True)
+class Case:
+    """A design under one filter."""
 
-    click.echo("\nWhat each one's own filter keeps; untrained where the paper trains it:")
-    rows = [
-        [result.machine.name, f"{trace.density:.3f}", trace.provenance.get("softmax kept", MISSING)]
-        for result, trace in zip(results, traces, strict=True)
-    ]
-    tell_table(["design", "density", "softmax kept"], rows)
+    design: str
+    """As it was named."""
+    filter: str
+    trace: AttentionTrace
+    result: Result
+    kept_here: float | None
+    """Seconds of its pairs on this machine."""
+    loss: float | None
+    """Held-out loss of the model under its masks."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.result.as_dict(),
+            "filter": self.filter,
+            "masks": {"density": self.trace.density, **self.trace.provenance},
+            "held_out_loss": self.loss,
+            "measured_here": {"kept_pairs": self.kept_here},
+        }
 
 
-def tell_factors(results: list[Result], other: Result) -> None:
-    from thrifty.cli.simulate import tell_table
-    from thrifty.hardware.iso_peak import iso_peak
+@dataclass(frozen=True)
+class Comparison:
+    """All cases of a trace."""
 
-    click.echo(
-        f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation over its own:"
+    trace: AttentionTrace
+    cases: tuple[Case, ...]
+    here: Mapping[str, float | None]
+    """Seconds of all pairs on what this machine has; empty where nothing was measured."""
+    loss: float | None
+    """Held-out loss of the model as it was traced."""
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(case.filter for case in self.cases))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "trace": self.trace.name,
+            "held_out_loss": self.loss,
+            "measured_here": dict(self.here),
+            "results": [case.as_dict() for case in self.cases],
+        }
+
+
+def compared(
+    machines: Sequence[Machine],
+    trace: AttentionTrace,
+    masks: Mapping[str, Mapping[str, AttentionTrace]],
+    engine: str,
+    table: str,
+    draw: bool,
+    measure: bool,
+    run: Path | None,
+) -> Comparison:
+    """`masks` are the trace under each filter for each machine by name. Under several filters results are called by
+    both."""
+    from thrifty.hardware.measured import kept_pairs_seconds
+    from thrifty.hardware.simulate import simulate
+
+    results = []
+    for name, given in masks.items():
+        for machine in machines:
+            called = machine if len(masks) == 1 else replace(machine, name=f"{machine.name}, {name}")
+            masked = given[machine.name]
+            results.append((machine.name, name, masked, simulate(called, masked, engine, table, draw)))
+    different = {id(masked): masked for _, _, masked, _ in results}
+    took = {key: kept_pairs_seconds(masked) if measure else None for key, masked in different.items()}
+    loss, losses = None, dict.fromkeys(different)
+    if run is not None:
+        loss, *others = held_out_losses(run, [trace, *different.values()])
+        losses = dict(zip(different, others, strict=True))
+    cases = tuple(
+        Case(design, name, masked, result, took[id(masked)], losses[id(masked)])
+        for design, name, masked, result in results
     )
-    found = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
-    tell_table(
-        ["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"],
-        [
-            [
-                name,
-                *(f"{x:.3g}" for x in (factors.ratio, factors.omitted, factors.utilisation, factors.other_utilisation)),
-            ]
-            for name, factors in found
-        ],
-    )
+    return Comparison(trace, cases, _all_pairs_here(trace) if measure else {}, loss)
 
 
-def tell_tables(results: list[Result], names: list[str]) -> None:
-    from thrifty.cli.simulate import tell_table
-    from thrifty.cli.simulate_attention import joules
-    from thrifty.hardware.energy import by_tables
+def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
+    import torch
 
-    found = [by_tables(result.operations) for result in results]
-    click.echo(f"\nThe same actions by each table ({', '.join(names)}):")
-    tell_table(
-        ["design", *(energy.table for energy in found[0])],
-        [
-            [result.machine.name, *(joules(energy.total) for energy in energies)]
-            for result, energies in zip(results, found, strict=True)
-        ],
-    )
+    from thrifty.hardware.measured import all_pairs_seconds
+
+    threads = torch.get_num_threads()
+    found = {f"processor, {threads} thread{'s' * (threads > 1)}": all_pairs_seconds(trace)}
+    if torch.cuda.is_available():
+        found[torch.cuda.get_device_name()] = all_pairs_seconds(trace, "cuda", times=10)
+    return found
+
+
+def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
+    """Loss of a run's model on the held-out examples that were traced, under the masks of each trace. Raises UsageError
+    for traces of another run."""
+    import torch
+
+    from thrifty.cli.telling import run_path
+    from thrifty.core.errors import UsageError
+    from thrifty.hardware.replaying import replayed
+    from thrifty.preparing import open_examples
+    from thrifty.restoring import restore
+    from thrifty.training.evaluate import held_out_loss
+
+    folder = run_path(run)
+    traced = traces[0].provenance.get("run")
+    if traced != folder.name or "examples" not in traces[0].provenance:
+        raise UsageError(f"the trace is of {traced or 'no run'}, not of {folder.name}", fix=f"thrifty trace {run}")
+    model, recipe = restore(folder, plain=False)
+    objective, opened = open_examples(recipe)
+    count = int(traces[0].provenance["examples"])
+    found = []
+    for trace in traces:
+        with replayed(model, trace):
+            batches = opened.held_out.batches(count, count)
+            found.append(held_out_loss(model, objective, batches, torch.device("cpu")))
+    return found

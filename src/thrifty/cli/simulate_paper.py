@@ -14,7 +14,7 @@ import click
     type=click.Path(path_type=Path),
     help="The .npy file that ViTCoD's simulator comes with: counts by its rules, and with each quirk set right.",
 )
-@click.option("--html", "page", type=click.Path(path_type=Path), help="Write all of it as one offline page too.")
+@click.option("--page", type=click.Path(path_type=Path), help="Write all of it as one offline page too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
     """Published figures of accelerators, ours beside each, how far off it is and why. Figures from memory are left

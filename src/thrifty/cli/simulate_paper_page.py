@@ -3,52 +3,49 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+from thrifty.cli.simulate_page import Bar, bars, figure, legend, page, shortened, table
+
 COLUMNS = ("paper", "place", "quantity", "grade", "published", "simulated", "off", "gap")
 WIDTH, LINE, LEFT = 960, 30, 470
 """Pixels of the chart, of a row in it, and of what stands before its axis."""
 TICKS = (0.5, 0.7, 1.0, 1.4, 2.0)
+SERIES = ("published", "simulated")
 
 
 def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A chart of ours over published, on a logarithmic axis, and all rows as a table. `rows` are those of
-    `thrifty simulate paper --json`."""
-    from thrifty.report.palette import DARK, LIGHT
+    """A chart of ours over published on a logarithmic axis, the bars of figures beside ours, and all rows as a table.
+    `rows` are those of `thrifty simulate paper --json`."""
+    figures = list(dict.fromkeys(row["figure"] for row in rows if row["figure"]))
+    single = [row for row in rows if not row["figure"]]
+    body = [figure("Simulated over published", "1 is equal, logarithmic", chart(single))] if single else []
+    for name in figures:
+        group = [row for row in rows if row["figure"] == name]
+        title = f"{group[0]['paper']}, {group[0]['place']}: {name}"
+        body.append(figure(title, "bar by bar", bars(title, _paired(group), SERIES), legend(SERIES)))
+    cells = [[_cell(name, row[name]) for name in COLUMNS] for row in rows]
+    about = (
+        "Grades: P read in the paper, R in released source or data, S from notes on the paper. "
+        "ELSA's speedups and energies are of twelve accelerators against one V100."
+    )
+    body.append(table(COLUMNS, cells, ("published", "simulated", "off")))
+    path.write_text(page("Accelerators: published and simulated", about, body), encoding="utf-8")
 
-    light, dark = ("".join(f"--{name}: {colour}; " for name, colour in look.items()) for look in (LIGHT, DARK))
-    css = files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8")
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>Accelerators: published and simulated</title>
-<style>
-:root {{ {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
-{css}
-</style>
-</head>
-<body>
-<main>
-<h1>Accelerators: published and simulated</h1>
-<p class="about">Grades: P read in the paper, R in released source or data, S from notes on the paper.</p>
-<figure class="wide">
-<figcaption><h3>Simulated over published <span class="unit">1 is equal, logarithmic</span></h3></figcaption>
-<div class="chart">{chart(rows)}</div>
-</figure>
-<div class="scroll">{table(rows)}</div>
-</main>
-</body>
-</html>
-"""
-    path.write_text(page, encoding="utf-8")
+
+def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Bar]]]:
+    """A group of two bars for each row, ours with how far it is off."""
+    return [
+        (
+            row["quantity"].removeprefix(f"{row['figure']}, "),
+            {
+                "published": Bar((row["published"],), f"{row['published']:.4g}"),
+                "simulated": Bar((row["simulated"],), f"{row['simulated']:.4g} ({row['off']:+.0%})"),
+            },
+        )
+        for row in rows
+    ]
 
 
 def place(ratio: float) -> float:
@@ -68,20 +65,11 @@ def chart(rows: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f'<text x="{x}" y="{height - 8}" text-anchor="middle" fill="var(--muted)">{tick:g}</text>')
     for number, row in enumerate(rows):
         ratio, y = row["simulated"] / row["published"], LINE * number + LINE / 2
-        title = f"{row['paper'].partition(' (')[0]}: {row['quantity']}"
-        short = title if len(title) <= 72 else f"{title[:71]}…"
-        parts.append(f'<text x="0" y="{y + 4}" fill="var(--ink)">{escape(short)}</text>')
+        title = shortened(f"{row['paper'].partition(' (')[0]}, {row['place']}: {row['quantity']}", 68)
+        parts.append(f'<text x="0" y="{y + 4}" fill="var(--ink)">{escape(title)}</text>')
         parts.append(f'<circle cx="{place(ratio):.1f}" cy="{y}" r="5" fill="var(--accent)"/>')
         parts.append(f'<text x="{place(ratio) + 10:.1f}" y="{y + 4}" fill="var(--ink)">{ratio:.3f}</text>')
     return "".join([*parts, "</svg>"])
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """All rows, numbers to four digits."""
-    head = "".join(f'<th scope="col">{name}</th>' for name in COLUMNS)
-    lines = ["".join(f"<td>{escape(_cell(name, row[name]))}</td>" for name in COLUMNS) for row in rows]
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _cell(name: str, value: object) -> str:

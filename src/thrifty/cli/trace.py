@@ -106,6 +106,7 @@ def _of_run(run: Path, examples: int) -> AttentionTrace:
     model, recipe = restore(run, plain=False)
     objective, opened = open_examples(recipe)
     about = {"run": run.name, "data": str(recipe.data.source), "objective": recipe.objective.name}
+    about["examples"] = str(examples)
     return record(model, opened.held_out.batches(examples, examples), objective.predict, about, run.name)
 
 

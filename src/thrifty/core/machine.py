@@ -9,11 +9,7 @@ from pathlib import Path
 
 import torch
 
-
-def cache_folder() -> Path:
-    """$THRIFTY_CACHE, or ~/.cache/thrifty."""
-    given = os.environ.get("THRIFTY_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "thrifty"
+from thrifty.core.cache_folder import cache_folder as cache_folder
 
 
 def cpp_compiler() -> str | None:

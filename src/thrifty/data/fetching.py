@@ -27,6 +27,7 @@ from thrifty.data.cache import building, cache_folder, file_sha256, locked
 from thrifty.data.captioned_arrays import write_captioned
 from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
 from thrifty.data.debian import open_package
+from thrifty.data.decoding import pillow
 from thrifty.data.image_arrays import write_arrays
 
 DOCUMENTS = "documents.jsonl"
@@ -54,6 +55,8 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
                 say(f"{entry.name}: already in {entry.folder}")
                 return entry.folder
             say(f"{entry.name}: {damaged}; fetching it again")
+        if any(name.endswith(".png") for name in entry.members):
+            pillow()  # not first missed after a long download
         packages, members = _obtain_all(entry, say) if entry.together else _obtain(entry, say)
         with building(entry.folder) as aside:
             documents = _write(entry, members, aside)

@@ -145,31 +145,45 @@ class _Channel:
     ) -> None:
         """Ask for `size` bytes; `done(end)` is called at the whole cycle in which the last of them is there."""
         count = max(1, math.ceil(size / self.memory.burst))
-        bank, left, end = self.turn if bank is None else bank, count, time
+        bank = self.turn if bank is None else bank
         self.turn = (bank + count) % self.memory.banks
+        port = sum(server) % len(self.ports)
+
+        def told(end: float) -> None:
+            whole = math.ceil(end - 1e-6)
+            self.at(whole, lambda _: done(whole))
+
+        if not self.memory.outstanding and self.memory.banks == 1 and not self.memory.ports:
+            told(self._send(time, size, 0, 0))  # all bursts follow each other: they are one
+            return
+        sizes = [min(self.memory.burst, size - number * self.memory.burst) for number in range(count)]
+        bursts = [(part, (bank + number) % self.memory.banks) for number, part in enumerate(sizes)]
+        if not self.memory.outstanding:
+            told(max(self._send(time, part, at, port) for part, at in bursts))
+            return
+        left, end = count, time
 
         def answered(now: float) -> None:
             nonlocal left, end
             left, end = left - 1, max(end, now)
             if not left:
-                whole = math.ceil(end - 1e-6)
-                self.at(whole, lambda _: done(whole))
+                told(end)
 
-        for number in range(count):
-            part = min(self.memory.burst, size - number * self.memory.burst)
-            self.held.append((part, (bank + number) % self.memory.banks, sum(server) % len(self.ports), answered))
+        self.held.extend((part, at, port, answered) for part, at in bursts)
         self._issue(time)
 
+    def _send(self, time: float, size: float, bank: int, port: int) -> float:
+        """When a burst that is asked for now is answered."""
+        sent = max(time, self.ports[port])
+        self.ports[port] = sent + 1 if self.memory.ports else sent
+        self.banks[bank] = max(sent, self.banks[bank]) + size * self.per_byte
+        return self.banks[bank] + self.latency
+
     def _issue(self, time: float) -> None:
-        limit = self.memory.outstanding
-        while self.held and (not limit or self.under_way < limit):
+        while self.held and self.under_way < self.memory.outstanding:
             size, bank, port, answered = self.held.popleft()
             self.under_way += 1
-            sent = max(time, self.ports[port])
-            self.ports[port] = sent + 1 if self.memory.ports else sent
-            begin = max(sent, self.banks[bank])
-            self.banks[bank] = begin + size * self.per_byte
-            self.at(self.banks[bank] + self.latency, lambda now, answered=answered: self._answer(now, answered))
+            self.at(self._send(time, size, bank, port), lambda now, answered=answered: self._answer(now, answered))
 
     def _answer(self, time: float, answered: Callable[[float], None]) -> None:
         self.under_way -= 1

@@ -97,6 +97,18 @@ class Machine:
         assert not isinstance(value, str), setting
         return float(value)
 
+    def size(self, memory: str) -> int:
+        """Bytes of a memory. Raises UsageError where the machine has none of that name, or does not say."""
+        if memory not in self.memories:
+            key = memory if memory.isidentifier() else f'"{memory}"'
+            raise UsageError(
+                f"machine {self.name} lacks memory {memory!r}, which {self.design} needs",
+                fix=f"add [memories.{key}] with bytes = … to its file",
+            )
+        if math.isinf(self.memories[memory].bytes):
+            raise UsageError(f"{self.name}: memories.{memory}.bytes is not said", fix="give its size in bytes")
+        return int(self.memories[memory].bytes)
+
     def replaced(self, path: str, value: object) -> "Machine":
         """The machine with one value changed: `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or a setting
         by its name. Raises UsageError for an unknown path or a value of another kind."""
@@ -159,14 +171,16 @@ def _like(path: str, value: object, present: Setting) -> Any:
     return int(number) if whole else number
 
 
-_POSITIVE = {"width", "copies", "bytes", "banks", "bandwidth", "burst", "clock"}
+_FROM_1 = {"width", "copies", "bytes", "banks", "bandwidth", "burst", "clock"}
 _WHOLE = {"width", "buffer", "copies", "banks", "ports", "outstanding", "burst"}
+_ENDLESS = {"bytes", "bandwidth"}
+"""What may be infinite."""
 
 
 def _check_parts(machine: Machine) -> None:
     for setting, value in machine.settings.items():
-        if not isinstance(value, (bool, str)) and not value > 0:
-            raise UsageError(f"{machine.name}: {setting} is {value:g}", fix="it must be above zero")
+        if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
+            raise UsageError(f"{machine.name}: {setting} is {value:g}", fix="it must be above zero, and finite")
     parts: dict[str, Any] = {"": machine}
     for kind in ("stations", "memories", "modules"):
         parts |= {f"{kind}.{name}.": part for name, part in getattr(machine, kind).items()}
@@ -177,12 +191,15 @@ def _check_parts(machine: Machine) -> None:
                 _check_number(f"{machine.name}: {place}{key}", key, value)
         grade = getattr(part, "grade", GRADES[0])
         if grade not in GRADES:
-            raise UsageError(f"{machine.name}: {place}grade is {grade!r}", fix=did_you_mean(grade, GRADES))
+            raise UsageError(f"{machine.name}: {place}grade is {grade!r}", fix=did_you_mean(str(grade), GRADES))
 
 
 def _check_number(path: str, key: str, value: float) -> None:
-    if not value >= 0 or (key in _POSITIVE and not value > 0):
-        wanted = "above zero" if key in _POSITIVE else "not negative"
-        raise UsageError(f"{path} is {value:g}", fix=f"it must be {wanted}")
-    if key in _WHOLE and value != int(value):
-        raise UsageError(f"{path} is {value:g}", fix="it must be a whole number")
+    if not value >= (key in _FROM_1):
+        raise UsageError(
+            f"{path} is {value:g}", fix="it must be at least 1" if key in _FROM_1 else "it must not be negative"
+        )
+    if math.isinf(value) and key not in _ENDLESS:
+        raise UsageError(f"{path} is {value:g}", fix="it must be a finite number")
+    if key in _WHOLE and (value != int(value) or value >= 2**31):
+        raise UsageError(f"{path} is {value:g}", fix="it must be a whole number below 2^31")

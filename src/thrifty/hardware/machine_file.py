@@ -59,6 +59,12 @@ def machine_from(name: str, content: Mapping[str, Any]) -> Machine:
     for key in ("design", "clock", "source", "grade"):
         if key not in content:
             raise UsageError(f"machine {name} does not say its {key}", fix=f"add {key} = … to its file")
+    for key in ("design", "source", "grade", "about"):
+        if not isinstance(content.get(key, ""), str):
+            raise UsageError(f"machine {name}: {key} is {content[key]!r}", fix=f'make it text, {key} = "…"')
+    for key in ("settings", "stations", "memories", "modules"):
+        if not isinstance(content.get(key, {}), Mapping):
+            raise UsageError(f"machine {name}: {key} is {content[key]!r}", fix=f"make it a table [{key}]")
     design = find_design(content["design"])
     stations = _parts(name, content, "stations", ("width", "buffer"))
     _known(name, "stations", stations, design.stations, "station")
@@ -85,24 +91,34 @@ def machine_from(name: str, content: Mapping[str, Any]) -> Machine:
 
 
 def _module(machine: str, name: str, part: Mapping[str, Any], content: Mapping[str, Any], design: Design) -> Module:
-    active = part.get("active", "")
+    active = str(part.get("active", ""))
     _known(machine, f"modules.{name}", [active], (*design.stations, *design.activities), "station or activity")
-    count = part.get("count", 1)
+    count = _number(machine, f"modules.{name}.count", part.get("count", 1))
     values = {
         key: count * scale * _number(machine, f"modules.{name}.{word}", part.get(word, 0.0))
         for word, (key, scale) in _MODULE.items()
     }
-    source, grade = part.get("source", content["source"]), part.get("grade", content["grade"])
+    source, grade = (str(part.get(key, content[key])) for key in ("source", "grade"))
     return Module(name, active, clock=float(content["clock"]), source=source, grade=grade, **values)
 
 
 def _settings(machine: str, given: Mapping[str, Any], design: Design) -> dict[str, Setting]:
     _known(machine, "settings", given, design.settings)
-    for key, value in given.items():
-        wanted = design.settings[key]
-        if isinstance(value, bool) != isinstance(wanted, bool) or isinstance(value, str) != isinstance(wanted, str):
+    return {**design.settings, **{key: _setting(machine, key, given[key], design.settings[key]) for key in given}}
+
+
+def _setting(machine: str, key: str, value: object, wanted: Setting) -> Setting:
+    """A setting as the kind of value that its default is."""
+    if isinstance(wanted, (bool, str)):
+        if type(value) is not type(wanted):
             raise UsageError(f"machine {machine}: settings.{key} is {value!r}", fix=f"for example {wanted!r}")
-    return {**design.settings, **given}
+        return value  # pyrefly: ignore
+    number = _number(machine, f"settings.{key}", value)
+    if isinstance(wanted, int) and math.isfinite(number):
+        if number != int(number):
+            raise UsageError(f"machine {machine}: settings.{key} is {number:g}", fix="it must be a whole number")
+        return int(number)
+    return float(number)
 
 
 def _parts(machine: str, content: Mapping[str, Any], kind: str, keys: Iterable[str]) -> dict[str, Mapping[str, Any]]:

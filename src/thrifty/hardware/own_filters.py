@@ -1,7 +1,7 @@
 """Each design's own filter on a recorded trace, set so that all keep the same share of the pairs.
 
-The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share.
-Beside a mask comes the share of exact softmax that it keeps, without which speed at equal density says little. A
+The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share, or
+the share at which outputs are off by so much. `accuracy.py` tells what is lost, without which speed says little. A
 filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a training set
 (ViTCoD's average maps) has the examples of the trace alone.
 """
@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
+from thrifty.hardware.accuracy import attention_cost
+from thrifty.hardware.machine import Machine
 from thrifty.hardware.trace import AttentionLayer, AttentionTrace
 from thrifty.kernels.attention_filters import a3, dota, elsa, sanger, spatten, vitcod
-from thrifty.kernels.attention_filters.keep_sets import exact_scores, with_one
+from thrifty.kernels.attention_filters.keep_sets import exact_scores, seen_softmax, with_one
 
+LONGEST = 4.0
+"""Rounds of A3's search over the number of keys; a row of products has a head's width of them."""
 REDUCTION = 0.2
 """Of DOTA's detector, over the width of a head (unverified)."""
 
@@ -37,8 +41,7 @@ class Heads:
     @property
     def probabilities(self) -> Tensor:
         """Exact softmax, 0 where a query sees nothing."""
-        scores = exact_scores(self.q, self.k).masked_fill(~self.visible, float("-inf"))
-        return scores.softmax(-1).nan_to_num(0.0)
+        return seen_softmax(exact_scores(self.q, self.k), self.visible)
 
 
 Found = tuple[Tensor, dict[str, np.ndarray]]
@@ -62,8 +65,11 @@ def _elsa(heads: Heads) -> Found:
 
 
 def _a3(heads: Heads, searched: float = 0.5) -> Found:
-    """Candidates of the conservative search, then as many of them as the share allows."""
+    """Candidates of the conservative search, then as many of them as the share allows. A search that finds fewer is
+    made twice as long, up to LONGEST."""
     candidates = a3.a3_candidates(heads.q, heads.k, searched, heads.visible)
+    if candidates.sum() < heads.density * heads.visible.sum() and searched < LONGEST:
+        return _a3(heads, 2 * searched)
     scores = exact_scores(heads.q, heads.k)
     below = scores - scores.masked_fill(~candidates, float("-inf")).amax(-1, keepdim=True)
     share = min(1.0, heads.density * float(heads.visible.sum()) / max(float(candidates.sum()), 1.0))
@@ -95,7 +101,7 @@ def _vitcod(heads: Heads) -> Found:
     """One mask for all examples, of the average of their maps; the share of information is searched for."""
     average = heads.probabilities.mean(0)
     low, high = 0.0, 1.0
-    for _ in range(30):
+    for _ in range(14):
         middle = (low + high) / 2
         kept = (vitcod.informative_pairs(average, middle) & heads.visible).sum() / heads.visible.sum()
         low, high = (low, middle) if kept >= heads.density else (middle, high)
@@ -110,13 +116,48 @@ FILTERS: dict[str, Callable[[Heads], Found]] = {
     "dota": _dota,
     "vitcod": _vitcod,
 }
-"""Of one layer. SpAtten's goes on from layer to layer: `_cascaded`."""
+"""Of one layer, by design. SpAtten's goes on from layer to layer: `_cascaded`."""
+EXACT = "exact"
+"""The pairs of the highest scores, the same for every design; no accelerator can know them beforehand."""
+SELECTIVE = (*FILTERS, "spatten")
+"""Designs that can leave pairs out; others compute all of them."""
+
+
+def leaves_out(machine: Machine) -> bool:
+    """Whether masks are of any use to it: to no design without a filter, nor to one whose `approximate` is off."""
+    return machine.design in SELECTIVE and bool(machine.settings.get("approximate", True))
 
 
 def filtered(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
-    """The trace with the masks of a design's own filter, near a density of what is visible in it; as it is for a design
-    without one. Its provenance tells "softmax kept". Raises UsageError for a trace without queries and keys."""
-    if design not in FILTERS and design != "spatten":
+    """The trace with the masks of a design's own filter, or of EXACT scores, near a density of what is visible in it;
+    as it is for a design without one. Its provenance tells the "filter", "softmax kept" and, where values were
+    recorded, "output error". Raises UsageError for a trace without queries and keys."""
+    return _told(trace, _masked(trace, design, density))
+
+
+def within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
+    """The same at the lowest density in hundredths, found by halving, at which the output error is no more than
+    `error`; at density 1, and "within allowed" told as "no", where even that has more. Raises UsageError for a trace
+    without values too."""
+    if not 0 < error < 1:
+        raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="it is a share of the outputs' length")
+    if design not in (*SELECTIVE, EXACT):
+        return trace
+    best, low, high = None, 0, 101
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _masked(trace, design, middle / 100)
+        off = attention_cost(trace, tried).output_error
+        if off is None:
+            raise UsageError("the trace has no values, which outputs are made of", fix="record a run or a preset")
+        low, high, best = (low, middle, tried) if off <= error else (middle, high, best)
+    told = _told(trace, best or _masked(trace, design, 1.0))
+    about = {"error allowed": f"{error:g}", "within allowed": "yes" if best else "no"}
+    return replace(told, provenance={**told.provenance, **about})
+
+
+def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
+    if design not in (*SELECTIVE, EXACT):
         return trace
     if not 0 < density <= 1:
         raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
@@ -127,12 +168,28 @@ def filtered(trace: AttentionTrace, design: str, density: float) -> AttentionTra
             )
     heads = [_heads(layer, density, number, len(trace.layers)) for number, layer in enumerate(trace.layers)]
     with torch.no_grad():
-        found = _cascaded(heads) if design == "spatten" else [FILTERS[design](each) for each in heads]
-        kept = [(each.probabilities * _computed(one)).sum() for each, one in zip(heads, found, strict=True)]
-    queries = sum(int(each.visible.any(-1).sum()) for each in heads)
-    layers = tuple(_masked(layer, *each) for layer, each in zip(trace.layers, found, strict=True))
-    about = {**trace.provenance, "filter": design, "softmax kept": f"{float(sum(kept)) / queries:.4f}"}
-    return replace(trace, layers=layers, provenance=about)
+        if design == "spatten":
+            found = _cascaded(heads)
+        else:
+            found = [FILTERS.get(design, _exact)(each) for each in heads]
+    layers = tuple(
+        layer.masked(mask.numpy(), counts) for layer, (mask, counts) in zip(trace.layers, found, strict=True)
+    )
+    return replace(trace, layers=layers, provenance={**trace.provenance, "filter": design})
+
+
+def _told(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
+    if after is before:
+        return after
+    cost = attention_cost(before, after)
+    about = {**after.provenance, "softmax kept": f"{cost.softmax_kept:.4f}"}
+    if cost.output_error is not None:
+        about["output error"] = f"{cost.output_error:.4f}"
+    return replace(after, provenance=about)
+
+
+def _exact(heads: Heads) -> Found:
+    return highest(heads.probabilities, heads.visible, heads.density), {}
 
 
 def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> Heads:
@@ -142,10 +199,6 @@ def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> H
     return Heads(
         *(torch.from_numpy(x.astype(np.float32)) for x in (layer.q, layer.k)), visible, density, number, layers
     )
-
-
-def _masked(layer: AttentionLayer, mask: Tensor, counts: dict[str, np.ndarray]) -> AttentionLayer:
-    return layer.masked(mask.numpy(), counts)
 
 
 def _cascaded(heads: list[Heads]) -> list[Found]:
@@ -176,11 +229,9 @@ def _dropping(heads: list[Heads], average: float) -> list[Found]:
         chosen = [spatten.cascade(i, a, n) for i, a, n in zip(importance, alive, keep, strict=True)]
         alive = torch.stack(chosen)
         left = each.visible & alive[:, None, :, None] & alive[:, None, None, :]
-        probabilities = each.probabilities
-        found.append((
-            with_one(left, probabilities, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}
-        ))  # fmt: skip
-        importance = importance + spatten.token_importance(probabilities * left)
+        scores = exact_scores(each.q, each.k)
+        found.append((with_one(left, scores, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}))
+        importance = importance + spatten.token_importance(seen_softmax(scores, left))
     return found
 
 

@@ -7,6 +7,8 @@ import numpy as np
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.hardware.trace import AttentionTrace, layer_of
 
+MOST = 4 * 10**9
+"""Pairs of a layer, a byte each while they are drawn."""
 Drawing = Callable[[np.random.Generator, int, int, float], np.ndarray]
 
 
@@ -93,9 +95,11 @@ def synthesised(
         raise UsageError(f"there is no pattern {pattern!r}", fix=did_you_mean(pattern, PATTERNS))
     if not 0 < density <= 1:
         raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
-    random = np.random.default_rng(seed)
     sizes = lengths or [tokens]
     longest = max(sizes)
+    if (pairs := len(sizes) * heads * longest**2) > MOST:
+        raise UsageError(f"{pairs:.1e} pairs of a layer are more than can be drawn here", fix=f"up to {MOST:.0e}")
+    random = np.random.default_rng(seed)
     made = []
     for number in range(layers):
         mask = np.zeros((len(sizes), heads, longest, longest), dtype=bool)

@@ -4,7 +4,7 @@ torch's `scaled_dot_product_attention` says all there is to know: operands, mask
 `core` that computes in another way (tiled, sparse) is asked a second time with unit vectors as values, so that its
 output is the probabilities: what is above zero is what it kept. Forward passes only."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,7 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            given = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
+            given = attention_arguments(args, kwargs)
             q, k, v = given["query"], given["key"], given["value"]
             if given.get("scale") is not None:  # a trace is read with the usual one
                 q = q * (given["scale"] * q.shape[-1] ** 0.5)
@@ -94,19 +94,36 @@ def record(
     return AttentionTrace(name, layers, about)
 
 
+def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What torch's scaled_dot_product_attention was given, by name."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
+
+
 @contextmanager
-def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Keeps the recorder told of which module runs, and asks cores that do not call torch's function."""
-    hooks, cores = [], []
+def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keeps `running` the names of the modules that are at work, the innermost last."""
+    hooks = []
     for name, module in model.named_modules():
 
         def enter(module: nn.Module, arguments: Any, name: str = name) -> None:
-            recorder.running.append(name)
+            running.append(name)
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            recorder.running.pop()
+            running.pop()
 
         hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    """Keeps the recorder told of which module runs, and asks cores that do not call torch's function."""
+    cores = []
+    for module in model.modules():
         core = getattr(module, "core", None)
         if callable(core):
             holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, "core")
@@ -114,10 +131,9 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 cores.append((holder, attribute, vars(holder).get(attribute)))
                 setattr(holder, attribute, _asked(getattr(holder, attribute), recorder))
     try:
-        yield
+        with followed(model, recorder.running):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for holder, attribute, own in cores:
             if own is None:
                 delattr(holder, attribute)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from thrifty.core.errors import UsageError
 from thrifty.hardware.energy import Energy
 from thrifty.hardware.machine import Machine
 from thrifty.hardware.stream import Operation
@@ -183,10 +184,9 @@ def layer_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def frame(results: list[Result]) -> Any:
-    """Results as a pandas DataFrame, a line each; as a list of dicts where pandas is not installed."""
-    rows = [result.row() for result in results]
+    """Results as a pandas DataFrame, a line each. Raises UsageError where pandas, which is optional, is not there."""
     try:
         import pandas
-    except ImportError:
-        return rows
-    return pandas.DataFrame(rows)
+    except ImportError as error:
+        raise UsageError("a frame needs pandas", fix="pip install pandas, or use result.row()") from error
+    return pandas.DataFrame([result.row() for result in results])

@@ -16,13 +16,13 @@ from thrifty.hardware.result import Result, layer_rows, str_of
 def write_csv(results: Sequence[Result], folder: Path) -> list[Path]:
     """SUMMARY.csv, and for each machine its COMPUTE, STATION and ACTION reports and its action counts as YAML."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = [_rows(folder / "SUMMARY.csv", [result.row() for result in results])]
+    written = [write_rows(folder / "SUMMARY.csv", [result.row() for result in results])]
     for result in results:
         name = file_name(result.machine.name)
-        written.append(_rows(folder / f"{name}_COMPUTE_REPORT.csv", compute_rows(result)))
-        written.append(_rows(folder / f"{name}_STATION_REPORT.csv", layer_rows(result)))
+        written.append(write_rows(folder / f"{name}_COMPUTE_REPORT.csv", compute_rows(result)))
+        written.append(write_rows(folder / f"{name}_STATION_REPORT.csv", layer_rows(result)))
         actions = [{"action": str_of(kind), "count": count} for kind, count in result.operations.items()]
-        written.append(_rows(folder / f"{name}_ACTION_REPORT.csv", actions))
+        written.append(write_rows(folder / f"{name}_ACTION_REPORT.csv", actions))
         counts = folder / f"{name}_action_counts.yaml"
         counts.write_text(action_counts(result), encoding="utf-8")
         written.append(counts)
@@ -46,7 +46,8 @@ def compute_rows(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """A CSV with the keys of the first row as titles."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()

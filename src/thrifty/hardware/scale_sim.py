@@ -6,7 +6,8 @@ modelled, only the least that the words need.
 
 import configparser
 import csv
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.hardware.designs.systolic import DATAFLOWS, folds, reported_cycles
 from thrifty.hardware.machine import Machine, Memory
 from thrifty.hardware.machine_file import find_machine
+from thrifty.hardware.result_files import write_rows
+
+MOST = 10**17
+"""Products of a layer that are counted."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,13 @@ def read_cfg(path: Path) -> Machine:
     dataflow = given.get("dataflow", "os").strip()
     if dataflow not in DATAFLOWS:
         raise UsageError(f"{path}: there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
-    for name, value in {
-        "ArrayHeight": rows,
-        "ArrayWidth": columns,
-        **dict.fromkeys(["Bandwidth"], min(words, default=1)),
-    }.items():
-        if value <= 0:
-            raise UsageError(f"{path}: {name} is {value:g}", fix="it must be above zero")
+    for name, value, most in (
+        ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
+    ):  # fmt: skip
+        if not 0 < value <= most:
+            raise UsageError(f"{path}: {name} is {value:g}", fix=f"it must be above zero, and at most {most:g}")
+    if parser.has_section("sparsity") and parser["sparsity"].get("sparsitysupport", "false").strip().lower() == "true":
+        raise UsageError(f"{path}: SparsitySupport is not modelled", fix="SparsitySupport : false")
     machine = find_machine("systolic")
     for setting, value in {"rows": rows, "columns": columns, "dataflow": dataflow}.items():
         machine = machine.replaced(setting, value)
@@ -61,19 +66,23 @@ def read_cfg(path: Path) -> Machine:
 def read_topology(path: Path) -> list[Gemm]:
     """Matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the line that is wrong."""
     try:
-        lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))
+        lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read as a topology: {error}") from error
     titles = [word.strip().lower() for word in lines[0]] if lines else []
     if titles[:4] != ["layer", "m", "n", "k"]:
         raise UsageError(f"{path} is no topology of matrix products", fix="its first line must be Layer,M,N,K")
+    if further := [title for title in titles[4:] if title]:
+        raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="take it out")
     found = []
     for number, line in enumerate(lines[1:], 2):
         if not any(word.strip() for word in line):
             continue
         words = [word.strip() for word in line[:4]]
-        if len(words) < 4 or not all(word.isdigit() and int(word) for word in words[1:]):
+        if len(words) < 4 or not all(word.isascii() and word.isdigit() and int(word) for word in words[1:]):
             raise UsageError(f"{path}, line {number}: {','.join(line)!r} is no layer", fix="NAME,M,N,K from 1 on")
+        if math.prod(map(int, words[1:])) > MOST:
+            raise UsageError(f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"M·N·K up to {MOST:.0e}")
         found.append(Gemm(words[0], *map(int, words[1:])))
     if not found:
         raise UsageError(f"{path} has no layers", fix="a line NAME,M,N,K for each")
@@ -103,3 +112,9 @@ def compute_report(layers: Sequence[Gemm], machine: Machine) -> list[dict[str, A
             }
         )
     return report
+
+
+def write_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """COMPUTE_REPORT.csv with a line for each matrix product."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_rows(folder / "COMPUTE_REPORT.csv", rows)

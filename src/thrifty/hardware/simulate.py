@@ -184,13 +184,15 @@ def _with_memory(units: np.ndarray, stream: Stream, memory: Memory, machine: Mac
             [memory],
             machine.clock,
         ).makespan[0]
-        for copy in range(machine.copies)
+        for copy in range(len(working))
     ]
     return int(max(cycles)), moving
 
 
 def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
-    """(u,) as (copies, ⌈u/copies⌉), unit after unit to copy after copy, filled up with zeros."""
+    """(u,) as (copies, ⌈u/copies⌉), unit after unit to copy after copy, filled up with zeros. Copies that no unit is
+    left for stand idle, and are left out."""
+    copies = min(copies, len(units))
     return np.pad(units, (0, -len(units) % copies)).reshape(-1, copies).T
 
 

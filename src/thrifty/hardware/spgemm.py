@@ -3,8 +3,6 @@
 Patterns alone decide what an accelerator does, so values are taken for such that nothing cancels.
 """
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +11,12 @@ import numpy as np
 from scipy import io, sparse
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.hardware.measured import fastest
 
 DENSE_LIMIT = 2 * 1500**3
 """Operations of a dense product beyond which it is not timed."""
+MOST = 10**8
+"""Numbers, rows and columns of a matrix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,8 @@ def uniform(size: int, density: float, seed: int = 0) -> Product:
     """A square matrix with numbers anywhere, times itself. Raises UsageError for what leaves it empty."""
     if size < 1 or not 0 < density <= 1:
         raise UsageError(f"{size} rows at density {density:g} are no matrix", fix="give a density in (0, 1]")
+    if (numbers := size**2 * density) > MOST:
+        raise UsageError(f"{numbers:.1e} numbers are more than can be drawn here", fix=f"up to {MOST:.0e}")
     drawn = sparse.random_array((size, size), density=density, rng=np.random.default_rng(seed), format="csr")
     return Product(f"{size} at density {density:g}", drawn, drawn)
 
@@ -104,10 +107,16 @@ def read_matrix(path: Path) -> Product:
     if not path.is_file():
         raise UsageError(f"there is no matrix {path}", fix="give a Matrix Market file (.mtx)")
     try:
-        read = io.mmread(path, spmatrix=False)
+        rows, columns, numbers, kind, *_ = io.mminfo(path)
+        written = kind == "coordinate" and path.suffix == ".mtx"  # line by line: less where symmetric, or compressed
+        if written and 2 * numbers > path.stat().st_size + 1:  # before as much memory is asked for
+            raise ValueError(f"it is cut short: {numbers} numbers in {path.stat().st_size} bytes")
+        if max(rows, columns, numbers) > MOST:
+            size = f"{rows} rows, {columns} columns and {numbers} numbers"
+            raise UsageError(f"{path} has {size}", fix=f"give no more than {MOST:.0e} of each")
+        matrix = sparse.csr_array(io.mmread(path, spmatrix=False))
     except (ValueError, TypeError, OverflowError, StopIteration, EOFError) as error:
         raise IntegrityError(f"{path} is no undamaged Matrix Market file: {error}") from error
-    matrix = sparse.csr_array(read)
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
@@ -119,17 +128,8 @@ def read_matrix(path: Path) -> Product:
 def measured(product: Product, times: int = 3) -> dict[str, float | None]:
     """Seconds of the product on this machine: row by row (Gustavson's, one thread) by scipy, and as a dense one by
     numpy where that is no more than DENSE_LIMIT operations. The fastest of so many."""
-    gustavson = _fastest(lambda: product.a @ product.b, times)
+    gustavson = fastest(lambda: product.a @ product.b, times)
     if 2 * product.dense_macs > DENSE_LIMIT:
         return {"gustavson": gustavson, "dense": None}
     a, b = product.a.toarray(), product.b.toarray()
-    return {"gustavson": gustavson, "dense": _fastest(lambda: a @ b, times)}
-
-
-def _fastest(work: Callable[[], object], times: int) -> float:
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-    return min(took)
+    return {"gustavson": gustavson, "dense": fastest(lambda: a @ b, times)}

@@ -12,6 +12,8 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 
+_NUMBERS, _LENGTHS = ("q", "k", "v", "scores"), ("query_lengths", "key_lengths")
+
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
@@ -45,6 +47,7 @@ class AttentionLayer:
     """Of an operand, as recorded."""
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         e, h, t, s, d = self.examples, self.heads, self.queries, self.keys, self.width
         wanted = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d), "scores": (e, h, t, s)}
         wanted |= {"packed": (e, h, t, -(-s // 8)), "query_lengths": (e,), "key_lengths": (e,)}
@@ -55,7 +58,7 @@ class AttentionLayer:
                     f"layer {self.name}: {name} is {array.shape}, where {shape} was expected",
                     fix="pad all examples of a layer alike, and give their lengths",
                 )
-        for name in ("q", "k", "v", "scores"):
+        for name in _NUMBERS:
             array = getattr(self, name)
             if array is None:
                 continue
@@ -63,7 +66,7 @@ class AttentionLayer:
             if wrong.any():
                 place = tuple(map(int, np.argwhere(wrong)[0]))
                 raise UsageError(f"layer {self.name}: {name} is {array[place]} at {place}", fix="record it again")
-        for name, most in (("query_lengths", t), ("key_lengths", s)):
+        for name, most in zip(_LENGTHS, (t, s), strict=True):
             lengths = getattr(self, name)
             if (lengths < 1).any() or (lengths > most).any():
                 raise UsageError(
@@ -71,9 +74,25 @@ class AttentionLayer:
                     fix=f"give lengths from 1 to {most}",
                 )
         for name, array in self.counts.items():
-            if array.shape != (e, h, t) or (array < 0).any():
+            if array.shape != (e, h, t) or array.dtype.kind not in "iu" or (array < 0).any():
                 raise UsageError(f"layer {self.name}: counts of {name} must be {(e, h, t)} whole numbers from 0 on")
         self._check_rows()
+
+    def _check_kinds(self) -> None:
+        """Sizes are whole numbers above zero, and arrays of the dtype that their name asks for."""
+        for name in ("examples", "heads", "queries", "keys", "width", "bits"):
+            size = getattr(self, name)
+            if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
+                raise UsageError(f"layer {self.name}: {name} is {size!r}", fix="it must be a whole number from 1 on")
+        for names, kinds, word in (
+            (_NUMBERS, "f", "floats"),
+            (_LENGTHS, "iu", "whole numbers"),
+            (("packed",), "u", "bytes"),
+        ):
+            for name in names:
+                array = getattr(self, name)
+                if array is not None and (array.dtype.kind not in kinds or (kinds == "u" and array.itemsize > 1)):
+                    raise UsageError(f"layer {self.name}: {name} is {array.dtype}", fix=f"give {word}")
 
     def _check_rows(self) -> None:
         if self.packed is None:

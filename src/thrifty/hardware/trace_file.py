@@ -28,6 +28,8 @@ def save_trace(trace: AttentionTrace, path: Path) -> None:
             tensors[f"{number}.counts.{name}"] = np.ascontiguousarray(counted.astype(np.int32))
         layers.append({name: getattr(layer, name) for name in _SIZES})
     about = {"name": trace.name, "provenance": dict(trace.provenance), "layers": layers}
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError(f"{path} cannot be written", fix="name a file in a folder that exists")
     save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
 
 
@@ -47,15 +49,19 @@ def load_trace(path: Path) -> AttentionTrace:
     try:
         about = json.loads(metadata["trace"])
         layers = tuple(_layer(number, sizes, tensors) for number, sizes in enumerate(about["layers"]))
-        return AttentionTrace(about["name"], layers, about["provenance"])
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        provenance = {str(key): str(value) for key, value in about["provenance"].items()}
+        return AttentionTrace(str(about["name"]), layers, provenance)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise IntegrityError(f"{path} lacks what a trace consists of: {error}") from error
 
 
 def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> AttentionLayer:
     own = f"{number}.counts."
     counts = {name.removeprefix(own): value for name, value in tensors.items() if name.startswith(own)}
-    return AttentionLayer(**sizes, **{name: tensors.get(f"{number}.{name}") for name in _TENSORS}, counts=counts)
+    arrays = {name: tensors.get(f"{number}.{name}") for name in _TENSORS}
+    for name in ("query_lengths", "key_lengths"):
+        arrays[name] = tensors[f"{number}.{name}"]
+    return AttentionLayer(**sizes, **arrays, counts=counts)
 
 
 def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
@@ -64,7 +70,7 @@ def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
         pruned = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{path} cannot be read as an .npy file of masks: {error}") from error
-    if pruned.ndim != 4 or pruned.dtype != np.bool_:
+    if pruned.ndim != 4 or pruned.dtype != np.bool_ or pruned.shape[2] != pruned.shape[3] or not pruned.size:
         raise UsageError(
             f"{path} holds {pruned.dtype} {pruned.shape}, where booleans (layers, heads, t, t) were expected"
         )

@@ -104,7 +104,7 @@ def probe(quick: bool = False, folder: Path = Path()) -> Machine:
     seconds = 0.3 if quick else 1.0
     return Machine(
         platform=platform.platform(terse=True),
-        cpu=_cpu_model(),
+        cpu=cpu_model(),
         physical_cores=_physical_cores(cores),
         logical_cores=len(cores),
         core_quota=quota,
@@ -125,6 +125,14 @@ def probe(quick: bool = False, folder: Path = Path()) -> Machine:
         memory_rate=None if quick else memory_rate(0.5),
         disk_rate=None if quick else disk_rate(folder),
     )
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that a run may take on a device now: free ones, within what the control group allows."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    available, (_, limit) = psutil.virtual_memory().available, cgroup_limits()
+    return float(min(available, limit or available))
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
@@ -174,7 +182,7 @@ def _physical_cores(logical: list[int]) -> int:
     return len(cores)
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     if sys.platform == "darwin":
         return subprocess.run(
             ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True

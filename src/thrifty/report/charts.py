@@ -69,7 +69,7 @@ def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
     trained = curve(record.evaluations, "trained_loss")
     look = _Look(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
     layers = [*_change_lines(record.events), *_curve_layers(points, look)]
-    summary = _describe("Training loss", points)
+    summary = describe("Training loss", points)
     if trained:
         layers.append(_evaluations_layer(trained, TRAINED, look))
         summary += f" Held-out loss of the weights in training ends at {significant(trained[-1].value)}."
@@ -86,7 +86,7 @@ def share(record: RunRecord, name: str) -> Figure:
     """Something that evaluations measure beside the loss."""
     points, title = curve(record.evaluations, name), f"Held-out {name}"
     layers = _curve_layers(points, _Look(number_format=".0%"))
-    return Figure(name, title, "share of the examples", _describe(title, points), _together(layers), points)
+    return Figure(name, title, "share of the examples", describe(title, points), _together(layers), points)
 
 
 def throughput(record: RunRecord, key: KeyFigures) -> Figure | None:
@@ -94,7 +94,7 @@ def throughput(record: RunRecord, key: KeyFigures) -> Figure | None:
     if not points:
         return None
     layers = _curve_layers(points, _Look(_legend(points)))
-    summary = _describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
+    summary = describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
     return Figure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
 
 
@@ -103,7 +103,7 @@ def learning_rate(record: RunRecord) -> Figure | None:
     if not points:
         return None
     layers = _curve_layers(points, _Look(number_format="~g", from_zero=True))
-    return Figure("learning_rate", "Learning rate", "", _describe("Learning rate", points), _together(layers), points)
+    return Figure("learning_rate", "Learning rate", "", describe("Learning rate", points), _together(layers), points)
 
 
 def gradient_norm(record: RunRecord) -> Figure | None:
@@ -114,7 +114,7 @@ def gradient_norm(record: RunRecord) -> Figure | None:
     spiky = min(values) > 0 and max(values) > 20 * median(values)
     layers = _curve_layers(points, _Look(_legend(points), scale="log" if spiky else "linear"))
     unit = "logarithmic scale" if spiky else ""
-    return Figure("gradient_norm", "Gradient norm", unit, _describe("Gradient norm", points), _together(layers), points)
+    return Figure("gradient_norm", "Gradient norm", unit, describe("Gradient norm", points), _together(layers), points)
 
 
 def memory(record: RunRecord, key: KeyFigures) -> Figure | None:
@@ -129,7 +129,7 @@ def memory(record: RunRecord, key: KeyFigures) -> Figure | None:
     top = max((value for _, value in known), default=0.0)
     for label, value in known:
         layers += _reference(value / size, f"{label} {scaled(value, 'B')}", below=value < top)
-    return Figure("memory", "Memory", f"{prefix}B", _describe("Memory in use", shown), _together(layers), shown)
+    return Figure("memory", "Memory", f"{prefix}B", describe("Memory in use", shown), _together(layers), shown)
 
 
 def noise_scale(record: RunRecord) -> Figure | None:
@@ -137,7 +137,7 @@ def noise_scale(record: RunRecord) -> Figure | None:
     if not points:
         return None
     title, layers = "Gradient noise scale", _curve_layers(points, _Look(_legend(points), scale="log"))
-    return Figure("noise_scale", title, "examples", _describe(title, points), _together(layers), points)
+    return Figure("noise_scale", title, "examples", describe(title, points), _together(layers), points)
 
 
 def _legend(points: Sequence[Point]) -> tuple[str, ...]:
@@ -231,7 +231,8 @@ def _together(layers: list[alt.Chart], height: int = 210) -> alt.LayerChart:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
-def _describe(what: str, points: Sequence[Point]) -> str:
+def describe(what: str, points: Sequence[Point]) -> str:
+    """A curve in a sentence; its ends and its extremes are enough of it."""
     if not points:
         return f"{what} has no values yet."
     low, high = min(point.value for point in points), max(point.value for point in points)

@@ -53,8 +53,8 @@ def write_page(record: RunRecord) -> Path:
 def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
     """The page as text. The same record gives the same page."""
     key = key_figures(record)
-    vega, script = _vega(), _asset("report.js")
-    return _template().render(
+    vega, script = vega_bundle(), _asset("report.js")
+    return template("report.html").render(
         record=record,
         key=key,
         verdict=verdict(key),
@@ -113,6 +113,11 @@ def _charts_json(drawn: Sequence[Figure]) -> str:
     return text.replace("<", "\\u003c")
 
 
+def scripts_policy() -> str:
+    """The policy of pages whose scripts are the ones that pages here have, whoever wrote the file."""
+    return _policy([vega_bundle(), _asset("report.js")])
+
+
 def _policy(scripts: Sequence[str]) -> str:
     """Nothing may be fetched, and no script may run but these: also when text of a run gets past the escaping."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
@@ -122,15 +127,16 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 @functools.cache
-def _vega() -> str:
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first time takes a second or two."""
     return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template(name: str) -> jinja2.Template:
     loader = jinja2.PackageLoader("thrifty.report", "assets")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template("report.html")
+    return environment.get_template(name)
 
 
 def _asset(name: str) -> str:

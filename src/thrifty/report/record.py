@@ -3,7 +3,7 @@
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.report.redaction import redact, redact_text
 
 EVENTS = ("change", "checkpoint", "notice")
+LARGEST = 64 << 20
+"""Bytes of a file beside the records that is read."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class RunRecord:
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from thrifty.report.notebook import run_html
+
+        return run_html(self)
+
 
 def find_run(run: str) -> Path:
     """The folder of a run given as a path or as a name under ./runs.
@@ -75,8 +83,11 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / "recipe.toml").is_file() or (folder / "records.jsonl").is_file()
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Raises `UsageError` when `folder` is not a run folder."""
+def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -> RunRecord:
+    """Raises `UsageError` when `folder` is not a run folder.
+
+    `records` stand for what records.jsonl holds, where somebody has read that already.
+    """
     folder = find_run(str(folder)).resolve()
     damage: list[str] = []
     text, recipe = _read_recipe(folder / "recipe.toml", damage)
@@ -84,7 +95,8 @@ def read_run(folder: Path) -> RunRecord:
         name: redact(_read_object(folder / f"{name}.json", damage))
         for name in ("origins", "environment", "explanation", "summary")
     }
-    records = _read_records(folder / "records.jsonl", damage)
+    if records is None:
+        records = _read_records(folder / "records.jsonl", damage)
     kinds = {kind: tuple(record for record in records if record["kind"] == kind) for kind in ("step", "evaluation")}
     return RunRecord(
         folder=folder,
@@ -103,11 +115,15 @@ def number(value: Any) -> float | None:
     """A finite number, or None for anything else: a skipped step has no finite loss."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return found if math.isfinite(found) else None
 
 
 def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
-    if not path.is_file():
+    if not path.is_file() or _is_too_large(path, damage):
         return "", {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
@@ -117,12 +133,19 @@ def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
         return redact_text(text), {}
 
 
+def _is_too_large(path: Path, damage: list[str]) -> bool:
+    is_too_large = path.stat().st_size > LARGEST
+    if is_too_large:
+        damage.append(f"{path.name} is too large to be read.")
+    return is_too_large
+
+
 def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.is_file() or _is_too_large(path, damage):
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         damage.append(f"{path.name} is not valid JSON ({error}).")
         return {}
     if not isinstance(value, dict):
@@ -137,7 +160,7 @@ def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
     unreadable: list[int] = []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for position, line in enumerate(lines, start=1):
-        record = _parse_record(line)
+        record = parse_record(line)
         if record is not None:
             # a step can bring several notices, so their text is part of what makes two lines the same
             same = (record["kind"], record["step"], str(record.get("text")), str(record.get("technique")))
@@ -149,10 +172,11 @@ def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
     return sorted(latest.values(), key=lambda record: record["step"])
 
 
-def _parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """One line of records.jsonl; None where it is no record."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or number(record.get("step")) is None:
         return None

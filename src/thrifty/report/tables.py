@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thrifty.report.charts import Figure
-from thrifty.report.curves import Point, spans
+from thrifty.report.curves import Point, Span, spans
 from thrifty.report.key_figures import KeyFigures
 from thrifty.report.record import RunRecord, number
 from thrifty.report.units import MISSING, duration, percent, scaled, significant, whole
@@ -107,21 +107,27 @@ def settings(record: RunRecord) -> Table:
 
 def chart_table(figure: Figure) -> Table:
     """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
-    evaluated = {"Held-out": figure.held_out, "Held-out, weights in training": figure.trained}
+    stretches = spans(figure.points, CHART_ROWS)
+    return curve_table(figure.title, figure.unit, stretches, figure.held_out, figure.trained)
+
+
+def curve_table(
+    title: str, unit: str, stretches: Sequence[Span], held_out: Sequence[Point] = (), trained: Sequence[Point] = ()
+) -> Table:
+    evaluated = {"Held-out": held_out, "Held-out, weights in training": trained}
     evaluated = {column: points for column, points in evaluated.items() if points}
     columns = ["Steps", "Mean", "Lowest", "Highest", *evaluated]
     rows = []
-    stretches = spans(figure.points, CHART_ROWS)
     for span in stretches:
         steps = f"{span.first:,}" if span.first == span.last else f"{span.first:,}–{span.last:,}"
         row = [steps, significant(span.mean), significant(span.low), significant(span.high)]
         rows.append([*row, *(_last_within(points, span.first, span.last) for points in evaluated.values())])
     if not stretches:
         blank = [MISSING] * 3
-        for step, _ in figure.held_out[-CHART_ROWS:]:
+        for step, _ in held_out[-CHART_ROWS:]:
             rows.append([whole(step), *blank, *(_last_within(points, step, step) for points in evaluated.values())])
-    unit = f", {figure.unit}" if figure.unit else ""
-    return Table(f"{figure.title}{unit}", columns, rows, frozenset(range(len(columns))))
+    caption = f"{title}, {unit}" if unit else title
+    return Table(caption, columns, rows, frozenset(range(len(columns))))
 
 
 def _memory_remark(key: KeyFigures) -> str:

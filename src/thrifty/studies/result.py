@@ -54,6 +54,17 @@ class Result:
     def verdicts(self) -> list[Verdict]:
         return judge(self.study, self.measured)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from thrifty.report.notebook import piece
+        from thrifty.report.tables import Table
+        from thrifty.studies.table import rows, sentence
+
+        head, body = rows(self)
+        title = self.study.name if self.finished else f"{self.study.name}: in progress"
+        sentences = [self.study.about, *map(sentence, self.verdicts)]
+        return piece(title, sentences, [Table("Means by case", head, body, frozenset(range(1, len(head))))])
+
     def as_data(self) -> dict[str, Any]:
         """Plain JSON; equal cells give equal text, in whatever order they were measured."""
         order = {label: place for place, label in enumerate(self.study.cases)}

@@ -46,6 +46,7 @@ def names() -> list[str]:
     return sorted(set(_walk(list(__path__))) | third_party().keys())
 
 
+@cache
 def find(name: str) -> type[Technique]:
     """The technique class of this name; raises UsageError with the nearest name when there is none."""
     if name not in _walk(list(__path__)):  # only then is it worth asking everything that is installed

@@ -49,12 +49,7 @@ class Lock:
         os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
 
     def _owner(self) -> dict[str, Any]:
-        """Who wrote the file last and did not empty it; {} if nobody, or if it is not readable as that."""
-        try:
-            owner = json.loads(os.pread(self._descriptor, 4096, 0))
-            return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
-        except (ValueError, KeyError, TypeError):
-            return {}
+        return _read_owner(os.pread(self._descriptor, 4096, 0))
 
     def _taken(self, owner: dict[str, Any]) -> UsageError:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
@@ -68,9 +63,31 @@ class Lock:
         os.close(self._descriptor)
 
 
+def holder(file: Path) -> dict[str, Any]:
+    """Who holds a lock, as its file says: {"pid", "host", "started"}, or {} where nobody does. Of another machine what
+    is written there is believed. The lock itself is not touched, so that a start at this moment is not refused."""
+    if not file.is_file():  # to open a pipe would be to wait for somebody who writes into it
+        return {}
+    try:
+        with file.open("rb") as opened:
+            owner = _read_owner(opened.read(4096))
+    except OSError:
+        return {}
+    return owner if owner and (owner["host"] != socket.gethostname() or _is_alive(owner)) else {}
+
+
+def _read_owner(content: bytes) -> dict[str, Any]:
+    """Who wrote the file last and did not empty it; {} if nobody, or if it is not readable as that."""
+    try:
+        owner = json.loads(content)
+        return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
+    except (ValueError, KeyError, TypeError, OverflowError):
+        return {}
+
+
 def _is_alive(owner: dict[str, Any]) -> bool:
     """Whether the very process is there, not a later one with the same number."""
     try:
         return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):  # as for a number that no process can have
         return False

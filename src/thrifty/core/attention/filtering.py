@@ -80,16 +80,21 @@ class ReplacedAttention(Technique):
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = getattr(model, "attention_phase", {"phase": CHOSEN})["phase"]
-        if phase == CHOSEN and not self.export_plain:
+        if phase == CHOSEN:
+            self.refuse_export()
+        for place in model.attention_places:
+            place.take_away()
+        del model.attention_places
+        return model
+
+    def refuse_export(self) -> None:
+        """Raises Refused unless the weights are to be exported for plain attention."""
+        if not self.export_plain:
             raise Refused(
                 f"{self.name}: the plain architecture attends to everything, and would compute something else with "
                 "these weights",
                 fix=f"--set {self.name}.export_plain=true where that is wanted",
             )
-        for place in model.attention_places:
-            place.take_away()
-        del model.attention_places
-        return model
 
     def holds(self, state: TrainState) -> None:
         phases = [entry.decision["phase"] for entry in state.log if entry.technique == self.name]

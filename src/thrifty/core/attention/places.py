@@ -5,7 +5,7 @@ mask, to (b, h, t, k). Models of transformers look theirs up by a name in their 
 is registered there, which asks the module for its core.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -21,6 +21,9 @@ AttentionCore = Callable[..., Tensor]
 Function = TypeVar("Function", bound=Callable[..., Any])
 INTERFACE = "thrifty"
 """The name of ours among the attention functions of transformers."""
+HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head")
+KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+"""By what attributes attention modules, or their configs, may know how many heads they have."""
 CROSS = ("cross", "encoder_attn", "EncDec")
 """By what in their names attentions over another sequence are known there."""
 FURTHER = ("softcap", "s_aux", "position_bias")
@@ -66,12 +69,24 @@ class Place:
     @property
     def head_width(self) -> int:
         """Numbers of a query. Raises Refused where the module does not say."""
-        for name in HEAD_WIDTHS:
-            if isinstance(width := getattr(self.module, name, None), int):
-                return width
-        raise Refused(
-            f"{self.name} does not say how wide its heads are", fix=f"give it an attribute {', '.join(HEAD_WIDTHS)}"
-        )
+        return self._number(HEAD_WIDTHS, "how wide its heads are")
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries. Raises Refused where neither the module nor its config says."""
+        return self._number(HEADS, "how many heads it has")
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys, as many as of queries where nothing else is said."""
+        return self._number((*KEY_HEADS, *HEADS), "how many heads it has")
+
+    def _number(self, names: Sequence[str], what: str) -> int:
+        for owner in (self.module, getattr(self.module, "config", None)):
+            for name in names:
+                if isinstance(found := getattr(owner, name, None), int):
+                    return found
+        raise Refused(f"{self.name} does not say {what}", fix=f"give it an attribute {', '.join(names)}")
 
     def put(self, core: AttentionCore) -> None:
         if self.whole is None:

@@ -37,6 +37,8 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         kept, searched = layer.kept_counts, layer.count("iterations")
         found = layer.count("candidates")
         candidates = kept if found is None else np.maximum(found, kept)
+        if (candidates > keys).any():
+            raise UsageError(f"layer {layer.name}: a query has {candidates.max()} candidates of {layer.keys} keys")
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
         depth, width = int(machine.number("depth")), machine.stations["score"].width
         selecting = search_cycles(iterations, depth, layer.width, 2 * width)
@@ -69,7 +71,7 @@ def _operations(
 ) -> dict[Operation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
-    memories = {name: int(machine.memories[name].bytes) for name in ("keys", "values", "sorted keys")}
+    memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
     refilled = 2 * machine.number("depth") * width * queries * bool(iterations)
     return add_up(
         # an iteration compares all columns in a tree, at both ends, adds to a score and makes one new product of each

@@ -22,7 +22,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     cycles.append(ceil_div(keys * layer.width, widths["value"]))
     pairs = float((layer.unit_queries * layer.unit_keys).sum())
     read, written = operand_bytes(layer, machine.number("bits"))
-    bits, memory = int(machine.number("bits")), int(machine.memories["operands"].bytes)
+    bits, memory = int(machine.number("bits")), machine.size("operands")
     return Stream(
         stations=STATIONS,
         service=np.stack([layer.per_query(each) for each in cycles]),

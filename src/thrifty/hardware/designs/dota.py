@@ -93,7 +93,7 @@ def _operations(
 ) -> dict[Operation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries, pairs = float(layer.unit_queries.sum()), float((layer.unit_queries * layer.unit_keys).sum())
-    memory = int(machine.memories["operands"].bytes)
+    memory = machine.size("operands")
     return add_up(
         multiply_accumulate(pairs * reduced, int(machine.number("detected_bits")), 16),
         {Operation("int_add", 16): pairs * bool(reduced)},

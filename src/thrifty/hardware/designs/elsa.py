@@ -84,7 +84,7 @@ def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: flo
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
     hashed = queries + keys if pairs else 0.0
-    operand_memory = int(machine.memories["operands"].bytes)
+    operand_memory = machine.size("operands")
     return add_up(
         multiply_accumulate(hashed * hash_multiplications(width), bits),
         multiply_accumulate(keys * width if pairs else 0.0, bits),  # norms

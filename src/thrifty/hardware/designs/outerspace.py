@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.machine import Machine
+from thrifty.hardware.machine import Machine, Memory
 from thrifty.hardware.spgemm import Phase, Product
 from thrifty.hardware.stream import Design, Operation, Stream, add_up, ceil_div, whole_cycles
 
@@ -49,13 +49,13 @@ def traffic(product: Product, machine: Machine) -> dict[str, float]:
 
 def _reads(product: Product, machine: Machine) -> np.ndarray:
     """(k,) how often a row of B comes in: once if the tile's cache holds it, else for each `elements` of the column."""
-    held = product.rows * NUMBER <= machine.memories["cache"].bytes
+    held = product.rows * NUMBER <= machine.size("cache")
     return np.where(held, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
 def merge_passes(chunks: np.ndarray, machine: Machine) -> np.ndarray:
     """How often rows of so many chunks are gone through, where a scratchpad holds the heads of only so many."""
-    heads = machine.memories["scratchpad"].bytes // (NUMBER + CHUNK)
+    heads = max(2, machine.size("scratchpad") // (NUMBER + CHUNK))
     return np.maximum(1, np.ceil(np.log(np.maximum(chunks, 1)) / np.log(heads) - 1e-9)).astype(np.int64)
 
 
@@ -86,7 +86,7 @@ def _multiply(product: Product, machine: Machine) -> Stream:
         moved["T"] / 2,
         add_up(
             {Operation("float_multiply", 64): product.multiplies},
-            {Operation("sram", 96, int(machine.memories["cache"].bytes)): product.multiplies},
+            {Operation("sram", 96, machine.size("cache")): product.multiplies},
         ),
         macs=product.multiplies,
     )
@@ -108,7 +108,7 @@ def _merge(product: Product, machine: Machine) -> Stream:
         traffic(product, machine)["Z"],
         add_up(
             {Operation("float_add", 64): product.adds},
-            {Operation("sram", 96, int(machine.memories["scratchpad"].bytes)): 2 * float(product.partial.sum())},
+            {Operation("sram", 96, machine.size("scratchpad")): 2 * float(product.partial.sum())},
             {Operation("int_add", 32): float((product.partial * passes * sorting).sum())},
         ),
         macs=0.0,
@@ -151,11 +151,19 @@ def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
 
 
 def _latency(machine: Machine) -> int:
-    return round(machine.memories["dram"].latency * machine.clock)
+    return round(_outer(machine).latency * machine.clock)
 
 
 def _bandwidth(machine: Machine) -> float:
-    return machine.memories["dram"].bandwidth
+    return _outer(machine).bandwidth
+
+
+def _outer(machine: Machine) -> Memory:
+    if "dram" not in machine.memories:
+        raise UsageError(
+            f"machine {machine.name} lacks memory 'dram', which outerspace needs", fix="add [memories.dram]"
+        )
+    return machine.memories["dram"]
 
 
 def multipliers(machine: Machine) -> int:

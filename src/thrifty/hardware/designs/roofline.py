@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.machine import Machine
+from thrifty.hardware.machine import Machine, Memory
 from thrifty.hardware.stream import Design, Operation, Stream, add_up, whole_cycles
 from thrifty.hardware.trace import AttentionLayer
 
@@ -30,7 +30,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         written = written + 2 * queries * keys * each
         moved = moved + 4 * queries * keys * each
     computing = operations / (machine.stations["device"].width * machine.number("efficiency"))
-    moving = moved / machine.memories["dram"].bandwidth * machine.clock
+    moving = moved / machine.memories.get("dram", Memory("dram")).bandwidth * machine.clock
     bits = int(machine.number("bits"))
     macs = float(operations.sum()) / 2
     return Stream(

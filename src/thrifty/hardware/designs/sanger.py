@@ -122,7 +122,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
 def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: float) -> dict[Operation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
-    memory = int(machine.memories["operands"].bytes)
+    memory = machine.size("operands")
     return add_up(
         multiply_accumulate(pairs * width, int(machine.number("predicted_bits")), 16),
         # lengths of queries and keys, and each predicted score scaled by both and compared

@@ -65,7 +65,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
 
 def _operations(machine: Machine, width: int, scored: float, kept: float, queries: float) -> dict[Operation, float]:
     bits = int(machine.number("high_bits") + machine.number("low_bits"))
-    memory = int(machine.memories["operands"].bytes)
+    memory = machine.size("operands")
     return add_up(
         multiply_accumulate((scored + kept) * width, bits),
         {Operation("sram", width * bits, memory): scored + kept},
@@ -80,7 +80,7 @@ def _notes(layer: AttentionLayer, machine: Machine, scored: float, kept: float) 
         notes.append(
             "SpAtten computes the scores of all tokens that are left: single pairs are of use to it in values only"
         )
-    most = machine.memories["operands"].bytes / (layer.width * 12 / 8)
+    most = machine.size("operands") / (layer.width * 12 / 8)
     if layer.keys > most:
         notes.append(f"SpAtten's memories hold {most:.0f} keys: they would be read again for {layer.keys}")
     return tuple(notes)

@@ -53,7 +53,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     bits = int(machine.number("bits"))
     read, written = operand_bytes(layer, bits)
     fetched = (score_folds * score_cycles + value_folds * value_cycles).sum() * (rows + columns)
-    memory = int(machine.memories["operands"].bytes)
+    memory = machine.size("operands")
     return Stream(
         stations=STATIONS,
         service=service,

@@ -76,7 +76,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
 def _operations(layer: AttentionLayer, machine: Machine, pairs: float, decoded: float) -> dict[Operation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
-    memory = int(machine.memories["operands"].bytes)
+    memory = machine.size("operands")
     return add_up(
         multiply_accumulate(2 * pairs * width + decoded, bits),
         {Operation("sram", width * bits, memory): 2 * pairs + 2 * queries},
@@ -87,7 +87,7 @@ def _operations(layer: AttentionLayer, machine: Machine, pairs: float, decoded: 
 def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
     notes = ["ViTCoD: softmax is not modelled, as in its released simulator"]
     operands = layer.keys * layer.width * machine.number("bits") / 8
-    if operands > machine.memories["operands"].bytes:
+    if operands > machine.size("operands"):
         notes.append(f"ViTCoD's memories do not hold the {layer.keys} keys of a head: they would be read again")
     return tuple(notes)
 

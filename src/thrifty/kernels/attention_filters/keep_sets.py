@@ -46,6 +46,11 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
 
 
+def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:
+    """Softmax over the keys that are seen (b, 1 or h, t, s), zeros for a query that sees none."""
+    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
+
+
 def exact_scores(q: Tensor, k: Tensor) -> Tensor:
     """q (b, h, t, k) times k (b, g, s, k) by 1 / sqrt(k), in float32 at least: (b, h, t, s)."""
     accurate = torch.promote_types(q.dtype, torch.float32)

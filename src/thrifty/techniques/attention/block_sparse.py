@@ -5,12 +5,12 @@ Promise   time and memory of attention grow with tokens times kept blocks. Equal
           gradients included.
 Cost      quality, where what matters lies in blocks that are left out.
 Avoid     below some 2,000 tokens, and where half of the blocks or more are kept.
-Note      at density 1/8, float32, 4 heads of 64, on two cores busy with other work, forward and backward pass took
-          0.30 to 0.35 of the time of torch's attention at 2,048 tokens, 0.05 to 0.27 at 4,096 and 0.08 to 0.13 at
-          8,192, and 0.83 to 0.97 of its bytes at the peak (`benchmarks/bench_sparse_attention.py`; not yet repeated on
-          a quiet machine). Drawn blocks are the same for all heads and differ from block to block of the model; they
-          follow from `seed`, the sizes and the module's name. On GPUs the same products run in torch; there is no
-          kernel of their own for them yet.
+Note      at density 1/8, float32, 4 heads of 64, one thread on two cores busy with other work, forward and backward
+          pass took 0.30 to 0.41 of the time of torch's attention at 2,048 tokens, 0.24 to 0.30 at 4,096 and, before its
+          chunks were halved, 0.19 to 0.21 at 8,192; and 0.86 to 0.91 of its bytes at the peak
+          (`benchmarks/bench_sparse_attention.py`; not yet repeated on a quiet machine). Drawn blocks are the same for
+          all heads and differ from block to block of the model; they follow from `seed`, the sizes and the module's
+          name. On GPUs the same products run in torch; there is no kernel of their own for them yet.
 """
 
 from collections.abc import Mapping

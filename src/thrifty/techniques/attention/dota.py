@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.attention.filtering import ReplacedAttention
+from thrifty.core.attention.left_losses import WithLeftLosses
 from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound, Rate, Share
 from thrifty.core.errors import Refused
 from thrifty.core.moments import Moment
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.surgery import wrap_forward
 from thrifty.kernels.attention_filters.dota import (
@@ -56,7 +56,7 @@ class Detecting:
     def __init__(self, settings: "Dota", place: Place, is_chosen: bool):
         self.settings, self.place, self.is_chosen = settings, place, is_chosen
         self.given: Tensor | None = None
-        self.losses: list[Tensor] | None = None
+        self.losses: list[Tensor] | None = None  # while somebody collects them
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         visible = visible_pairs(q.shape[2], k.shape[2], self.place.causal, mask, q.device)
@@ -82,33 +82,6 @@ class Detecting:
 
     def rounded(self, x: Tensor) -> Tensor:
         return quantized(x, self.settings.bits, x.detach().abs().amax((-1), keepdim=True).clamp(min=1e-12))
-
-
-class WithDetectorLoss(Around):
-    """Another objective plus λ times the losses that detectors leave during its forward pass."""
-
-    def __init__(self, inner: Objective, weight: float):
-        super().__init__(inner)
-        self.weight = weight
-
-    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        detectors = getattr(model, "detectors", ())
-        collected: list[Tensor] = []
-        for detector in detectors:
-            detector.losses = collected
-        try:
-            prediction = super().predict(model, batch)
-        finally:
-            # what is run again in the backward pass leaves nothing
-            for detector in detectors:
-                detector.losses = None
-        if collected:
-            prediction.detector_loss = torch.stack(collected).mean(0)  # type: ignore[attr-defined]
-        return prediction
-
-    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        losses, found = super().losses(prediction, batch), getattr(prediction, "detector_loss", None)
-        return losses if found is None else losses + self.weight * found
 
 
 def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: Detecting, **kwargs: Any) -> Any:
@@ -147,13 +120,13 @@ class Dota(ReplacedAttention):
     """Of the projections and the detectors' first values, together with each module's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        model.detectors = []
+        model.losing_cores = []
         model = super().model(model)
         chosen = getattr(model, "attention_phase", {"phase": "chosen"})["phase"] == "chosen"
         for place in model.attention_places:
             self.attach(place)
             detector = Detecting(self, place, chosen)
-            model.detectors.append(detector)
+            model.losing_cores.append(detector)
             place.put(detector)
             wrap_forward(place.module, partial(with_input, core=detector))
         return model
@@ -180,12 +153,12 @@ class Dota(ReplacedAttention):
         return place.plain  # `model` puts a detector in its place
 
     def objective(self, objective: Objective) -> Objective:
-        return WithDetectorLoss(objective, self.weight)
+        return WithLeftLosses(objective, self.weight)
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)
-        for detector in model.detectors:
+        for detector in model.losing_cores:
             for name in (*DETECTOR, "detector_projection"):
                 delattr(detector.place.module, name)
-        del model.detectors
+        del model.losing_cores
         return model

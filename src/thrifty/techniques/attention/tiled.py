@@ -5,14 +5,19 @@ Paper     the tiling of Dao et al. 2022, FlashAttention (arXiv 2205.14135), with
 Promise   on CPUs, two to four times the speed of torch's own attention in bfloat16 once compiled
           (benchmarks/bench_attention.py), keeping as little for the backward pass. On a machine busy with other
           work its many short steps wait more often and the gain may vanish.
+Note      `kernel = triton` runs FlashAttention's own loops, running softmax included, on GPUs with Triton
+          (`kernels/flash_triton.py`). It is held to torch's attention in Triton's interpreter and was never timed, nor
+          run on a GPU. Rows that several texts share go through the tiles of torch's operations there too.
 Does not  change what is computed (numerics: rounding).
 Avoid     without the technique `compile`, and on GPUs, where torch's own kernel is faster.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._triton import has_triton_package
 
 from thrifty.core.bounds import Natural
 from thrifty.core.errors import Refused
@@ -22,13 +27,24 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
 
 
+def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
+    """Causal attention of q (b, h, t, k) over k and v (b, g, t, k) by the kernel in Triton; under a mask by tiles."""
+    if mask is not None:
+        return tiled_causal_attention(q, k, v, mask, tile)
+    from thrifty.kernels.flash_triton import TILE, flash_attention
+
+    return flash_attention(q, k, v, tile=tile or TILE)
+
+
 @dataclass(frozen=True)
 class Tiled(Technique):
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
     claims = frozenset({"attention core"})
 
     tile: Natural = 0
-    """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512."""
+    """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512, and 64 in Triton."""
+    kernel: Literal["torch", "triton"] = "torch"
+    """What computes it: torch's operations, or a kernel in Triton, on a GPU alone."""
 
     def model(self, model: nn.Module) -> nn.Module:
         attentions = [module for module in model.modules() if hasattr(module, "core")]
@@ -39,8 +55,17 @@ class Tiled(Technique):
                 fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
                 "thrifty.kernels.attention in an attribute `core`, such as the gpt and llama presets",
             )
+        if self.kernel == "triton":
+            self.refuse_without_triton(model)
+        core = tiled_causal_attention if self.kernel == "torch" else triton_attention
         for module in causal:
-            module.core = partial(tiled_causal_attention, tile=self.tile or None)
+            module.core = partial(core, tile=self.tile or None)
         others = len(attentions) - len(causal)
         note(f"{len(causal)} attention cores" + (f"; {others} stay: not plain and causal" if others else ""))
         return model
+
+    def refuse_without_triton(self, model: nn.Module) -> None:
+        device = next(model.parameters()).device
+        if device.type != "cuda" or not has_triton_package():
+            lacking = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
+            raise Refused(f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set {self.name}.kernel=torch")

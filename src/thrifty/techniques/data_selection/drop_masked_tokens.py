@@ -154,7 +154,7 @@ class AroundMasks(Around):
 @dataclass(frozen=True)
 class DropMaskedTokens(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"what the encoder reads"})
+    claims = frozenset({"what the encoder reads", "tokens of some blocks"})
     clashes: ClassVar[Mapping[str, str]] = {
         "frozen base weights": "the decoder starts with random values, and frozen ones could not learn",
         "heads and neurons": "a ticket is drawn of one stack of blocks, and the decoder is a second",

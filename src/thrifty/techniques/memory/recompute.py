@@ -75,7 +75,7 @@ class Recompute(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if self.schedule == "sqrt":
-            if hasattr(model, "detectors"):
+            if hasattr(model, "losing_cores"):
                 raise Refused(
                     "blocks leave a loss beside their result, which is lost in segments that run again together",
                     fix=f"--set {self.name}.schedule=every",

@@ -67,7 +67,16 @@ def find_axes(axes: Sides, spread: Sides) -> None:
     """Sets axes to the eigenvectors of what was measured, those of the largest eigenvalues first."""
     for own, side in zip(axes, spread, strict=True):
         if own is not None and side is not None:
-            own.copy_(torch.linalg.eigh(side).eigenvectors.flip(1))
+            own.copy_(eigenvectors(side).flip(1))
+
+
+def eigenvectors(side: Tensor) -> Tensor:
+    """Of a symmetric matrix, by ascending eigenvalue. Where many rows are zero (words that have not occurred) LAPACK
+    may not converge in the matrix's own precision, and does in double."""
+    try:
+        return torch.linalg.eigh(side).eigenvectors
+    except torch.linalg.LinAlgError:
+        return torch.linalg.eigh(side.double()).eigenvectors.to(side.dtype)
 
 
 def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> None:

@@ -1,0 +1,108 @@
+"""The board over 50 runs of 100,000 steps each, in headless Chromium: first paint, and how soon a new record is seen.
+
+    python benchmarks/bench_board.py [--runs 50] [--steps 100000] [--rounds 5] [--json FOLDER]
+
+The records of one run are written once, some 35 MB, and the other folders have the same file under a name of their own.
+One run is going on: records are appended to it while its page, and the list, are open. Times are the browser's own:
+first contentful paint from the start of the navigation, and from the moment of an append until the page shows it. The
+board asks every second, so half a second of the latter is waiting. Targets: under 1 s and under 2 s.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from board.browser import CHROMIUM, Browser
+from report.conftest import records, write_run_folder
+from side_by_side import write
+from thrifty.board.server import BoardServer, new_token
+from thrifty.board.site import Site
+from thrifty.training.run_folder import RunFolder
+
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+LISTED = "document.querySelector('#rows').innerText.includes('{step}')"
+CHARTED = "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('{step}')"
+DRAWN = "document.querySelectorAll('#figures .chart svg .mark-line path').length >= 5 && performance.now()"
+
+
+def make_runs(runs: Path, count: int, steps: int) -> None:
+    first = write_run_folder(runs / "run-00", steps, records=records(steps, every=steps // 100))
+    for number in range(1, count):
+        folder = write_run_folder(runs / f"run-{number:02}", 10, records=None)
+        if number == 1:  # the one that goes on has a file of its own
+            (folder / "records.jsonl").write_bytes((first / "records.jsonl").read_bytes())
+        else:
+            os.link(first / "records.jsonl", folder / "records.jsonl")
+
+
+def paint(browser: Browser, address: str) -> float:
+    """Seconds to the first contentful paint."""
+    browser.open(address)
+    return browser.until(PAINT) / 1000
+
+
+def seen_after(browser: Browser, run: RunFolder, step: int, shown: str) -> float:
+    """Seconds from an appended record until an expression with its step is true in the page."""
+    run.append({"kind": "step", "step": step, "loss": 2.5, "tokens_per_second": 33e3, "memory": 2e8, "notes": {}})
+    began = time.perf_counter()
+    browser.until(shown.format(step=f"{step:,}"))
+    return time.perf_counter() - began
+
+
+def measure(runs: Path, steps: int, rounds: int) -> dict[str, float | list[float]]:
+    site, found = Site(runs, runs / "results"), {}
+    with BoardServer(site, new_token()) as server, tempfile.TemporaryDirectory() as profile:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        site.warm()
+        with Browser(Path(profile)) as browser, RunFolder(runs / "run-01").lock() as going:
+            found["list, first paint, nothing read before"] = paint(browser, server.address)
+            found["list, first paint again"] = [paint(browser, server.address) for _ in range(rounds)]
+            found["list, a new record"] = [
+                seen_after(browser, going, steps + number, LISTED) for number in range(1, rounds + 1)
+            ]
+            page = server.address + "run?name=run-01"
+            found["run, first paint, nothing read before"] = paint(browser, page)
+            found["run, charts of all records, nothing read before"] = (
+                browser.until(f"document.querySelector('#reading').textContent == '' && {DRAWN}") / 1000
+            )
+            found["run, first paint again"] = [paint(browser, page) for _ in range(rounds)]
+            found["run, charts again"] = browser.until(DRAWN) / 1000
+            found["run, a new record in its chart"] = [
+                seen_after(browser, going, steps + rounds + number, CHARTED) for number in range(1, rounds + 1)
+            ]
+            outside = [address for address in browser.requests if not address.startswith((server.address, "data:"))]
+            assert not outside, f"requests elsewhere: {outside}"
+        server.shutdown()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the result into this folder")
+    options = parser.parse_args()
+    if CHROMIUM is None:
+        sys.exit("chromium is not on PATH")
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder) / "runs"
+        make_runs(runs, options.runs, options.steps)
+        found = measure(runs, options.steps, options.rounds)
+    for what, seconds in found.items():
+        values = seconds if isinstance(seconds, list) else [seconds]
+        print(f"{what:<50} {median(values):6.2f} s   at most {max(values):.2f} s")
+    if options.json:
+        facts = {"benchmark": "board", "runs": options.runs, "steps": options.steps, "seconds": found}
+        write(options.json / "board.json", facts)
+
+
+if __name__ == "__main__":
+    main()

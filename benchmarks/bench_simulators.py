@@ -1,0 +1,152 @@
+"""What simulating accelerators costs: BERT-large through every design, and SCALE-Sim's own case beside SCALE-Sim.
+
+Promise: 24 layers x 16 heads x 384 to 512 tokens through all designs in under 20 s on 2 cores, and one of SCALE-Sim's
+matrix products at least 100 times faster than by SCALE-Sim. That one needs NumPy 1, so it is asked in a Python of its
+own: --scale-sim PYTHON names one where scalesim 3.0.0 is installed. With a file name the figures are kept.
+"""
+
+import argparse
+import csv
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from thrifty.hardware.machine_file import find_machine, machine_names
+from thrifty.hardware.own_filters import SELECTIVE, filtered
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.scale_sim import compute_report, read_cfg, read_topology
+from thrifty.hardware.simulate import simulate, within
+from thrifty.hardware.trace import AttentionTrace, layer_of
+
+LAYERS, HEADS, WIDTH = 24, 16, 64
+CFG = """[general]
+run_name = run
+[architecture_presets]
+ArrayHeight : 32
+ArrayWidth : 32
+IfmapSramSzkB : 64
+FilterSramSzkB : 64
+OfmapSramSzkB : 64
+IfmapOffset : 0
+FilterOffset : 10000000
+OfmapOffset : 20000000
+Dataflow : os
+Bandwidth : 64
+ReadRequestBuffer : 32
+WriteRequestBuffer : 32
+[layout]
+IfmapCustomLayout : False
+IfmapSRAMBankBandwidth : 10
+IfmapSRAMBankNum : 10
+IfmapSRAMBankPort : 2
+FilterCustomLayout : False
+FilterSRAMBankBandwidth : 10
+FilterSRAMBankNum : 10
+FilterSRAMBankPort : 2
+[sparsity]
+SparsitySupport : false
+SparseRep : ellpack_block
+OptimizedMapping : false
+BlockSize : 8
+RandomNumberGeneratorSeed : 40
+[run_presets]
+InterfaceBandwidth : USER
+UseRamulatorTrace : False
+"""
+TOPOLOGY = "Layer,M,N,K,\nscores,512,512,64,\n"
+
+
+def timed(work: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
+    """The median of seconds, and what was found last."""
+    took, found = [], None
+    for _ in range(times):
+        began = time.perf_counter()
+        found = work()
+        took.append(time.perf_counter() - began)
+    return statistics.median(took), found
+
+
+def bert_large(tokens: int, engine: str) -> dict[str, float]:
+    """Seconds of each machine on masks at density 0.25, and of drawing them."""
+    began = time.perf_counter()
+    trace = synthesised("uniform", 0.25, layers=LAYERS, heads=HEADS, tokens=tokens, width=WIDTH)
+    seconds = {"the trace": time.perf_counter() - began}
+    for name in machine_names("attention"):
+        machine = find_machine(name) if engine == "scan" else within(find_machine(name), bandwidth=64e9)
+        seconds[name] = timed(lambda m=machine: simulate(m, trace, engine))[0]
+    return seconds
+
+
+def own_filters(tokens: int) -> dict[str, float]:
+    """Seconds of each filter on random queries and keys of one layer."""
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, HEADS, tokens, WIDTH)).astype(np.float32) for _ in range(3))
+    trace = AttentionTrace("random", (layer_of("layer", q=q, k=k, v=v),))
+    return {name: timed(lambda n=name: filtered(trace, n, 0.25), 1)[0] for name in SELECTIVE}
+
+
+def scale_sim(python: str | None) -> dict[str, Any]:
+    """Seconds and cycles of one matrix product here, files read and all, and by SCALE-Sim where it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg, topology = Path(folder, "a.cfg"), Path(folder, "t.csv")
+        cfg.write_text(CFG)
+        topology.write_text(TOPOLOGY)
+        seconds, rows = timed(lambda: compute_report(read_topology(topology), read_cfg(cfg)), 20)
+        found = {"cycles": rows[0]["Total Cycles"], "seconds": seconds}
+        if python is None:
+            return found
+        words = [python, "-m", "scalesim.scale", "-t", topology, "-l", topology, "-c", cfg, "-i", "gemm"]
+        began = time.perf_counter()
+        subprocess.run([*map(str, words), "-p", folder], check=True, capture_output=True, cwd=folder)
+        took = time.perf_counter() - began
+        start, _ = timed(lambda: subprocess.run([python, "-c", "import scalesim.scale_sim"], check=True))
+        with (Path(folder) / "run" / "COMPUTE_REPORT.csv").open() as file:
+            report = next(csv.DictReader(file, skipinitialspace=True))
+        theirs = int(report["Total Cycles"])
+        assert theirs == found["cycles"], (theirs, found)
+        return found | {"scale_sim_seconds": took - start, "scale_sim_start": start, "times": (took - start) / seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", help="where the figures are kept")
+    parser.add_argument("--scale-sim", metavar="PYTHON", help="a Python with scalesim 3.0.0")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[384, 512])
+    chosen = parser.parse_args()
+    found: dict[str, Any] = {"benchmark": "simulators", "threads": torch.get_num_threads(), "cases": {}}
+    for tokens in chosen.tokens:
+        for engine in ("scan", "event"):
+            seconds = bert_large(tokens, engine)
+            found["cases"][f"{tokens} tokens, {engine}"] = seconds
+            slowest = max((name for name in seconds if name != "the trace"), key=seconds.__getitem__)
+            print(
+                f"{LAYERS} x {HEADS} heads, {tokens} tokens, {engine}: all designs {sum(seconds.values()):.2f} s, "
+                f"the masks drawn in {seconds['the trace']:.2f}, {slowest} the slowest with {seconds[slowest]:.2f}"
+            )
+    found["own filters, one layer of 384 tokens"] = own_filters(384)
+    for name, took in found["own filters, one layer of 384 tokens"].items():
+        print(f"own filter of {name}, one layer of {HEADS} heads x 384 tokens: {took:.2f} s")
+    found["scale_sim"] = case = scale_sim(chosen.scale_sim)
+    print(f"SCALE-Sim's 512 x 512 x 64: {case['cycles']:,} cycles in {case['seconds'] * 1e3:.2f} ms", end="")
+    if "times" in case:
+        print(
+            f"; by SCALE-Sim in {case['scale_sim_seconds']:.2f} s beside {case['scale_sim_start']:.2f} s of starting, "
+            f"{case['times']:,.0f} times as long"
+        )
+    else:
+        print("; SCALE-Sim was not asked (--scale-sim)")
+    if chosen.file:
+        from side_by_side import write
+
+        write(Path(chosen.file), found)
+
+
+if __name__ == "__main__":
+    main()

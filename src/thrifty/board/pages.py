@@ -1,0 +1,105 @@
+"""The pages of the board as text, and the parts of them that are sent again when they change."""
+
+import functools
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+from thrifty.board.glance import FINISHED, RUNNING, Row
+from thrifty.report import tables
+from thrifty.report.charts import EACH, HELD_OUT, SMOOTHED, TRAINED
+from thrifty.report.curves import Point
+from thrifty.report.key_figures import KeyFigures, verdict
+from thrifty.report.palette import DARK, LIGHT
+from thrifty.report.record import RunRecord
+from thrifty.report.units import scaled, significant, whole
+
+SORTS = {
+    "name": ("Run", lambda row: row.name, False),
+    "state": ("State", lambda row: (row.state != RUNNING, row.state == FINISHED, row.name), False),
+    "step": ("Step", lambda row: row.step, True),
+    "loss": ("Loss", lambda row: _last_if_missing(row.loss), False),
+    "held_out": ("Held-out loss", lambda row: _last_if_missing(row.held_out_loss), False),
+    "rate": ("Per second", lambda row: row.tokens_per_second or 0.0, True),
+    "updated": ("Updated", lambda row: row.updated, True),
+}
+"""Columns by which runs can be sorted: title, key, and whether the greatest comes first."""
+UNSORTED = "updated"
+SWATCHES = {EACH: "faint", SMOOTHED: "train", HELD_OUT: "held-out", TRAINED: "trained"}
+"""The palette's colour of each series."""
+
+
+def page(name: str, **values: Any) -> str:
+    """A whole page from its template."""
+    return _environment().get_template(f"{name}.html").render(**values)
+
+
+def part(template: str, name: str, *values: Any) -> str:
+    """What a macro of a template makes of some values: a part of a page."""
+    return getattr(_environment().get_template(template).module, name)(*values)
+
+
+def sorted_rows(rows: Sequence[Row], by: str) -> list[Row]:
+    _, key, reverse = SORTS[by]
+    return sorted(rows, key=key, reverse=reverse)
+
+
+def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
+    """The parts of a run's page that change while it goes on, by their names."""
+    return {
+        "verdict": part("parts_of_run.html", "sentence", verdict(key)),
+        "damage": part("parts_of_run.html", "damage", record.damage),
+        "tiles": part("parts_of_run.html", "tiles", tables.tiles(key)),
+        "timeline": part("parts_of_run.html", "events", tables.timeline(record)),
+        "techniques": part("parts_of_run.html", "cards", tables.techniques(record, key)),
+    }
+
+
+def style() -> str:
+    """All that the pages look like: the report's style, the palette, and what only the board has."""
+    colours = ["".join(f"--{name}: {colour}; " for name, colour in palette.items()) for palette in (LIGHT, DARK)]
+    light, dark = f":root {{ {colours[0]}}}", f":root {{ {colours[1]}}}"
+    report = resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8")
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
+    return "\n".join((light, dark, report, asset("board.css")))
+
+
+def asset(name: str) -> str:
+    return resources.files("thrifty.board").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def sparkline(points: Sequence[Point]) -> str:
+    """An SVG path through the points in a box of 100 x 24; nothing for fewer than two."""
+    if len(points) < 2:
+        return ""
+    first, last = points[0].step, points[-1].step
+    low, high = min(point.value for point in points), max(point.value for point in points)
+    wide, tall = last - first or 1, high - low or 1.0
+    places = [(100 * (point.step - first) / wide, 23 - 22 * (point.value - low) / tall) for point in points]
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
+def clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _last_if_missing(value: float | None) -> float:
+    return float("inf") if value is None else value
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    loaders = [jinja2.PackageLoader("thrifty.board", "assets"), jinja2.PackageLoader("thrifty.report", "assets")]
+    loader = jinja2.ChoiceLoader(loaders)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
+    environment.filters |= {
+        "significant": significant,
+        "scaled": scaled,
+        "whole": whole,
+        "clock": clock,
+    }
+    return environment

@@ -1,0 +1,113 @@
+"""`thrifty compare`: arms against a baseline at equal budget, over several seeds, with a verdict."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from thrifty.cli.options import put_together, recipe_options
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@recipe_options
+@click.argument("arms", nargs=-1)
+@click.option(
+    "--equal",
+    type=click.Choice(["time", "flops", "tokens", "steps"]),
+    help="What every arm may spend of.  [default: time]",
+)
+@click.option("--seeds", type=int, help="Pairs of runs.  [default: 8]")
+@click.option("--trials", type=int, help="Learning rates tried for each arm; 1 for none.  [default: 3]")
+@click.option("--factor", type=float, help="Between a learning rate and the next.  [default: 2]")
+@click.option(
+    "--effect", type=float, help="Smallest difference worth knowing, as a share of the loss.  [default: 0.01]"
+)
+@click.option("--pilot", type=int, help="Steps in which costs are measured.  [default: 24]")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is kept.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the result as this .json file too.")
+@click.option("--retry", is_flag=True, help="Run again what failed.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")
+def command(
+    recipe: str,
+    arms: tuple[str, ...],
+    name: str | None,
+    runs: Path,
+    keep: Path | None,
+    retry: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Race ARMS against RECIPE at equal budget: the baseline is RECIPE as it is, an arm another recipe, or what is
+    changed of the baseline, quoted where that is several words:
+
+    \b
+        thrifty compare kjv +growth.stacking
+        thrifty compare kjv "lion: -optimizers.adamw +optimizers.lion:lr=2e-4" data.batch=16
+
+    A name and a colon before it is what an arm is called. Options that change a recipe (--data, --with, --set, …)
+    change all arms. Pilots find what a step of each arm costs, every arm is tried at the same number of learning rates,
+    and each seed is run with every arm in turn. Better or worse is only said of all planned pairs together. Stopped and
+    started again, it goes on where it was.
+    """
+    from dataclasses import fields
+
+    from thrifty.cli.telling import print_json
+    from thrifty.comparing.arms import read_arms
+    from thrifty.comparing.keeping import keep_comparison, refuse_existing
+    from thrifty.comparing.race import Terms, race
+    from thrifty.recipes.values import build
+
+    if recipe == "-h":  # among options it could not be told from the letters of a technique that is taken out
+        click.echo(click.get_current_context().get_help())
+        return
+    given = {field.name: options.pop(field.name) for field in fields(Terms)}
+    terms = build(Terms, {key: value for key, value in given.items() if value is not None}, "comparison")
+    if keep:
+        refuse_existing(keep)
+    baseline = put_together(recipe, **options)
+    read = read_arms(arms, baseline, lambda other: put_together(other, **options))
+    folder = runs / (name or f"{read[0].recipe.name}-comparison")
+    say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
+    result = race(read, terms, folder, retry=retry, say=say)
+    if as_json:
+        print_json(result)
+    elif not quiet:
+        _tell(result)
+    if keep and result["status"] == "finished":
+        keep_comparison(result, keep)
+    sys.exit(result["exit_code"])
+
+
+def _tell(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from thrifty.report.comparison_page import about, cautions, tables, verdicts
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console.print(about(result), markup=False)
+    for title, _, head, rows in tables(result)[:4]:
+        if not rows:
+            continue
+        table = Table(box=None, pad_edge=False)
+        for column in head:
+            table.add_column(column, overflow="fold")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(f"\n{title}", markup=False)
+        console.print(table)
+    console.print()
+    for label, _, sentence in verdicts(result):
+        console.print(f"{label}: {sentence}", markup=False)
+    for caution in cautions(result):
+        console.print(f"caution: {caution}", markup=False)
+    for entry in result["runs"]:
+        if entry["status"] == "failed":
+            console.print(f"failed: {entry['run']} ({entry['arm']}): {entry['error']}", markup=False)
+    if result["status"] == "interrupted":
+        console.print("interrupted; the same command goes on")
+    console.print(f"{result['folder']}/report.html", markup=False)

@@ -1,0 +1,25 @@
+"""A probe's process: reads a job as JSON, runs whole steps of its recipe, and writes their timing as JSON."""
+
+import json
+import sys
+
+
+def main() -> None:
+    from thrifty.core.errors import ThriftyError
+    from thrifty.planning.probing import timed
+    from thrifty.preparing import prepare
+    from thrifty.recipes.toml import recipe_from_data
+
+    job = json.load(sys.stdin)
+    try:
+        recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
+        prepared = prepare(recipe, steps=job["steps"], quiet=True)
+        held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
+        timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"])
+    except ThriftyError as error:
+        sys.exit(error.what)
+    print(json.dumps(timing.as_dict()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A plan in words and tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from thrifty.report.units import duration, percent, scaled, significant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from thrifty.planning.ledger import Record
+    from thrifty.planning.plans import Forecast, Plan, Wanted
+    from thrifty.planning.predict import Estimate
+
+
+def tell(plan: Plan, wanted: Wanted, written: list[Path]) -> None:
+    for line in in_words(plan):
+        click.echo(line)
+    click.echo()
+    _tell_alternatives(plan)
+    for label, why in plan.misfits.items():
+        click.echo(f"  {label}: {why}")
+    click.echo()
+    _tell_reasons(plan)
+    click.echo()
+    if written:
+        click.echo(f"written: {', '.join(map(str, written))}; start it with thrifty train {written[0]}")
+    else:
+        click.echo("keep it with --out plan.toml")
+
+
+def in_words(plan: Plan) -> list[str]:
+    """What is changed and what is forecast, a line each."""
+    forecast = plan.forecast
+    changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
+    name, share = forecast.memory_is
+    lines = [
+        f"change   {changes}",
+        f"memory   {_between(forecast.memory, _bytes)} at the peak, {_bytes(forecast.counted)} of it in tensors; most "
+        f"of those are {name}, {percent(share, 0)}{_past(plan.past['memory'])}",
+        f"step     {_between(forecast.step, duration)}; {_time(forecast)}{_past(plan.past['step'])}",
+        f"rate     {_between(forecast.tokens_per_second, _rate)}",
+        f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, _whole)} steps, "
+        f"{scaled(forecast.tokens.value)} tokens",
+    ]
+    if forecast.cost is not None:
+        lines.append(f"cost     {_between(forecast.cost, significant)}")
+    return lines
+
+
+def _time(forecast: Forecast) -> str:
+    name, share = forecast.time_is
+    return f"{percent(share, 0)} of it {name}" if share else "not run: by FLOPs and a share of this machine's peak"
+
+
+def _past(record: Record) -> str:
+    if record.error is None:
+        return "; no earlier run to judge such forecasts by"
+    return f"; over {len(record.ratios)} earlier runs they were {percent(record.error)} off in the median"
+
+
+def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
+    if estimate.low == estimate.high:
+        return show(estimate.value)
+    return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
+
+
+def _tell_alternatives(plan: Plan) -> None:
+    from rich.markup import escape
+
+    table = _table("", "what was tried, from the fastest", "memory", "step", "tokens/s", "time to the budget")
+    for candidate, forecast in plan.alternatives:
+        mark = "→" if candidate.ways == plan.chosen.ways else ""
+        step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
+        rate = scaled(forecast.tokens_per_second.value)
+        table.add_row(mark, escape(candidate.label), _bytes(forecast.memory.value), step, rate, seconds)
+    _print(table)
+
+
+def _tell_reasons(plan: Plan) -> None:
+    from rich.markup import escape
+
+    colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
+    table = _table("technique", "verdict", "why")
+    for reason in sorted(plan.reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
+        colour = colours.get(reason.verdict, "dim")
+        table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
+    _print(table)
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _bytes(value: float) -> str:
+    return scaled(value, "B")
+
+
+def _rate(value: float) -> str:
+    return scaled(value, "tokens/s")
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"

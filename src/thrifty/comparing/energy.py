@@ -1,0 +1,90 @@
+"""Energy that the machine took, where it counts that itself: processors by RAPL, GPUs by NVML.
+
+Both count the whole package or device, so everything else that runs there too.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+POWERCAP = Path("/sys/class/powercap")
+NOT_MEASURABLE = "not measurable here"
+
+
+@dataclass(frozen=True)
+class Counter:
+    read: Callable[[], float]
+    """Joules since some moment. Raises OSError where it cannot be read."""
+    wraps: float = 0.0
+    """Joules after which it starts again at 0; 0 for never."""
+
+
+@dataclass
+class EnergyMeter:
+    """Joules since it was made. Ask it at least every minute: a processor's counter may start again after some."""
+
+    counters: Mapping[str, Counter]
+    last: dict[str, float] = field(default_factory=dict)
+    joules: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, counter in self.counters.items():
+            self.last[name] = counter.read()
+
+    def look(self) -> float | None:
+        """What was taken so far; None where nothing counts it."""
+        for name, counter in self.counters.items():
+            now = counter.read()
+            moved = now - self.last[name]
+            self.joules += moved + counter.wraps if moved < 0 else moved
+            self.last[name] = now
+        return self.joules if self.counters else None
+
+
+def counters(powercap: Path = POWERCAP) -> dict[str, Counter]:
+    """What counts energy here and may be read; {} for nothing."""
+    return {**_processors(powercap), **_gpus()}
+
+
+def _processors(powercap: Path) -> dict[str, Counter]:
+    """Packages alone: cores and memory controllers inside of them are parts of those."""
+    found = {}
+    for zone in sorted(powercap.glob("*:*")):
+        with suppress(OSError, ValueError):
+            if not (zone / "name").read_text().startswith("package"):
+                continue
+            file, wraps = zone / "energy_uj", float((zone / "max_energy_range_uj").read_text()) / 1e6
+            counter = Counter(lambda file=file: float(file.read_text()) / 1e6, wraps)
+            counter.read()
+            found[zone.name] = counter
+    return found
+
+
+def _gpus() -> dict[str, Counter]:
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2():
+            return {}
+        count = ctypes.c_uint()
+        library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return {}
+    found = {}
+    for index in range(count.value):
+        device = ctypes.c_void_p()
+        if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
+            continue
+        counter = Counter(lambda device=device: _millijoules(library, device) / 1e3)
+        with suppress(OSError):
+            counter.read()
+            found[f"gpu {index}"] = counter
+    return found
+
+
+def _millijoules(library: ctypes.CDLL, device: ctypes.c_void_p) -> int:
+    value = ctypes.c_ulonglong()
+    if error := library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(value)):
+        raise OSError(f"NVML says {error}")
+    return value.value

@@ -1,0 +1,25 @@
+"""Results of comparisons that are kept, such as results/comparisons/NAME/DEVICE.json."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError
+from thrifty.training.durable import Durable
+from thrifty.training.run_folder import RunFolder
+
+
+def refuse_existing(file: Path) -> None:
+    """Raises UsageError where a kept result would be overwritten."""
+    if file.suffix != ".json":
+        raise UsageError(f"--keep {file} is not a .json file", fix="--keep results/comparisons/NAME/DEVICE.json")
+    if file.exists():
+        raise UsageError(f"{file} exists already", fix="remove it first, or keep the result under another name")
+
+
+def keep_comparison(result: Mapping[str, Any], file: Path) -> None:
+    """Writes a finished comparison without what only its folder means."""
+    refuse_existing(file)
+    Durable().make_folders(file.parent)
+    kept = {name: value for name, value in result.items() if name not in ("folder", "exit_code")}
+    RunFolder(file.parent).write_json(file.stem, kept)

@@ -1,0 +1,65 @@
+"""One run of a comparison, to its end or to a signal; as a process of its own it is told what to run on standard input.
+
+It ends as soon as whoever started it is gone: it saves, as after SIGTERM, so that no run goes on unseen.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.recipe import Recipe
+from thrifty.preparing import BuildModel
+from thrifty.recipes.toml import recipe_from_data
+from thrifty.run import resume, train
+from thrifty.training.run_folder import RunFolder
+
+
+def summary_of(path: Path) -> dict[str, Any]:
+    """How a run ended, or how far it is; {} where there is none."""
+    with suppress(IntegrityError):
+        return RunFolder(path).read_json("summary")
+    return {}
+
+
+def run_to_end(recipe: Recipe, runs: Path, model: BuildModel | None = None) -> dict[str, Any]:
+    """The summary of a run that is started, gone on with, or finished already."""
+    path = runs / recipe.name
+    summary = summary_of(path)
+    if summary.get("status") == "finished":
+        return summary
+    if (path / "recipe.toml").is_file():
+        return resume(path, recipe, model=model, quiet=True)
+    return train(recipe, runs, model=model, quiet=True)
+
+
+def _end_with_starter() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve() -> int:
+    """Its exit code: the run's own. An error is the last line on standard error."""
+    told = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        return run_to_end(recipe_from_data(told["recipe"]), Path(told["runs"]))["exit_code"]
+    except ThriftyError as error:
+        print(str(error).replace("\n", " "), file=sys.stderr)
+        return error.exit_code
+    except Exception as error:  # of anybody's technique: the comparison lists it and goes on
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    code = _serve()
+    sys.stderr.flush()
+    os._exit(code)  # the thread that waits for the starter would otherwise be waited for

@@ -1,0 +1,193 @@
+"""Short stories with a question and an answer of one word, told by rule: who went where, who carries what.
+
+They stand in for bAbI (Weston et al. 2015, arXiv 1502.05698), of which they have neither sentences nor files. Story
+number i of a seed is a function of both. Which part a story belongs to depends on what it says, its question included,
+so that none is in both parts, however many are told.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PEOPLE = ("anna", "bruno", "clara", "dario", "elsa", "felix")
+PLACES = ("attic", "barn", "cellar", "garden", "kitchen", "library", "yard")
+THINGS = ("apple", "book", "cup", "key", "lamp")
+NUMBERS = ("none", "one", "two", "three", "four", "five")
+MOVES = ("{} went to the {}", "{} walked to the {}", "{} came to the {}")
+TAKES = ("{} took the {}", "{} picked up the {}")
+DROPS = ("{} dropped the {}", "{} put down the {}")
+GIVES = ("{} gave the {} to {}", "{} handed the {} to {}")
+QUESTIONS = {
+    "where a person is": "where is {}",
+    "where a thing is": "where is the {}",
+    "where a thing was before": "where was the {} before the {}",
+    "who has a thing": "who has the {}",
+    "who gave a thing": "who gave the {} to {}",
+    "how many things": "how many things has {}",
+    "yes or no": "is {} in the {}",
+}
+"""By kinds of questions."""
+KINDS = tuple(QUESTIONS)
+SENTENCES, SENTENCE = 50, 7
+"""Sentences of a story and words of a sentence, at most."""
+SHORTEST, USUAL = 4, 13.0
+"""Sentences of the shortest story, and how many more a story has on average."""
+HELD_OUT = 8
+"""One story in so many is held out."""
+SPELLED = (*MOVES, *TAKES, *DROPS, *GIVES, *QUESTIONS.values())
+WORDS = ("", *sorted({*PEOPLE, *PLACES, *THINGS, *NUMBERS, "yes", "no", *" ".join(SPELLED).replace("{}", "").split()}))
+"""The vocabulary; number 0 is no word."""
+
+
+class World:
+    """What is so at a moment of a story, and what was said of it."""
+
+    def __init__(self) -> None:
+        self.place: dict[str, str] = {}
+        """Of people who have been heard of."""
+        self.holder: dict[str, str] = {}
+        self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}
+        """Where each thing was, one after the other."""
+        self.given: dict[tuple[str, str], str] = {}
+        """By thing and receiver, who gave it last."""
+
+    def carried(self, person: str) -> list[str]:
+        return [thing for thing in THINGS if self.holder.get(thing) == person]
+
+    def lies(self, thing: str) -> str | None:
+        """Where a thing is, as far as was told."""
+        return self.places_of[thing][-1] if self.places_of[thing] else None
+
+    def next_sentence(self, random: Random) -> str:
+        """Something that can happen, and happens."""
+        person = random.choice(PEOPLE)
+        place = self.place.get(person)
+        here = [other for other in PEOPLE if other != person and place and self.place.get(other) == place]
+        loose = [each for each in THINGS if place and each not in self.holder and self.lies(each) in (None, place)]
+        carried, chance = self.carried(person), random.random()
+        if loose and chance < 0.3:
+            return self.take(random, person, random.choice(loose))
+        if carried and here and chance < 0.5:
+            thing, other = random.choice(carried), random.choice(here)
+            self.holder[thing], self.given[thing, other] = other, person
+            return random.choice(GIVES).format(person, thing, other)
+        if carried and 0.5 <= chance < 0.65:
+            thing = random.choice(carried)
+            del self.holder[thing]
+            return random.choice(DROPS).format(person, thing)
+        return self.move(random, person, random.choice([each for each in PLACES if each != place]))
+
+    def take(self, random: Random, person: str, thing: str) -> str:
+        self.holder[thing] = person
+        if not self.places_of[thing]:
+            self.places_of[thing].append(self.place[person])
+        return random.choice(TAKES).format(person, thing)
+
+    def move(self, random: Random, person: str, place: str) -> str:
+        self.place[person] = place
+        for thing in self.carried(person):
+            self.places_of[thing].append(place)
+        return random.choice(MOVES).format(person, place)
+
+    def asked(self, random: Random, kind: str) -> tuple[str, str] | None:
+        """A question of this kind and its answer, if there is one that was told enough for."""
+        people = [person for person in PEOPLE if person in self.place]
+        things = [thing for thing in THINGS if self.places_of[thing]]
+        subjects: list[tuple[tuple[str, ...], str]] = []
+        if kind == "where a person is":
+            subjects = [((person,), self.place[person]) for person in people]
+        elif kind == "where a thing is":
+            subjects = [((thing,), self.places_of[thing][-1]) for thing in things]
+        elif kind == "where a thing was before":
+            # where it was twice, which time is meant is not said
+            subjects = [
+                ((thing, there[i]), there[i - 1]) for thing in things for there in [self.places_of[thing]]
+                for i in range(1, len(there)) if there.count(there[i]) == 1
+            ]  # fmt: skip
+        elif kind == "who has a thing":
+            subjects = [((thing,), self.holder[thing]) for thing in things if thing in self.holder]
+        elif kind == "who gave a thing":
+            subjects = [(told, giver) for told, giver in self.given.items()]
+        elif kind == "how many things":
+            subjects = [((person,), NUMBERS[len(self.carried(person))]) for person in people]
+        elif people:
+            person, is_there = random.choice(people), random.random() < 0.5
+            other = random.choice([place for place in PLACES if place != self.place[person]])
+            subjects = [((person, self.place[person]), "yes")] if is_there else [((person, other), "no")]
+        if not subjects:
+            return None
+        words, answer = random.choice(subjects)
+        return QUESTIONS[kind].format(*words), answer
+
+
+@dataclass(frozen=True)
+class Story:
+    sentences: tuple[str, ...]
+    question: str
+    answer: str
+    kind: str
+
+    @property
+    def is_held_out(self) -> bool:
+        digest = hashlib.blake2b("\n".join((*self.sentences, self.question)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest) % HELD_OUT == 0
+
+
+def story(seed: int, number: int) -> Story:
+    """Of each kind of question as many; of 20 sentences on average and 50 at most."""
+    random, kind = Random(f"{seed}/{number}"), KINDS[number % len(KINDS)]
+    while True:
+        world = World()
+        length = min(SHORTEST + int(random.expovariate(1 / USUAL)), SENTENCES)
+        sentences = tuple(world.next_sentence(random) for _ in range(length))
+        if asked := world.asked(random, kind):
+            return Story(sentences, *asked, kind)
+
+
+@dataclass(frozen=True)
+class Stories:
+    """Stories as numbers of words: the sentences of each in front of its question."""
+
+    inputs: np.ndarray
+    """(n, SENTENCES + 1, SENTENCE), 0 where there is no word; the question is the last row."""
+    labels: np.ndarray
+    """The word that answers, (n,)."""
+    kinds: np.ndarray
+    """Which of KINDS is asked, (n,)."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return {
+            "inputs": torch.from_numpy(self.inputs[indices].astype(np.int64)),
+            "labels": torch.from_numpy(self.labels[indices].astype(np.int64)),
+        }
+
+
+def told(count: int, held_out: bool, seed: int = 0) -> Stories:
+    """The first `count` stories of a seed that are, or are not, held out."""
+    inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
+    labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+    found = number = 0
+    while found < count:
+        each = story(seed, number)
+        number += 1
+        if each.is_held_out != held_out:
+            continue
+        for row, sentence in (*enumerate(each.sentences), (SENTENCES, each.question)):
+            numbers = [numbered()[word] for word in sentence.split()]
+            inputs[found, row, : len(numbers)] = numbers
+        labels[found], kinds[found] = numbered()[each.answer], KINDS.index(each.kind)
+        found += 1
+    return Stories(inputs, labels, kinds)
+
+
+@cache
+def numbered() -> dict[str, int]:
+    return {word: number for number, word in enumerate(WORDS)}

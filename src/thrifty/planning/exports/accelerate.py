@@ -1,0 +1,56 @@
+"""An Accelerate configuration, as `accelerate launch --config_file` reads it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from thrifty.planning.exports.elsewhere import Elsewhere
+
+DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def configuration(run: Elsewhere) -> str:
+    """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it."""
+    on_processor = run.device == "cpu"
+    sharded = run.mesh.get("shard", 1) > 1
+    kind = "FSDP" if sharded else "NO" if run.ranks == 1 else "MULTI_CPU" if on_processor else "MULTI_GPU"
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": kind,
+        "mixed_precision": DTYPES[run.dtype],
+        "num_machines": 1,
+        "num_processes": run.ranks,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "use_cpu": on_processor,
+        "debug": False,
+    }
+    if run.compiled:
+        values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}
+    if sharded:
+        values["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_activation_checkpointing": run.recompute != "none",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+    clipped = f", max_grad_norm {run.clip:g}" if run.clip else ""
+    again = " and gradient checkpointing of the model" if run.recompute != "none" and not sharded else ""
+    comments = [
+        f"{run.name}: {run.batch // run.data_ranks // run.parts} examples a micro-batch; in your script "
+        f"Accelerator(gradient_accumulation_steps={run.parts}){clipped}{again}",
+        *run.notes(),
+    ]
+    return "".join(f"# {comment}\n" for comment in comments) + yaml(values)
+
+
+def yaml(values: Mapping[str, Any], indent: str = "") -> str:
+    """Scalars and tables of them; scalars are spelled as in JSON, which is YAML."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{indent}{name}:\n{yaml(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}{name}: {json.dumps(value)}\n")
+    return "".join(lines)

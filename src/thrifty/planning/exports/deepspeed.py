@@ -1,0 +1,44 @@
+"""A DeepSpeed configuration, as `deepspeed.initialize(config=…)` reads it."""
+
+from typing import Any
+
+from thrifty.core.errors import Refused
+from thrifty.planning.exports.elsewhere import Elsewhere
+
+
+def configuration(run: Elsewhere) -> dict[str, Any]:
+    """A table. Raises Refused where the effective batch cannot be cut evenly, which DeepSpeed asks for."""
+    pieces = run.data_ranks * run.parts
+    if run.batch % pieces:
+        raise Refused(
+            f"deepspeed: an effective batch of {run.batch} in {pieces} equal parts is no whole number of examples",
+            fix=f"data.batch={run.batch - run.batch % pieces or pieces}",
+        )
+    stage = 3 if run.mesh.get("shard", 1) > 1 else 1 if run.offload_optimizer else 0
+    adamw = {"lr": run.lr, "betas": [*run.betas], "eps": run.eps, "weight_decay": run.weight_decay}
+    values: dict[str, Any] = {
+        "train_batch_size": run.batch,
+        "train_micro_batch_size_per_gpu": run.batch // pieces,
+        "gradient_accumulation_steps": run.parts,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": run.dtype == "bfloat16"},
+        "fp16": {"enabled": run.dtype == "float16"},
+    }
+    if run.offload_optimizer:
+        values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": run.device != "cpu"}
+    if run.clip is not None:
+        values["gradient_clipping"] = run.clip
+    if run.schedule != "constant":
+        values["scheduler"] = _schedule(run)
+    if run.recompute != "none":
+        values["activation_checkpointing"] = {"partition_activations": False, "contiguous_memory_optimization": False}
+    return values
+
+
+def _schedule(run: Elsewhere) -> dict[str, Any]:
+    if run.schedule == "cosine":
+        shape = {"warmup_num_steps": run.warmup, "total_num_steps": run.until, "cos_min_ratio": run.floor}
+        return {"type": "WarmupCosineLR", "params": shape | {"warmup_min_ratio": 0.0}}
+    shape = {"warmup_min_lr": 0.0, "warmup_max_lr": run.lr, "warmup_num_steps": run.warmup, "warmup_type": "linear"}
+    return {"type": "WarmupDecayLR", "params": shape | {"total_num_steps": run.until}}

@@ -1,0 +1,101 @@
+"""Probes: steps of a candidate, run in processes of their own and kept for this machine."""
+
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import thrifty
+from thrifty.core.errors import ThriftyError
+from thrifty.core.machine import cache_folder
+from thrifty.planning.predict import Timing
+from thrifty.planning.probe import cpu_model
+
+IRRELEVANT = ("name", "about", "budget", "checkpoints")
+"""Sections of a recipe that change nothing about how long a step takes."""
+
+
+class ProbeFailed(ThriftyError):
+    """A probe ended without a result; says how."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a probe is asked: a recipe as tables, without what cuts its batches apart, and the sizes to try."""
+
+    recipe: Mapping[str, Any]
+    steps: int
+    """Of the whole run, for what depends on them."""
+    rows: tuple[int, ...]
+    parts: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
+        return {**vars(self), "recipe": relevant}
+
+
+Probe = Callable[[Job], Timing]
+"""Raises ProbeFailed."""
+
+
+def sizes(batch: int, parts: int, compiled: bool) -> tuple[int, ...]:
+    """The micro-batches to try for a step of `batch` examples in so many parts: that of the plan, its half, and its
+    quarter where no compiler asks for seconds at each new shape."""
+    rows = -(-batch // parts)
+    return tuple(sorted({-(-rows // divisor) for divisor in ((1, 2) if compiled else (1, 2, 4))}))
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
+    return {"device": name, "cores": cores, "threads": torch.get_num_threads(), **versions}
+
+
+def kept(probe: Probe, device: str) -> Probe:
+    """A probe whose results are kept for this machine, and not made again."""
+    here = machine(device)
+
+    def found_or_made(job: Job) -> Timing:
+        asked = json.dumps(job.as_dict() | here, sort_keys=True, default=str)
+        path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
+        with suppress(OSError, ValueError, TypeError, LookupError):  # not there, or damaged
+            return Timing.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+        timing = probe(job)
+        with suppress(OSError):  # no room, or not allowed to: measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+                json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": here}, file, default=str)
+            os.replace(file.name, path)
+        return timing
+
+    return found_or_made
+
+
+def in_process(command: Sequence[str], limit: float = 600.0) -> Probe:
+    """Probes by a program that reads a job as JSON and writes a timing; it may take `limit` seconds in all."""
+
+    def probe(job: Job) -> Timing:
+        try:
+            done = subprocess.run(
+                [*command], input=json.dumps(job.as_dict(), default=str), capture_output=True, text=True, timeout=limit
+            )
+        except subprocess.TimeoutExpired:
+            raise ProbeFailed(f"its steps were not done after {limit:.0f} s") from None
+        if done.returncode == -9:
+            raise ProbeFailed("its process was killed, as the system does when memory runs out")
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            raise ProbeFailed(lines[-1].strip() if lines else f"its process ended with exit code {done.returncode}")
+        return Timing.from_dict(json.loads(done.stdout.splitlines()[-1]))
+
+    return probe

@@ -1,0 +1,234 @@
+"""The search of a plan: single ways are counted, their combinations estimated from those, the best counted, and the
+very best run.
+
+Estimates only decide what is looked at first. What is proposed was counted to fit and, where probes are allowed, has
+run its steps within the memory that was asked for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import inf, prod
+
+import torch
+
+from thrifty.core.compose import CPU, Composition, Plain, compose, refuse_illegal
+from thrifty.core.errors import Infeasible, ThriftyError
+from thrifty.core.footprint import Footprint
+from thrifty.core.technique import Technique
+from thrifty.planning.axes import MICRO_BATCHES, Way, applied
+from thrifty.planning.candidates import Candidate
+from thrifty.planning.predict import COUNTED_HIGH, Timing, counted
+from thrifty.planning.probes import ProbeFailed
+
+FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
+"""Candidates that are run beside the recipe as it is; most combinations counted; most probes; most candidates that
+differ in micro-batches alone."""
+TOO_HIGH = 1.25
+"""By how much an estimate of what a combination holds may exceed what is counted then."""
+NO_DIFFERENCE = 0.03
+"""A candidate that changes more must be faster by more than this share, and by more than its own noise."""
+COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
+
+TimeOf = Callable[[Candidate], Timing]
+"""The timing of a candidate by a probe. Raises ProbeFailed."""
+
+
+@dataclass
+class Search:
+    """`ways` are those that may be gone, by axis. `memory` is in bytes; `margin` is by how much resident memory may
+    exceed what a probe saw."""
+
+    plain: Plain
+    base: tuple[Technique, ...]
+    steps: int
+    ways: Mapping[str, Sequence[Way]]
+    memory: float = inf
+    margin: float = 1.1
+    device: torch.device = CPU
+    time: TimeOf | None = None
+    say: Callable[[str], None] = lambda text: None
+    count: Callable[[Composition], Footprint] = counted
+    finalists: int = FINALISTS
+
+    def __post_init__(self) -> None:
+        self.refused: dict[Way, str] = {}
+        self.singles: dict[Way, Footprint] = {}
+        self.tried: list[Candidate] = []
+        """Those that were run, or, without probes, counted to fit."""
+        self.misfits: dict[tuple[Way, ...], str] = {}
+        """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
+        self.surpluses: dict[bool, list[float]] = {False: [], True: []}
+        """Bytes that processes were seen to hold beyond their tensors, without and with compiled code."""
+        self.counts = self.probes = 0
+
+    @cached_property
+    def plainest(self) -> Footprint:
+        """Of the recipe as it is."""
+        return self.counted(self.base)
+
+    def counted(self, techniques: Sequence[Technique]) -> Footprint:
+        self.counts += 1
+        return self.count(compose(self.plain, techniques, self.steps, self.device))
+
+    def run(self) -> Candidate:
+        """The best candidate; raises Infeasible, saying what to relax and by how much, where none fits."""
+        self.look_at_singles()
+        for candidate in self._promising():
+            if self._has_enough():
+                break
+            self.try_out(candidate)
+        if not self.tried:
+            self._raise_infeasible()
+        return self.best()
+
+    def beyond(self, candidate: Candidate) -> float:
+        """Bytes that a process like this one seems to hold beyond its tensors, whatever else is chosen."""
+        alike = self.surpluses[candidate.is_compiled] or self.surpluses[not candidate.is_compiled]
+        return min(alike, default=0.0)
+
+    def _has_enough(self) -> bool:
+        kinds = len({*map(self.kind, self.tried)})
+        return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
+
+    def kind(self, candidate: Candidate) -> frozenset[Way]:
+        """Its ways but for the micro-batches: candidates of a kind share a probe. A joint loss is computed in another
+        manner when its batch is cut."""
+        joint = self.plain.objective.joint
+        return frozenset(way for way in candidate.ways if joint or way.axis != MICRO_BATCHES)
+
+    def look_at_singles(self) -> None:
+        """The footprint of every way by itself, or why it is refused."""
+        self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
+        for way in (way for some in self.ways.values() for way in some):
+            try:
+                self.singles[way] = self.counted(way.apply(self.base))
+                self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")
+            except ThriftyError as refusal:
+                self.refused[way] = refusal.what
+        self.counts = 0
+
+    def combinations(self) -> Iterator[Candidate]:
+        """All that may go together, the recipe as it is first."""
+        choices = [[None, *(way for way in some if way in self.singles)] for some in self.ways.values()]
+        for chosen in product(*choices):
+            ways = tuple(way for way in chosen if way is not None)
+            techniques = applied(ways, self.base)
+            try:
+                refuse_illegal(techniques)
+            except ThriftyError:
+                continue
+            yield Candidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
+
+    def relative(self, way: Way) -> float:
+        """What a way is expected to make of a step's time: by its card, and by the FLOPs that were counted."""
+        return way.factor * self.singles[way].flops / max(self.plainest.flops, 1.0)
+
+    def estimated(self, ways: Sequence[Way]) -> float:
+        """Bytes at the peak, as if what each way does to each part did not depend on the others."""
+        base, parts = self.plainest, {}
+        for name in COUNTED_PARTS:
+            whole = getattr(base, name)
+            ratios = [getattr(self.singles[way], name) / whole for way in ways] if whole else [1.0]
+            parts[name] = whole * prod(ratios)
+        return replace(base, **parts).memory
+
+    def _promising(self) -> Iterator[Candidate]:
+        """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
+        ordered = sorted(self.combinations(), key=lambda c: (bool(c.ways), round(c.relative, 3), len(c.ways)))
+        estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
+        yield from (candidate for candidate, held in estimates if held <= self.memory)
+        # an estimate may be too high as well: what is little above comes last, the least first
+        little_above = [pair for pair in estimates if self.memory < pair[1] <= TOO_HIGH * self.memory]
+        yield from (candidate for candidate, _ in sorted(little_above, key=lambda pair: pair[1]))
+
+    def try_out(self, candidate: Candidate) -> None:
+        """Count it, and run it if it fits and is not one that was tried with something that only costs."""
+        alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
+        if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
+            return
+        try:
+            footprint = self._footprint(candidate)
+        except ThriftyError as refusal:
+            self.misfits[candidate.ways] = refusal.what
+            return
+        candidate = replace(candidate, footprint=footprint)
+        beyond = self.beyond(candidate)
+        held = footprint.memory + beyond
+        if footprint.memory * COUNTED_HIGH > self.memory or held * self.margin > self.memory:
+            besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
+            self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
+            return
+        if self.time is not None:
+            candidate = self._timed(candidate)
+            if candidate.timing is None:
+                return
+        self.tried.append(candidate)
+
+    def _footprint(self, candidate: Candidate) -> Footprint:
+        if not candidate.ways:
+            return self.plainest
+        return self.singles[candidate.ways[0]] if len(candidate.ways) == 1 else self.counted(candidate.techniques)
+
+    def _only_costs(self, candidate: Candidate, other: Candidate) -> bool:
+        more = {*candidate.ways} - {*other.ways}
+        return {*other.ways} <= {*candidate.ways} and all(self.relative(way) >= 1 for way in more)
+
+    def _timed(self, candidate: Candidate) -> Candidate:
+        """With its timing, its own or that of one which differs in micro-batches alone and held more; without one
+        where that fails, or where it held more than fits."""
+        assert self.time is not None
+        rows = -(-candidate.batch // candidate.parts)
+        alike = (c for c in self.tried if self.kind(c) == self.kind(candidate))
+        found = next((c for c in alike if c.timing and rows <= c.timing.rows[-1]), None)
+        if found is not None:
+            return replace(candidate, timing=found.timing)
+        self.say(f"running {candidate.label}")
+        self.probes += 1
+        try:
+            timing = self.time(candidate)
+        except ProbeFailed as failure:
+            self.misfits[candidate.ways] = failure.what
+            self.say(failure.what)
+            return candidate
+        assert candidate.footprint is not None
+        self.surpluses[candidate.is_compiled].append(max(timing.memory - candidate.footprint.memory, 0.0))
+        step = timing.step(candidate.batch, candidate.parts)
+        self.say(f"its steps take {step:.3g} s, and its process took {timing.memory / 1e6:,.0f} MB")
+        if timing.memory * self.margin > self.memory:
+            self.misfits[candidate.ways] = (
+                f"does not fit: its process took {timing.memory / 1e6:,.0f} MB when it was run"
+            )
+            return candidate
+        return replace(candidate, timing=timing)
+
+    def best(self) -> Candidate:
+        """The fastest of those tried, unless one that changes less is as fast within what can be told apart."""
+        ordered = self.ranked()
+        best = ordered[0]
+        for other in sorted(ordered[1:], key=lambda c: len(c.ways)):
+            if len(other.ways) < len(best.ways) and self.seconds(other) <= self.seconds(best) * (1 + self.noise(best)):
+                return other
+        return best
+
+    def ranked(self) -> list[Candidate]:
+        return sorted(self.tried, key=lambda c: (self.seconds(c), len(c.ways)))
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Of a step, or of one that takes 1 by the recipe as it is where nothing was run."""
+        return candidate.relative if candidate.timing is None else candidate.least_step
+
+    def noise(self, candidate: Candidate) -> float:
+        spread = candidate.timing.spread if candidate.timing else 0.0
+        return max(NO_DIFFERENCE, spread / 2)
+
+    def _raise_infeasible(self) -> None:
+        least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
+        needed = self.estimated(least.ways) * COUNTED_HIGH + self.beyond(least) * self.margin
+        why = self.misfits.get(least.ways, "")
+        raise Infeasible(
+            f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: the least is about {needed / 1e6:,.0f} MB, "
+            f"with {least.label}" + (f" ({why})" if why else ""),
+            fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow anything, or a smaller model, data.length or data.batch",
+        )

@@ -1,0 +1,159 @@
+"""SpAtten: tokens and heads that mattered least so far go for good, and small weights take no values.
+
+Paper     Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning (HPCA,
+          arXiv 2012.09852), section 3.
+Promise   training with SpAtten's pruning in the loop: in each forward pass the importance of a token (what all queries
+          and heads gave it) and of a head (the sum of what it put out, without signs) is summed from block to block;
+          the least important go, more of them in later blocks, and never come back. Of what is left a query takes the
+          values of its largest weights alone. With `bits`, scores are of so many, and of 4 more where softmax is flat.
+Cost      in software time and memory: all pairs are computed, and a view of what is left for each query.
+Avoid     expecting speed. For that: attention.block_sparse.
+Note      a decoder is trained on whole texts, so each query prunes by what it sees, and none knows of later ones; every
+          token stays visible to itself (ours). Nobody looks at a token that is gone, but its own row of attention
+          goes on, for models that read off every token (ours; an answer that is read off a class token is the
+          paper's). Pruning has no gradient: what is learned is learned through what is left; rounding passes it
+          straight through, to exact scores. Shares are of the tokens that a query sees. The paper fine-tunes trained
+          models; here attention is plain up to `from_step`. Blocks that run again in the backward pass take what they
+          were told in the forward pass; several forward passes before one backward pass are refused then.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.attention.filtering import CHOSEN, ReplacedAttention
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.bounds import Bound, Probability, Share
+from thrifty.core.errors import Refused
+from thrifty.core.moments import Moment
+from thrifty.core.surgery import find_stacks, is_under
+from thrifty.kernels.attention_filters.keep_sets import refuse_other_lengths, visible_pairs
+from thrifty.kernels.attention_filters.spatten import (
+    HEADS_SPARED,
+    TOKENS_SPARED,
+    KeptShares,
+    Standing,
+    cascade_attention,
+    pruned_share,
+)
+
+
+class Relay:
+    """What the blocks of one stack hand on in a forward pass."""
+
+    def __init__(self) -> None:
+        self.standing: Standing | None = None
+        self.learns = False
+        self.passes = 0
+        """With a gradient, since blocks last ran again."""
+
+    def begin(self, *called: Any) -> None:
+        """A forward pass has come to the first block."""
+        if not in_backward():
+            self.standing, self.learns = None, torch.is_grad_enabled()
+            self.passes += self.learns
+
+
+class Pruning:
+    """The core of one attention. It remembers what it was handed, for when its block runs again."""
+
+    def __init__(self, relay: Relay, place: Place, keep: KeptShares, bits: int):
+        self.relay, self.place, self.keep, self.bits = relay, place, keep, bits
+        self.handed: Standing | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        refuse_other_lengths(q.shape[2], k.shape[2])
+        visible = visible_pairs(q.shape[2], k.shape[2], self.place.causal, mask, q.device)
+        if in_backward():
+            self.refuse_several_passes()
+            return cascade_attention(q, k, v, visible, self.handed, self.keep, self.bits)[0]
+        before = self.relay.standing
+        if self.relay.learns:
+            self.handed = before
+        output, self.relay.standing = cascade_attention(q, k, v, visible, before, self.keep, self.bits)
+        return output
+
+    def refuse_several_passes(self) -> None:
+        passes, self.relay.passes = self.relay.passes, 0
+        if passes > 1:
+            raise Refused(
+                f"{Spatten.name}: {self.place.name} is to run again for one of {passes} forward passes, and knows what "
+                "it was handed in the last one alone",
+                fix="train without the technique that recomputes blocks",
+            )
+
+
+def in_backward() -> bool:
+    """Whether this is called from a backward pass: what runs there runs again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class Spatten(ReplacedAttention):
+    clashes: ClassVar[Mapping[str, str]] = {
+        "heads and neurons": "heads are compared from block to block, and it takes some out of each",
+        "distribution of blocks": "what mattered in earlier blocks is not known on another rank",
+        "distribution of layers": "a token matters by what all heads give it, and they would be on several ranks",
+        "one plan for all ranks": "the first block does something else than those that are handed what mattered",
+        "compiled blocks": "blocks hand on what mattered beside their result",
+        "tokens of some blocks": "tokens are compared from block to block, and it leaves some out of a few blocks",
+    }
+
+    tokens: Share = 0.7
+    """Tokens that are kept, on average over the blocks that prune; the first one, and 15 % of the blocks, do not."""
+    heads: Share = 0.9
+    """Heads that are kept, likewise; the first block, and 30 % of them, keep all."""
+    values: Share = 0.8
+    """Values that a query takes, of the tokens that are left for it."""
+    spread: Probability = 0.2
+    """How much larger the share that goes is in the last block than in the first that prunes."""
+    bits: Annotated[int, Bound(least=0, most=12)] = 0
+    """Of queries and keys with their sign, to begin with; 0 for exact scores."""
+    from_step: Moment = 0.1
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        return place.plain  # `model` puts one that knows its block there
+
+    def model(self, model: nn.Module) -> nn.Module:
+        model = super().model(model)
+        model.cascades = []
+        if getattr(model, "attention_phase", {"phase": CHOSEN})["phase"] == CHOSEN:
+            placed = [place for name, blocks in find_stacks(model).items() for place in self.relay(model, name, blocks)]
+            for place in model.attention_places:
+                if place.name not in placed:
+                    raise Refused(
+                        f"{self.name}: {place.name} is in no list of blocks, so that none is known to come before it",
+                        fix="keep the repeated blocks of the model in one nn.ModuleList",
+                    )
+        return model
+
+    def relay(self, model: nn.Module, stack: str, blocks: nn.ModuleList) -> list[str]:
+        """Connect the attentions of a stack of blocks; the names of their places."""
+        relay, placed = Relay(), []
+        for number, block in enumerate(blocks):
+            for place in model.attention_places:
+                if is_under(place.name, f"{stack}.{number}"):
+                    place.put(Pruning(relay, place, self.kept_in(number, len(blocks)), self.bits))
+                    placed.append(place.name)
+            if number == 0:
+                model.cascades.append(block.register_forward_pre_hook(relay.begin))
+        return placed
+
+    def kept_in(self, block: int, blocks: int) -> KeptShares:
+        if block == 0:  # nothing is known yet, however few blocks there are
+            return KeptShares(1.0, 1.0, self.values)
+        of_tokens, of_heads = (
+            1 - pruned_share(block, blocks, 1 - kept, self.spread if kept < 1 else 0.0, spared)
+            for kept, spared in ((self.tokens, TOKENS_SPARED), (self.heads, HEADS_SPARED))
+        )
+        return KeptShares(of_tokens, of_heads, self.values)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        model = super().finish(model)
+        for hook in model.cascades:
+            hook.remove()
+        del model.cascades
+        return model

@@ -1,0 +1,253 @@
+"""ViTCoD: a mask for each head, the same for all inputs, drawn once from average attention maps.
+
+Paper     You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
+          (HPCA, arXiv 2210.09573). Read in part, with its published code.
+Promise   training with ViTCoD's masks: of the mean attention map of each head over examples of the last plain steps, a
+          query keeps its largest entries up to a sum of `cut`; the class token looks and is looked at everywhere. The
+          published code has cuts from 0.58 down to 0.19, the last for 90 to 95 % of DeiT's pairs gone. With `code`,
+          queries and keys go through a learned code of half as many heads, whose error is added to the loss.
+          `products = blocks` computes attention in blocks, the tokens that most look at in front (the paper's split
+          into a denser and a sparser part): equal in values and gradients.
+Cost      quality, where what matters differs from input to input: made for images, where places mean something. Maps
+          of heads · tokens² numbers are kept for each block up to the moment, and the masks in every checkpoint.
+Avoid     for text whose places mean nothing. For speed: attention.block_sparse, whose blocks are whole.
+Note      the paper draws maps over all training images and then fine-tunes for 100 epochs; here it is `steps` times
+          `examples` of each rank, and the model learns on. Every token keeps itself (ours). A code starts as the
+          projection on a random half of the heads (ours; the paper trains it for 100 epochs before masks are drawn),
+          and is trained from the first step; its weights are dropped at the end. A shorter input takes the first rows
+          and columns of the masks.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.attention.filtering import CHOSEN, CalibratedAttention
+from thrifty.core.attention.left_losses import WithLeftLosses
+from thrifty.core.attention.places import AttentionCore, Place
+from thrifty.core.bounds import Natural, Positive, Rate, Share
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.objective import Objective
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.state import TrainState
+from thrifty.kernels.attention_filters.keep_sets import (
+    attend_kept,
+    exact_scores,
+    refuse_other_lengths,
+    seen_softmax,
+    visible_pairs,
+)
+from thrifty.kernels.attention_filters.vitcod import (
+    GLOBAL,
+    average_map,
+    code_heads,
+    code_loss,
+    fixed_masks,
+    read_masks,
+    split_attention,
+    split_blocks,
+    through_code,
+    written_masks,
+)
+from thrifty.kernels.sparse_attention.grids import NONE, WHOLE, BlockGrid
+
+CODE = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
+MASK = ("kept_pairs", "kept_order", "kept_blocks")
+POSITIONS = ("position", "position_embeddings", "pos_embed")
+"""By what names models of images know their positions, (1, t, d)."""
+
+
+class Coded:
+    """A core that is given queries and keys which went through a code. It leaves the code's error (b,)."""
+
+    def __init__(self, place: Place, inner: AttentionCore):
+        self.place, self.inner = place, inner
+        self.losses: list[Tensor] | None = None  # while somebody collects them
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+        coded = through_codes(self.place, q, k)
+        # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
+        if torch.is_grad_enabled():
+            loss = code_loss(q, coded[0]) + code_loss(k, coded[1])
+            if self.losses is not None:
+                self.losses.append(loss)
+        return self.inner(*coded, v, *mask)
+
+
+def through_codes(place: Place, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries (b, h, t, k) and keys (b, g, t, k) as they come back from the codes of a place."""
+    of_queries, of_keys = (
+        [getattr(place.module, name).to(x.dtype) for name in names] for x, names in ((q, CODE[:2]), (k, CODE[2:]))
+    )
+    return through_code(q, *of_queries), through_code(k, *of_keys)
+
+
+def fixed_attention(
+    place: Place, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of q (b, h, t, k) over what the masks of a place leave of k and v (b, g, t, k), in `count` blocks of
+    each head, or under a mask where that is 0."""
+    t, kept = q.shape[2], place.module.kept_pairs
+    refuse_other_lengths(t, k.shape[2])
+    if t > kept.shape[-1] > 1:
+        raise UsageError(
+            f"{place.name} has masks for {kept.shape[-1]} tokens and was given {t}",
+            fix=f"--set {Vitcod.name}.tokens={t}, from the start of the run",
+        )
+    keep = visible_pairs(t, t, place.causal, mask, q.device) & kept[:, :t, :t]
+    if count and t == kept.shape[-1]:
+        codes = torch.where(place.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
+        return split_attention(q, k, v, keep, place.module.kept_order, BlockGrid(codes, block, count))
+    return attend_kept(q, k, v, keep)
+
+
+@dataclass(frozen=True)
+class Vitcod(CalibratedAttention):
+    clashes: ClassVar[Mapping[str, str]] = {
+        **CalibratedAttention.clashes,
+        "heads and neurons": "there is a mask for each head, and it takes heads out",
+        "distribution of layers": "there is a mask for each head, and heads would be on several ranks",
+        "what the encoder reads": "masks are of places, and it leaves out others of each input",
+        "resolution": "masks are of places, and it moves them",
+    }
+
+    cut: Share = 0.5
+    """Of a query's average weights, what the keys that it keeps come to."""
+    first: Natural = 1
+    """Tokens at the beginning, such as a class token, that see all and that all see."""
+    tokens: Natural = 0
+    """Of an input, at most; 0 asks a model of images for its positions."""
+    code: bool = False
+    """Whether queries and keys go through a code of half as many heads."""
+    weight: Rate = 1e-4
+    """Of the code's error in the loss."""
+    products: Literal["dense", "blocks"] = "dense"
+    """How attention over kept pairs is computed: under a mask, or in blocks of them."""
+    block: Positive = 16
+    """Tokens of a block's side."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.code:
+            refused = {
+                "frozen base weights": "its codes would be frozen",
+                "parameters of several blocks": "each block has a code of its own",
+                "compiled blocks": "codes hand their error on beside the block's result",
+            }
+            object.__setattr__(self, "claims", self.claims | {"losses beside blocks"})
+            object.__setattr__(self, "clashes", {**self.clashes, **refused})
+
+    def model(self, model: nn.Module) -> nn.Module:
+        model = super().model(model)
+        if self.code:
+            model.losing_cores = []
+            for place in model.attention_places:
+                self.attach(place)
+                self.put_code(model, place)
+        return model
+
+    def put_code(self, model: nn.Module, place: Place) -> None:
+        """Around the core that is there, whether it is watched or masked."""
+        decided = getattr(model, "attention_phase", {"phase": CHOSEN})
+        watched = model.attention_cores.get(place.name)
+        coded = Coded(place, place.plain if watched else self.core(place, decided.get("found", {})))
+        model.losing_cores.append(coded)
+        if watched:
+            watched.way = coded
+        else:
+            place.put(coded)
+
+    def attach(self, place: Place) -> None:
+        """Give an attention its codes: projections on a random half of the heads, to begin with."""
+        like = next(place.module.parameters())
+        for heads, names in ((place.heads, CODE[:2]), (place.key_heads, CODE[2:])):
+            draw = keyed_generator(f"{place.name}.{names[0]}", like)
+            drawn = torch.empty(heads, code_heads(heads), device=like.device).normal_(generator=draw)
+            basis = torch.linalg.qr(drawn)[0]
+            for name, weight in zip(names, (basis.mT, basis), strict=True):
+                place.module.register_parameter(name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
+
+    def count(self, model: nn.Module, place: Place) -> int:
+        return place.heads * (self.tokens or positions_of(model, self.name)) ** 2
+
+    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        side, t = side_of(place, len(place.module.calibration) - 1), q.shape[2]
+        refuse_other_lengths(t, k.shape[2])
+        if t > side:
+            raise UsageError(
+                f"{self.name}: {place.name} was given {t} tokens, and tokens is {side}",
+                fix=f"--set {self.name}.tokens={t}",
+            )
+        q, k = through_codes(place, q, k) if self.code else (q, k)
+        visible = visible_pairs(t, t, place.causal, mask, q.device)
+        average = average_map(seen_softmax(exact_scores(q, k), visible), visible)
+        return nn.functional.pad(average, (0, side - t, 0, side - t))
+
+    def settle(self, place: Place, means: Tensor) -> dict[str, Any]:
+        side = side_of(place, len(means))
+        masks = fixed_masks(means.view(-1, side, side), self.cut, self.first)
+        if place.causal:
+            masks = masks.tril()
+        return {"tokens": side, "masks": written_masks(masks)}
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        masks = masks_of(place, found)
+        limit = round(GLOBAL / 197 * masks.shape[-1])
+        order, blocks = split_blocks(masks, limit, self.block)
+        for name, array in zip(MASK, (masks, order, blocks), strict=True):
+            tensor = torch.tensor(array, device=next(place.module.parameters()).device)
+            place.module.register_buffer(name, tensor, persistent=False)
+        count = int(blocks.sum((1, 2)).max()) if self.products == "blocks" else 0
+        return partial(fixed_attention, place, self.block, count)
+
+    def objective(self, objective: Objective) -> Objective:
+        return WithLeftLosses(objective, self.weight) if self.code else objective
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        if self.code:
+            self.refuse_export()
+        places = model.attention_places
+        model = super().finish(model)
+        for place in places:
+            for name in (*CODE, *MASK):
+                if hasattr(place.module, name):
+                    delattr(place.module, name)
+        if self.code:
+            del model.losing_cores
+        return model
+
+    def holds(self, state: TrainState) -> None:
+        super().holds(state)
+        decided = getattr(state.model, "attention_phase", {"phase": CHOSEN})
+        for place in state.model.attention_places if state.model and decided["phase"] == CHOSEN else ():
+            if not np.array_equal(place.module.kept_pairs.cpu().numpy(), masks_of(place, decided.get("found", {}))):
+                raise IntegrityError(f"{self.name}: the mask of {place.name} is not the one in the log")
+
+
+def masks_of(place: Place, found: Mapping[str, Any]) -> np.ndarray:
+    """The masks (h, t, t) that were found for a place; one pair that stands for all where only work is counted."""
+    if place.name not in found:
+        return np.ones((1, 1, 1), bool)
+    return read_masks(found[place.name]["masks"], place.heads, found[place.name]["tokens"])
+
+
+def side_of(place: Place, count: int) -> int:
+    """Tokens of maps of so many numbers."""
+    return math.isqrt(count // place.heads)
+
+
+def positions_of(model: nn.Module, name: str) -> int:
+    """Tokens of an image, by what a model has as positions."""
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
+            return tensor.shape[1]
+    raise Refused(
+        f"{name}: {type(model).__name__} does not say how many tokens its inputs have at most",
+        fix=f"--set {name}.tokens=NUMBER, for masks of as many",
+    )

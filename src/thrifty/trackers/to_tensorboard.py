@@ -1,0 +1,35 @@
+"""TensorBoard: event files in FOLDER/RUN."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from thrifty.trackers.tracker import Tracked
+
+
+class _EventFiles:
+    def __init__(self, folder: Path, run: Tracked):
+        self.folder, self.id = folder / run.name.replace("/", "."), run.name
+        self._writer = SummaryWriter(str(self.folder))
+        self._last = run.step
+        if not run.id:
+            self._writer.add_text("recipe", "    " + run.recipe.replace("\n", "\n    "), 0)  # as code in Markdown
+
+    def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
+        if step < self._last:  # a resume: what came after this step is forgotten
+            self._writer.close()
+            self._writer = SummaryWriter(str(self.folder), purge_step=step)
+        self._last = step
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=moment)
+
+    def note(self, step: int, text: str) -> None:
+        self._writer.add_text("events", text, step)
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        self._writer.close()
+
+
+def open_run(folder: Path, run: Tracked) -> _EventFiles:
+    return _EventFiles(folder, run)

@@ -1,0 +1,33 @@
+"""Trackio: a run of the project `thrifty` in its database in FOLDER."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from thrifty.trackers.tracker import Tracked
+
+PROJECT = "thrifty"
+
+
+class _Run:
+    def __init__(self, folder: Path, run: Tracked):
+        os.environ["TRACKIO_DIR"] = str(folder.resolve())  # read as trackio is imported
+        import trackio  # pyrefly: ignore
+
+        self.id = run.name
+        resume = "must" if run.id else "never"
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(PROJECT, run.name, config=dict(run.settings), resume=resume, **quiet)
+
+    def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
+        self._run.log(dict(values), step=step)
+
+    def note(self, step: int, text: str) -> None:
+        """Not kept: Trackio's words are alerts."""
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        self._run.finish()
+
+
+def open_run(folder: Path, run: Tracked) -> _Run:
+    return _Run(folder, run)

@@ -1,0 +1,45 @@
+"""Weights & Biases: files of an offline run in FOLDER, to be sent by `wandb sync`, or sent at once where asked."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import wandb  # pyrefly: ignore
+
+from thrifty.trackers.tracker import Tracked
+
+PROJECT = "thrifty"
+
+
+class _Run:
+    def __init__(self, folder: Path, run: Tracked, online: bool):
+        self._run = wandb.init(
+            project=PROJECT,
+            name=run.name,
+            id=run.id or None,
+            notes=run.about,
+            config=dict(run.settings),
+            dir=str(folder),
+            mode="online" if online else "offline",
+            resume="allow" if run.id else None,
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, x_disable_stats=True
+            ),
+        )
+        self.id = self._run.id
+        # steps of ours: its own may never go back, and those of a resumed run do
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
+        self._run.log({**values, "step": step, "moment": moment})
+
+    def note(self, step: int, text: str) -> None:
+        """Not kept: it would be a table of media for every line."""
+
+    def finish(self, summary: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+def open_run(folder: Path, run: Tracked, online: bool) -> _Run:
+    return _Run(folder, run, online)

@@ -1,0 +1,131 @@
+"""`thrifty plan RECIPE`: a plan in words, as JSON and as a recipe that trains."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from end_to_end.command_line import TINY, write_corpus
+from thrifty.cli.plan import command
+from thrifty.cli.plan_recipe import read_size
+from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.planning import ledger
+from thrifty.recipes.toml import read_recipe, recipe_to_data
+from thrifty.run import train
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small recipe as a file, in a folder with its corpus and a cache of its own."""
+    write_corpus(tmp_path / "corpus")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+    settings = TINY | {"data.source": "corpus", "budget.steps": 20}
+    tables: dict[str, dict[str, Any]] = {}
+    for path, value in settings.items():
+        section, name = path.split(".")
+        tables.setdefault(section, {})[name] = value
+    lines = ['name = "small"', 'device = "cpu"']
+    for section, values in tables.items():
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    lines += ["[techniques.optimizers.adamw]", "[techniques.schedules.linear]"]
+    (tmp_path / "small.toml").write_text("\n".join(lines))
+    return "small.toml"
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(command, words, catch_exceptions=False)
+
+
+def plan(*words: str) -> dict[str, Any]:
+    result = run(*words, "--no-probe", "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*words: str) -> ThriftyError:
+    with pytest.raises(ThriftyError) as error:
+        run(*words, "--no-probe")
+    assert error.value.fix
+    return error.value
+
+
+def test_a_recipe_that_fits_is_planned_as_it_is_with_a_reason_for_every_technique(recipe: str) -> None:
+    found = plan(recipe)
+    assert found["changes"] == [] and found["forecast"]["steps"]["value"] == 20
+    assert found["forecast"]["dominant"]["memory"][0] in ("activations", "temporary", "optimizer", "parameters")
+    reasons = {each["technique"]: each for each in found["techniques"]}
+    assert len(reasons) > 70 and all(each["why"] for each in reasons.values())
+    assert reasons["optimizers.adamw"]["verdict"] == "kept"
+
+
+def test_less_memory_brings_techniques_in_and_what_is_written_is_what_was_planned(recipe: str) -> None:
+    whole = plan(recipe)["forecast"]["counted"]
+    out = ("--out", "plan.toml", "--export", "accelerate", "--export", "deepspeed", "--export", "torchtitan")
+    found = plan(recipe, "--memory", f"{0.9 * whole:.0f}", "--tokens", "5120", *out)
+    assert found["changes"] and found["forecast"]["counted"] < 0.82 * whole
+    written = read_recipe(Path("plan.toml"))
+    assert written.name == "small-planned" and written.budget.tokens == 5120
+    assert found["forecast"]["steps"]["value"] == 20
+    added = {each["technique"] for each in found["techniques"] if each["verdict"] == "added"}
+    assert added and added <= {technique.name for technique in written.techniques}
+    assert Path("plan.toml").read_text().startswith("# change   ")
+    assert found["written"] == ["plan.toml", "plan-accelerate.yaml", "plan-deepspeed.json", "plan-torchtitan.toml"]
+    assert tomllib.loads(Path("plan-torchtitan.toml").read_text())["training"]["steps"] == 20
+    assert "is there already" in refused(recipe, "--out", "plan.toml").what
+
+
+def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_remembered(recipe: str) -> None:
+    small = read_recipe(Path(recipe))
+    ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
+    summary = train(small, quiet=True)
+    (entry,) = ledger.entries("cpu")
+    assert entry.predicted == {"counted": summary["predicted_memory"], "memory": 1e8, "step": 0.01}
+    assert entry.measured["memory"] == summary["peak_memory"] and entry.measured["step"] > 0
+    result = run(
+        recipe, "--hours", "0.001", "--seconds", "0.2", "--finalists", "1", "--price", "2", "--out", "plan.toml"
+    )
+    assert result.exit_code == 0, result.output
+    assert "over 1 earlier runs" in result.stdout and "cost" in result.stdout
+    assert "→  the recipe as it is" in result.stdout
+    written = read_recipe(Path("plan.toml"))
+    assert written.budget.seconds == pytest.approx(3.6)
+    kept = ledger.forecast_file(recipe_to_data(written))
+    assert json.loads(kept.read_text()).keys() == {"memory", "step"}
+
+
+def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(recipe: str) -> None:
+    error = refused(recipe, "--memory", "100kB")
+    assert isinstance(error, Infeasible) and "the least is about" in error.what and "--memory" in error.fix
+    assert "may take" in refused(recipe, "--tokens", "1e12", "--hours", "0.01").what
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "fix"),
+    [
+        (("txt",), "there is no recipe 'txt'", "did you mean 'text'?"),
+        (("szie", "--flops", "1e18"), "there is no recipe 'szie'", "did you mean 'size'?"),
+        (("text", "--memory", "much"), "--memory 'much' is no size", "400MB"),
+        (("text", "--hours", "0"), "--hours is 0", "positive"),
+        (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops are both given", "one of them"),
+        (("text", "--export", "script"), "--export needs --out", "--out plan.toml"),
+        (("text", "--mesh", "tensor=2"), "a plan is for one rank so far", "explain"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], what: str, fix: str) -> None:
+    error = refused(*words)
+    assert isinstance(error, UsageError) and what in error.what and fix in error.fix
+
+
+def test_sizes_are_read_in_powers_of_ten_and_of_two() -> None:
+    assert [read_size(text) for text in ("400MB", "1.5 gb", "2GiB", "4e8", "7k")] == [4e8, 1.5e9, 2**31, 4e8, 7e3]
+
+
+def test_help_of_the_group_names_both_kinds_of_plans() -> None:
+    text = run("--help").stdout
+    assert "thrifty plan RECIPE" in text and "size" in text and "fit" in text
+    assert "--memory" in run("recipe", "--help").stdout
+    assert "--memory" in run("text", "--help").stdout

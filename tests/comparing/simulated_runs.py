@@ -1,0 +1,97 @@
+"""Runs that only pretend: their folders hold what a run's would, and training them takes a millisecond."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.comparing.arms import Arm, read_arms
+from thrifty.comparing.race_runs import Ended
+from thrifty.core.recipe import Recipe
+from thrifty.recipes.layers import Layers
+from thrifty.recipes.toml import recipe_to_data, write_recipe
+from thrifty.recipes.vision import vit_digits
+
+PEAK = 1e9
+
+
+def arms(*texts: str, steps: int = 100) -> tuple[Arm, ...]:
+    """Arms against the recipe for digits, with so many steps as its budget."""
+
+    def lay(name: str = "vit-digits") -> Layers:
+        assert name == "vit-digits"
+        return Layers().lay("recipe", recipe_to_data(vit_digits())).replace("--budget", "budget", {"steps": steps})
+
+    return read_arms(texts, lay(), lay)
+
+
+@dataclass
+class Simulated:
+    """Starts runs that end at once. The loss is that of the seed, changed by what the recipe is."""
+
+    effect: Callable[[Recipe], float] = lambda recipe: 0.0
+    """What is added to the loss, as a share of it."""
+    step_time: Callable[[Recipe], float] = lambda recipe: 0.01
+    spread: float = 0.02
+    """Of the losses of pairs, as a share of the loss."""
+    last_rate: float = 0.0
+    label_entropy: Callable[[Recipe], float] = lambda recipe: 2.3
+    fails: Collection[str] = ()
+    stops_at: str = ""
+    """The run that is interrupted, once."""
+    started: list[str] = field(default_factory=list)
+
+    def __call__(self, recipe: Recipe, runs: Path) -> Ended:
+        self.started.append(recipe.name)
+        if recipe.name in self.fails:
+            return Ended(1, "the loss was not finite", 1.0, None)
+        if recipe.name == self.stops_at:
+            self.stops_at = ""
+            return Ended(143, "", 1.0, None)
+        self.write(recipe, runs / recipe.name)
+        return Ended(0, "", 1.0, 50.0)
+
+    def loss(self, recipe: Recipe) -> float:
+        plain = write_recipe(recipe).split("\n", 1)[1].encode()  # all but its name
+        own = np.random.default_rng(int.from_bytes(hashlib.sha256(plain).digest()[:8], "big"))
+        shared = np.random.default_rng(recipe.seed % 1000)
+        return 2 + 0.1 * shared.normal() + 2 * (self.effect(recipe) + self.spread * own.normal())
+
+    def write(self, recipe: Recipe, folder: Path) -> None:
+        folder.mkdir()
+        steps, loss, seconds = recipe.budget.steps, self.loss(recipe), self.step_time(recipe)
+        assert steps is not None
+        records = [
+            {
+                "kind": "step",
+                "step": step,
+                "tokens": step * recipe.data.batch,
+                "step_seconds": seconds * (50 if step == 1 else 1),  # something is compiled
+                "learning_rate": max(1.0 - (1 - self.last_rate) * step / steps, 1e-9),
+            }
+            for step in range(1, steps + 1)
+        ]
+        every = recipe.evaluation.every
+        records += [
+            {"kind": "evaluation", "step": step, "loss": loss * (1 + (steps - step) / steps)}
+            for step in (*range(every, steps, every), steps)
+        ]
+        (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        explanation = {"footprint": {"flops": 1e6 * recipe.data.batch}, "parameters": 1000}
+        summary = {
+            "status": "finished",
+            "steps": steps,
+            "tokens": steps * recipe.data.batch,
+            "seconds": (steps + 49) * seconds,
+            "held_out_loss": loss,
+            "held_out": {"accuracy": 1 - loss / 10},
+            "peak_memory": 1e6,
+            "label_entropy": self.label_entropy(recipe),
+            "peak_flops_per_second": PEAK,
+        }
+        files = {"explanation": explanation, "summary": summary, "environment": {"device": "cpu"}}
+        for name, value in files.items():
+            (folder / f"{name}.json").write_text(json.dumps(value))

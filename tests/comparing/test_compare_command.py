@@ -1,0 +1,127 @@
+"""`thrifty compare` as it is typed, what it prints and keeps, and `thrifty show` afterwards."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from comparing.simulated_runs import Simulated
+from thrifty.cli.compare import command
+from thrifty.cli.show import command as show
+from thrifty.comparing.evidence import evidence, study_results
+from thrifty.comparing.race import race
+from thrifty.core.errors import UsageError
+
+SWAP = "lion: -optimizers.adamw +optimizers.lion:lr=2e-4"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
+    monkeypatch.setitem(race.__kwdefaults__, "start", effect)
+    yield tmp_path
+
+
+def typed(*words: str) -> Result:
+    return CliRunner().invoke(command, ["vit-digits", *words], catch_exceptions=False)
+
+
+def test_arms_with_a_minus_are_no_options() -> None:
+    result = typed("-optimizers.adamw +optimizers.lion:lr=2e-4", "-schedules.cosine +schedules.linear", "--seeds", "8",
+                   "--budget", "40steps", "--json")  # fmt: skip
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    assert [*found["definition"]["arms"]][1:] == [
+        "-optimizers.adamw +optimizers.lion:lr=2e-4",
+        "-schedules.cosine +schedules.linear",
+    ]
+    assert found["folder"] == "runs/vit-digits-comparison"
+
+
+def test_help_is_asked_for_as_of_any_verb() -> None:
+    for words in (["-h"], ["--help"]):
+        assert "Race ARMS against RECIPE" in CliRunner().invoke(command, words).stdout
+
+
+def test_what_is_printed_has_the_verdict_the_rungs_and_the_trials() -> None:
+    result = typed(SWAP, "--seeds", "8", "--budget", "40steps")
+    for words in ("equal seconds in training steps, 8 paired seeds", "each at the best of 3 learning rates",
+                  "lion: worse: held-out loss higher by", "FLOPs a step", "time to the baseline's loss",
+                  "Learning rates tried", "runs/vit-digits-comparison/report.html"):  # fmt: skip
+        assert words in result.stdout, words
+    assert "[28/28]" in result.stderr
+
+
+def test_too_few_seeds_have_no_verdict() -> None:
+    assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(SWAP, "--seeds", "3").stdout
+
+
+def test_an_interrupted_comparison_says_so_with_its_exit_code() -> None:
+    race.__kwdefaults__["start"].stops_at = "baseline-seed-0"
+    result = typed(SWAP, "--seeds", "1", "--trials", "1")
+    assert result.exit_code == 143 and "the same command goes on" in result.stdout
+    assert typed(SWAP, "--seeds", "1", "--trials", "1").exit_code == 0
+
+
+def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
+    words = (SWAP, "--seeds", "7", "--trials", "1", "--keep", "results/comparisons/lion/cpu.json")
+    typed(*words)
+    kept = json.loads(Path("results/comparisons/lion/cpu.json").read_text())
+    assert kept["schema"] == "thrifty.comparison/1" and "folder" not in kept
+    with pytest.raises(UsageError, match="exists already"):
+        typed(*words)
+
+
+def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
+    typed(SWAP, "-schedules.cosine +schedules.linear data.batch=32", "--seeds", "8", "--trials", "1", "--name", "race")
+    found = {(one.technique, one.role): one for one in evidence()}
+    assert found.keys() == {
+        ("optimizers.adamw", "removed"), ("optimizers.lion", "added"),
+        ("schedules.cosine", "removed"), ("schedules.linear", "added"),
+    }  # fmt: skip
+    lion = found["optimizers.lion", "added"]
+    assert (lion.verdict, lion.others, lion.alone, lion.pairs) == ("worse", ("optimizers.adamw",), False, 8)
+    assert lion.relative == pytest.approx(0.2, abs=0.05)
+    assert (lion.device, lion.parameters, lion.steps, lion.equal) == ("cpu", 1000, 600, "time")
+    assert lion.file == Path("runs/race/comparison.json")
+    assert evidence(Path("runs")) == evidence() and evidence(Path("absent")) == []
+
+
+def test_evidence_passes_over_what_is_no_finished_comparison() -> None:
+    race.__kwdefaults__["start"].stops_at = "baseline-seed-0"
+    typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "cut")
+    damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
+    for number, content in enumerate(damaged):
+        Path(f"runs/other-{number}").mkdir()
+        Path(f"runs/other-{number}/comparison.json").write_text(content)
+    assert evidence() == []
+
+
+def test_show_tells_what_was_measured() -> None:
+    assert "nothing measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
+    typed(SWAP, "--seeds", "8", "--trials", "1", "--name", "race")
+    printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
+    (line,) = re.findall(r"added with optimizers\.adamw.*", printed)
+    assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
+    told = json.loads(CliRunner().invoke(show, ["optimizers.lion", "--json"]).stdout)
+    assert told["comparisons"][0]["verdict"] == "worse" and told["studies"] == []
+
+
+def test_show_finds_kept_results_of_studies() -> None:
+    (found,) = study_results("optimizers.lion", [Path(__file__).parents[2] / "results"])
+    assert found.study == "lion_rate" and 0 <= found.held <= found.expected > 0
+    assert study_results("growth.compound", [Path(__file__).parents[2] / "results"]) == []
+
+
+def test_the_page_has_no_script_and_reaches_for_nothing(in_a_folder: Path) -> None:
+    typed("<script>alert(1)</script>: data.batch=32", "--seeds", "7", "--trials", "1", "--name", "race")
+    page = (in_a_folder / "runs" / "race" / "report.html").read_text()
+    assert "<script" not in page and not re.findall(r"""(?:src|href)=["'](?!#)""", page)
+    assert "default-src 'none'" in page
+    assert page.count("<svg") == 2 and "&lt;script&gt;alert(1)" in page
+    assert os.listdir("runs/race").count("report.html") == 1

@@ -1,0 +1,46 @@
+"""Energy counters as Linux shows them."""
+
+from pathlib import Path
+
+import pytest
+
+from thrifty.comparing.energy import Counter, EnergyMeter, counters
+
+
+def zone(powercap: Path, folder: str, name: str, microjoules: int) -> Path:
+    path = powercap / folder
+    path.mkdir(parents=True)
+    (path / "name").write_text(f"{name}\n")
+    (path / "energy_uj").write_text(str(microjoules))
+    (path / "max_energy_range_uj").write_text("1000000000")
+    return path / "energy_uj"
+
+
+def test_packages_are_counted_and_their_parts_are_not(tmp_path: Path) -> None:
+    first, second = (zone(tmp_path, f"intel-rapl:{index}", f"package-{index}", 5_000_000) for index in (0, 1))
+    part = zone(tmp_path, "intel-rapl:0:0", "core", 0)
+    found = {name: counter for name, counter in counters(tmp_path).items() if not name.startswith("gpu")}
+    assert found.keys() == {"intel-rapl:0", "intel-rapl:1"}
+    meter = EnergyMeter(found)
+    first.write_text("8000000")
+    second.write_text("5500000")
+    part.write_text("2000000")
+    assert meter.look() == pytest.approx(3.5)
+    first.write_text("1000000")  # it began again at 1000 J
+    assert meter.look() == pytest.approx(3.5 + 993)
+
+
+def test_where_nothing_counts_the_energy_is_not_known(tmp_path: Path) -> None:
+    assert EnergyMeter({}).look() is None
+    assert not [name for name in counters(tmp_path / "absent") if not name.startswith("gpu")]
+
+
+def test_a_counter_that_may_not_be_read_is_none(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", "package-0", 0).unlink()
+    assert not [name for name in counters(tmp_path) if not name.startswith("gpu")]
+
+
+def test_a_counter_that_never_wraps_is_added_up() -> None:
+    values = iter([2.0, 5.0, 9.0])
+    meter = EnergyMeter({"one": Counter(lambda: next(values))})
+    assert (meter.look(), meter.look()) == (3.0, 7.0)

@@ -1,0 +1,45 @@
+"""Two hundred races of equals, each of sixteen classifiers of digits that were really trained, and as many of which one
+arm really is worse. All are trained side by side, as slices of the same tensors."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from thrifty.comparing.verdict import judge
+from thrifty.data.digits import DigitImages
+
+PAIRS, RACES, STEPS, BATCH = 8, 200, 30, 16
+
+
+def held_out_losses(runs: int, seed: int, rate: float = 0.5) -> Tensor:
+    """(runs,) of linear classifiers, each with first values and an order of data of its own, a rate that decays."""
+    (images, labels), (tests, truths) = (
+        (found.images.flatten(1), found.labels) for found in (DigitImages("train"), DigitImages("test"))
+    )
+    tests, truths = tests[:128], truths[:128]
+    random = torch.Generator().manual_seed(seed)
+    weights = (0.1 * torch.randn(runs, images.shape[1], 10, generator=random)).requires_grad_()
+    for step in range(STEPS):
+        drawn = torch.randint(len(images), (runs, BATCH), generator=random)
+        scores = torch.einsum("rbi,rio->rbo", images[drawn], weights)
+        loss = cross_entropy(scores.flatten(0, 1), labels[drawn].flatten(), reduction="sum") / BATCH
+        (gradient,) = torch.autograd.grad(loss, weights)
+        with torch.no_grad():
+            weights -= rate * (1 - step / STEPS) * gradient
+    scores = torch.einsum("bi,rio->rob", tests, weights.detach())
+    return cross_entropy(scores, truths.expand(runs, -1), reduction="none").mean(1)
+
+
+def words(baseline: Tensor, arm: Tensor) -> list[str]:
+    races = zip(baseline.reshape(RACES, PAIRS).tolist(), arm.reshape(RACES, PAIRS).tolist(), strict=True)
+    return [judge(first, second).verdict for first, second in races]
+
+
+def test_at_least_95_percent_of_200_races_of_equals_say_no_difference() -> None:
+    found = words(held_out_losses(RACES * PAIRS, seed=1), held_out_losses(RACES * PAIRS, seed=2))
+    assert found.count("no difference") >= 0.95 * RACES
+
+
+def test_an_arm_whose_rate_is_far_too_small_is_found_to_be_worse() -> None:
+    found = words(held_out_losses(RACES * PAIRS, seed=1), held_out_losses(RACES * PAIRS, seed=2, rate=0.1))
+    assert found.count("worse") >= 0.95 * RACES and "better" not in found

@@ -1,0 +1,71 @@
+"""What is said of an arm, and when nothing may be said."""
+
+import numpy as np
+import pytest
+
+from thrifty.comparing.statistics import smallest_effect
+from thrifty.comparing.verdict import judge
+
+PAIRS = 8
+
+
+def losses(random: np.random.Generator, effect: float, spread: float = 0.02) -> tuple[list[float], list[float]]:
+    """A baseline and an arm whose pairs share what their seed does; effect and spread as shares of the loss."""
+    shared = 2 + 0.1 * random.normal(size=PAIRS)
+    own = random.normal(size=(2, PAIRS)) * 2 * spread / np.sqrt(2)
+    return (shared + own[0]).tolist(), (shared + own[1] + 2 * effect).tolist()
+
+
+def share_of_equals_that_differ(races: int, seed: int) -> float:
+    random = np.random.default_rng(seed)
+    return sum(judge(*losses(random, 0.0)).verdict != "no difference" for _ in range(races)) / races
+
+
+def test_of_200_races_of_equals_at_least_95_percent_say_no_difference() -> None:
+    assert share_of_equals_that_differ(200, seed=1) <= 0.05
+
+
+@pytest.mark.slow
+def test_of_many_races_of_equals_97_percent_say_no_difference() -> None:
+    """So that 200 of them hardly ever have more than 5 % that differ."""
+    assert share_of_equals_that_differ(4000, seed=2) <= 0.03
+
+
+@pytest.mark.parametrize(("sign", "word"), [(1, "worse"), (-1, "better")])
+def test_a_planted_effect_of_5_percent_is_found_as_often_as_stated(sign: int, word: str) -> None:
+    random = np.random.default_rng(1)
+    spread = 0.05 / smallest_effect(PAIRS)
+    words = [judge(*losses(random, sign * 0.05, spread)).verdict for _ in range(150)]
+    assert 0.73 <= words.count(word) / 150 <= 0.87
+    assert set(words) <= {word, "no difference"}
+
+
+def test_too_few_pairs_have_no_verdict_however_large_the_effect() -> None:
+    found = judge([2.0, 2.1, 2.2], [1.0, 1.1, 1.3])
+    assert found.verdict == "undecided" and found.least_pairs == 7
+    assert "3 pairs" in found.sentence and "takes 7" in found.sentence
+
+
+def test_several_arms_share_the_chance_of_a_finding() -> None:
+    baseline, arm = [2.0, 2.1, 2.2, 1.9, 2.0, 2.1, 2.0], [1.0, 1.1, 1.3, 1.0, 1.1, 1.2, 1.0]
+    assert judge(baseline, arm).verdict == "better"
+    assert judge(baseline, arm, arms=2).verdict == "undecided"
+    assert judge([*baseline, 2.0], [*arm, 1.0], arms=2).verdict == "better"
+
+
+def test_a_failed_run_is_not_dropped() -> None:
+    baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
+    found = judge(baseline, [*(loss - 0.5 for loss in baseline[1:]), None])
+    assert found.verdict == "undecided" and found.failed == 1 and "1 of 8 pairs failed" in found.sentence
+    assert judge(baseline, [None] * PAIRS).sentence == "undecided: all 8 pairs failed"
+
+
+def test_no_difference_says_what_could_have_been_seen_and_what_seeds_the_effect_asked_about_needs() -> None:
+    found = judge(*losses(np.random.default_rng(2), 0.0), effect=0.001)
+    assert found.verdict == "no difference" and found.pairs_needed > PAIRS
+    assert "would be found in 80 %" in found.sentence and f"with {found.pairs_needed} pairs" in found.sentence
+
+
+def test_bitwise_equals_are_called_so() -> None:
+    found = judge([2.0] * PAIRS, [2.0] * PAIRS)
+    assert found.verdict == "no difference" and "equal to the last bit" in found.sentence

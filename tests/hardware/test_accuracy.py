@@ -1,0 +1,106 @@
+"""What masks cost: the share of softmax and the error of outputs, by plain loops, and masks at an equal error."""
+
+import numpy as np
+import pytest
+
+from thrifty.core.errors import UsageError
+from thrifty.hardware.accuracy import attention_cost, computed_pairs
+from thrifty.hardware.own_filters import EXACT, SELECTIVE, filtered, within_error
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.trace import AttentionTrace, layer_of
+
+
+def recorded(values: bool = True) -> AttentionTrace:
+    """Two layers, two examples of which one is shorter, causal; queries that like some keys more than others."""
+    random, made = np.random.default_rng(0), []
+    mask = np.tril(np.ones((24, 24), dtype=bool))[None, None].repeat(2, 0).repeat(2, 1)
+    for number in range(2):
+        liked = random.standard_normal((2, 1, 24, 8))
+        q, k, v = (2 * (liked + random.standard_normal((2, 2, 24, 8))).astype(np.float32) for _ in range(3))
+        made.append(layer_of(f"layer {number}", mask=mask, lengths=[24, 17], q=q, k=k, v=v if values else None))
+    return AttentionTrace("recorded", tuple(made))
+
+
+TRACE = recorded()
+
+
+def by_loops(before: AttentionTrace, after: AttentionTrace) -> tuple[float, float]:
+    shares, wrong, whole = [], 0.0, 0.0
+    for old, new in zip(before.layers, after.layers, strict=True):
+        seen, kept = computed_pairs(old), computed_pairs(new)
+        for e, h, t in np.ndindex(*seen.shape[:3]):
+            if not seen[e, h, t].any():
+                continue
+            weights = np.exp(old.q[e, h, t].astype(float) @ old.k[e, h].T / 8**0.5)
+            exact = weights * seen[e, h, t]
+            left = weights * kept[e, h, t]
+            shares.append(left.sum() / exact.sum())
+            output = exact @ old.v[e, h] / exact.sum()
+            wrong += ((left @ old.v[e, h] / max(left.sum(), 1e-300) - output) ** 2).sum()
+            whole += (output**2).sum()
+    return float(np.mean(shares)), (wrong / whole) ** 0.5
+
+
+@pytest.mark.parametrize("design", ["elsa", "sanger", "spatten"])
+def test_costs_are_those_of_plain_loops(design: str) -> None:
+    after = filtered(TRACE, design, 0.4)
+    cost, (share, error) = attention_cost(TRACE, after), by_loops(TRACE, after)
+    assert cost.softmax_kept == pytest.approx(share, abs=1e-5) and cost.output_error == pytest.approx(error, abs=1e-5)
+    assert after.provenance["softmax kept"] == f"{cost.softmax_kept:.4f}"
+    assert after.provenance["output error"] == f"{cost.output_error:.4f}"
+
+
+def test_all_pairs_cost_nothing_and_tokens_that_were_dropped_give_zeros() -> None:
+    nothing = attention_cost(TRACE, TRACE)
+    assert nothing.softmax_kept == pytest.approx(1) and nothing.output_error == pytest.approx(0, abs=1e-6)
+    gone = {"alive": np.zeros((2, 2, 24), dtype=np.int64)}
+    layers = tuple(layer.masked(layer.kept().reshape(2, 2, 24, 24), gone) for layer in TRACE.layers)
+    cost = attention_cost(TRACE, AttentionTrace("gone", layers))
+    assert (cost.softmax_kept, cost.output_error) == (0, 1)
+
+
+def test_no_filter_keeps_more_of_the_softmax_than_the_exact_scores() -> None:
+    best = float(filtered(TRACE, EXACT, 0.3).provenance["softmax kept"])
+    for design in SELECTIVE:
+        found = filtered(TRACE, design, 0.3)
+        if found.density <= 0.31 * TRACE.density:
+            assert float(found.provenance["softmax kept"]) <= best + 1e-4
+
+
+@pytest.mark.parametrize("design", [*SELECTIVE, EXACT])
+def test_masks_at_an_equal_error_are_within_it_and_a_little_less_would_not_be(design: str) -> None:
+    found = within_error(TRACE, design, 0.25)
+    assert float(found.provenance["output error"]) <= 0.25 and found.provenance["error allowed"] == "0.25"
+    assert found.provenance["within allowed"] == "yes"
+    less = 0.0
+    for hundredths in range(5, 101, 5):
+        tried = filtered(TRACE, design, hundredths / 100)
+        if float(tried.provenance["output error"]) <= 0.25:
+            break
+        less = tried.density
+    assert less <= found.density <= tried.density
+
+
+def test_whether_an_error_is_met_is_no_matter_of_printed_digits() -> None:
+    errors = [attention_cost(TRACE, filtered(TRACE, EXACT, density)).output_error for density in (0.2, 0.3, 0.4, 0.5)]
+    exceeded = [error for error in errors if float(f"{error:.4f}") > error]
+    assert exceeded and all(within_error(TRACE, EXACT, e).provenance["within allowed"] == "yes" for e in exceeded)
+
+
+def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
+    few, many = (filtered(TRACE, "a3", density).layers[0] for density in (0.1, 0.6))
+    assert many.count("iterations").max() > few.count("iterations").max() == 12
+    assert many.kept_counts.sum() > 1.5 * few.kept_counts.sum()
+
+
+def test_what_has_no_cost_or_no_such_error_is_said() -> None:
+    masks = synthesised("uniform", 0.5, heads=1, tokens=8)
+    with pytest.raises(UsageError, match="no queries and keys"):
+        attention_cost(masks, masks)
+    with pytest.raises(UsageError, match="has no values"):
+        within_error(recorded(values=False), "elsa", 0.1)
+    assert "output error" not in filtered(recorded(values=False), "elsa", 0.5).provenance
+    for error in (0.0, 1.0, float("nan")):
+        with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
+            within_error(TRACE, "elsa", error)
+    assert within_error(masks, "dense", 0.1) is masks

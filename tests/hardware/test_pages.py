@@ -1,0 +1,78 @@
+"""The offline page of a comparison: every design and filter has its bars, numbers are those of the results, and nothing
+of it runs or is fetched."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from thrifty.cli.simulate import command
+from thrifty.cli.simulate_attention_page import write_page
+from thrifty.cli.simulate_comparison import compared
+from thrifty.cli.simulate_page import LEFT, RIGHT, WIDTH, Bar, bars, legend, table
+from thrifty.hardware.machine_file import find_machine
+from thrifty.hardware.own_filters import filtered
+from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.hardware.trace_file import save_trace
+
+NAMES = ["elsa", "vitcod", "dense"]
+
+
+def recorded(name: str = "r") -> AttentionTrace:
+    random = np.random.default_rng(0)
+    q, k, v = (random.standard_normal((1, 2, 32, 16)).astype(np.float32) for _ in range(3))
+    return AttentionTrace(name, (layer_of("l", q=q, k=k, v=v),))
+
+
+def test_bars_are_as_long_as_their_numbers_and_parts_follow_each_other() -> None:
+    rows = [("one", {"a": Bar((1.0, 3.0), "4 <b>"), "b": Bar((2.0,), "2")}), ("two", {"b": Bar((0.0,), "0")})]
+    svg = bars("lengths & more", rows, ("a", "b"))
+    drawn = re.findall(
+        r'<rect x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)" [^>]*fill="var\(--([a-z-]+)\)" opacity="([0-9.]+)"', svg
+    )
+    longest = WIDTH - LEFT - RIGHT
+    assert [float(width) for _, _, width, *_ in drawn] == [longest / 4, longest * 3 / 4, longest / 2, 0]
+    assert float(drawn[1][0]) == pytest.approx(LEFT + longest / 4)
+    assert [colour for *_, colour, _ in drawn] == ["train", "train", "held-out", "held-out"]
+    assert [opacity for *_, opacity in drawn] == ["1.00", "0.40", "1.00", "1.00"]
+    assert "4 &lt;b&gt;" in svg and "lengths &amp; more" in svg
+    assert bars("none", [], ()).startswith("<svg") and legend(("one",)) == ""
+    assert table(["a", "b"], [["<x>", "1"]], ["b"]).count('class="number"') == 2
+
+
+def test_a_comparison_as_a_page(tmp_path: Path) -> None:
+    trace = recorded("<script>alert(1)</script>")
+    masks = {
+        name: dict.fromkeys(NAMES, given) for name, given in (("trace", trace), ("own", filtered(trace, "elsa", 0.3)))
+    }
+    machines = [find_machine(name) for name in NAMES]
+    found = compared(machines, trace, masks, "scan", "horowitz-45nm", draw=False, measure=True, run=None)
+    write_page(found, {"clock": 1e9}, tmp_path / "p.html")
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<script" not in html and "http://" not in html and "https://" not in html and "default-src 'none'" in html
+    titles = re.findall(r"<h3>([^<]*) <span", html)
+    assert titles == ["Time", "Cycles by station", "Energy by station", "Energy by action", "Error of the outputs"]
+    figures = re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL)
+    assert figures[0].count("<rect") == 6 and "elsa · attend" in figures[1] and "vitcod · lines" in figures[2]
+    assert figures[1].count("<rect") == 3 * 2 * sum(len(case.result.stations) for case in found.cases[:3])
+    for case in found.cases:
+        assert f"<td>{case.result.machine.name}</td>" in html and f"{case.result.cycles:,}" in html
+    assert f"{float(found.cases[3].trace.provenance['output error']):.3f}" in figures[4]
+    assert "clock 1e+09" in html and "here, its pairs, scipy" in html and "dense" not in figures[2]
+
+
+def test_the_command_writes_a_page_of_the_masks_of_a_trace(tmp_path: Path) -> None:
+    save_trace(synthesised("runs", 0.25, heads=2, tokens=32), tmp_path / "t.safetensors")
+    words = ["attention", "--designs", "elsa,a3", "--trace", tmp_path / "t.safetensors", "--page", tmp_path / "p.html"]
+    said = CliRunner().invoke(command, [*map(str, words), "--no-measure"], catch_exceptions=False).stdout
+    html = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert (
+        "p.html" in said
+        and "Error of the outputs" not in html
+        and "This machine" not in html
+        and "<h2>Masks" not in html
+    )
+    assert "■" not in html and "Each machine as it is published." in html

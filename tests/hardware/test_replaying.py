@@ -1,0 +1,94 @@
+"""A model under the masks of a trace computes attention over those pairs and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.hardware.own_filters import filtered
+from thrifty.hardware.recording import record
+from thrifty.hardware.replaying import replayed
+from thrifty.hardware.trace import AttentionTrace
+from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention import Attention
+
+
+class Two(nn.Module):
+    """Two attentions, one after the other."""
+
+    def __init__(self, core=causal_attention_reference):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (Attention(32, 4, 2, core=core) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x + self.first(x))
+
+
+MODEL = Two()
+X = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(1))
+TRACE = record(MODEL, [X[:2], X[2:]])
+
+
+def masked(model: nn.Module, trace: AttentionTrace, x: Tensor = X) -> Tensor:
+    with torch.no_grad(), replayed(model, trace):
+        return torch.cat([model(part) for part in x.split(2)])
+
+
+def test_the_masks_that_were_recorded_change_nothing() -> None:
+    with torch.no_grad():
+        torch.testing.assert_close(masked(MODEL, TRACE), MODEL(X))
+
+
+def test_each_layer_attends_to_its_own_pairs_of_its_own_examples() -> None:
+    trace = filtered(TRACE, "elsa", 0.4)
+    kept = {layer.name: torch.from_numpy(layer.kept()).view(3, 4, 12, 12) for layer in trace.layers}
+
+    class ByHand(nn.Module):
+        def __init__(self, keep: Tensor):
+            super().__init__()
+            self.keep = keep
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+            scores = (q @ k.mT / 8**0.5).masked_fill(~self.keep, float("-inf"))
+            return scores.softmax(-1) @ v
+
+    other = Two()
+    other.load_state_dict(MODEL.state_dict())
+    other.first.core, other.second.core = (ByHand(kept[name]) for name in ("first", "second"))
+    with torch.no_grad():
+        expected = other(X)
+        assert (expected - MODEL(X)).abs().max() > 1e-2
+        torch.testing.assert_close(masked(MODEL, trace), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_a_filter_dropped_gets_zeros_and_added_masks_stay() -> None:
+    layer = TRACE.layers[0]
+    alive = np.ones((3, 4, 12), dtype=np.int64)
+    alive[:, :, 5] = 0
+    trace = AttentionTrace("dropped", (layer.masked(layer.kept().reshape(3, 4, 12, 12), {"alive": alive}),))
+    q, k, v = (torch.randn(3, 4, 12, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    added = torch.randn(12, 12)
+    model = nn.Module()
+    model.first = nn.Module()
+    model.first.forward = lambda: F.scaled_dot_product_attention(q, k, v, added, scale=1.0)
+    with replayed(model, trace):
+        output = model.first()
+    assert (output[:, :, 5] == 0).all()
+    expected = (q @ k.mT + added).masked_fill(~torch.ones(12, 12).tril().bool(), float("-inf")).softmax(-1) @ v
+    rows = [row for row in range(12) if row != 5]
+    torch.testing.assert_close(output[:, :, rows], expected[:, :, rows])
+
+
+def test_other_examples_other_values_and_other_cores_are_refused() -> None:
+    with pytest.raises(UsageError, match="other values or other examples"):
+        masked(MODEL, TRACE, X + 1)
+    with pytest.raises(UsageError, match="no mask for this call of first"):
+        masked(MODEL, TRACE, torch.cat([X, X]))
+    with pytest.raises(Refused, match="did not compute its examples"):
+        masked(MODEL, TRACE, X[:2])
+    with pytest.raises(Refused, match="first of Two did not compute its examples by torch's attention"):
+        masked(Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), TRACE)

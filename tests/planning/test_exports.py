@@ -1,0 +1,149 @@
+"""Plans for other trainers: their own packages read them, and the plain script gives the losses of our run."""
+
+import io
+import json
+import runpy
+import tomllib
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import ClusterConfig
+
+from end_to_end.command_line import write_corpus
+from planning.planned_runs import CATALOGUE
+from thrifty.cli.plan_exports import write_exports
+from thrifty.core.errors import Refused
+from thrifty.core.mesh import Mesh
+from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
+from thrifty.core.technique import Technique
+from thrifty.planning.exports import accelerate, deepspeed, torchtitan
+from thrifty.planning.exports.elsewhere import Elsewhere
+from thrifty.preparing import prepare
+from thrifty.training.loop import train
+
+STEPS = 4
+
+
+def technique(name: str, **settings: Any) -> Technique:
+    return CATALOGUE[name](**settings)
+
+
+UPDATE = (
+    technique("optimizers.adamw", lr=3e-3),
+    technique("schedules.linear", warmup=2, until=STEPS),
+    technique("optimizers.clip", largest=0.5),
+)
+
+
+def elsewhere(*chosen: Technique, mesh: Mesh | None = None, batch: int = 8) -> Elsewhere:
+    recipe = Recipe(data=DataSettings(length=16, batch=batch), mesh=mesh or Mesh(), techniques=(*UPDATE, *chosen))
+    return Elsewhere.of(recipe, recipe.techniques, STEPS, "cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    write_corpus(folder / "corpus")
+    return folder / "corpus"
+
+
+def planned(corpus: Path, *chosen: Technique, preset: str = "llama-nano") -> Any:
+    """As much of a plan as exports look at."""
+    sizes = ModelSettings(preset=preset, depth=2, width=32, heads=4, hidden=64)
+    data = DataSettings(source=str(corpus), vocabulary=320, length=24, batch=7)
+    recipe = Recipe(name="small", device="cpu", model=sizes, data=data, budget=Budget(steps=STEPS))
+    steps = SimpleNamespace(value=float(STEPS))
+    return SimpleNamespace(recipe=replace(recipe, techniques=(*UPDATE, *chosen)), forecast=SimpleNamespace(steps=steps))
+
+
+def our_losses(recipe: Recipe) -> list[float]:
+    run = prepare(recipe, quiet=True).run
+    return [record.loss for record in train(run, run.start(), recipe.seed)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "chosen", "tolerance"),
+    [
+        ("llama-nano", (technique("large_batch.accumulate", parts=2), technique("memory.recompute")), 2e-5),
+        ("gpt-nano", (), 2e-5),
+        ("llama-nano", (technique("precision.mixed"),), 5e-3),
+    ],
+    ids=["accumulated and recomputed", "gpt", "bfloat16"],
+)
+def test_the_plain_script_gives_the_losses_of_our_run(
+    tmp_path: Path, corpus: Path, preset: str, chosen: tuple[Technique, ...], tolerance: float
+) -> None:
+    plan = planned(corpus, *chosen, preset=preset)
+    (path,) = write_exports(("script",), plan, tmp_path / "plan.toml")
+    assert "thrifty" not in path.read_text()
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        runpy.run_path(str(path), run_name="__main__")
+    losses = [float(line.split()[1]) for line in printed.getvalue().splitlines()]
+    wanted = our_losses(plan.recipe)
+    assert len(losses) == STEPS and losses == pytest.approx(wanted, rel=tolerance)
+    assert losses[-1] < losses[0] - 0.01  # they would agree as well if neither learned
+    assert (tmp_path / "plan-script" / "trained" / "config.json").is_file()
+
+
+def test_a_script_refuses_what_plain_torch_cannot_say(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(Refused, match=r"no sparsity\.static") as error:
+        write_exports(("script",), planned(corpus, technique("sparsity.static", density=0.5)), tmp_path / "plan.toml")
+    assert error.value.fix == "--without sparsity.static"
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
+    plan = planned(corpus)
+    write_exports(("script", "deepspeed"), plan, tmp_path / "plan.toml")
+    for name in ("script", "deepspeed"):
+        with pytest.raises(Refused, match="is there already"):
+            write_exports((name,), plan, tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(
+    ("run", "wanted"),
+    [
+        (elsewhere(), {"distributed_type": "NO", "mixed_precision": "no", "num_processes": 1, "use_cpu": True}),
+        (
+            elsewhere(
+                technique("precision.mixed"), technique("compile"), technique("parallelism.shard"), mesh=Mesh(shard=2)
+            ),
+            {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 2},
+        ),
+        (elsewhere(technique("parallelism.replicate"), mesh=Mesh(replicate=2)), {"distributed_type": "MULTI_CPU"}),
+    ],
+    ids=["alone", "sharded", "replicated"],
+)
+def test_accelerate_reads_its_configuration(tmp_path: Path, run: Elsewhere, wanted: dict[str, Any]) -> None:
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(accelerate.configuration(run))
+    read = ClusterConfig.from_yaml_file(str(path))  # raises for a key that it does not know
+    found = {name: getattr(getattr(read, name), "value", getattr(read, name)) for name in wanted}
+    assert found == wanted
+    assert ("dynamo_backend" in read.dynamo_config) if run.compiled else not read.dynamo_config
+
+
+def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_the_plan_says() -> None:
+    chosen = (technique("large_batch.accumulate", parts=2), technique("memory.offload_optimizer"))
+    made = deepspeed.configuration(elsewhere(*chosen, technique("parallelism.shard"), mesh=Mesh(shard=2)))
+    assert made["train_batch_size"] == 2 * made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"]
+    assert made["zero_optimization"]["stage"] == 3 and made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert made["gradient_clipping"] == 0.5 and made["optimizer"]["params"]["lr"] == 3e-3
+    assert made["scheduler"]["type"] == "WarmupDecayLR" and made["scheduler"]["params"]["warmup_num_steps"] == 2
+    assert json.loads(json.dumps(made)) == made
+    with pytest.raises(Refused, match="no whole number"):
+        deepspeed.configuration(elsewhere(technique("large_batch.accumulate", parts=3)))
+
+
+def test_what_torchtitan_is_told_is_toml_and_says_what_it_lacks() -> None:
+    text = torchtitan.configuration(elsewhere(technique("memory.recompute"), technique("attention.tiled")))
+    read = tomllib.loads(text)
+    assert read["activation_checkpoint"]["mode"] == "full" and read["training"]["steps"] == STEPS
+    assert "attention.tiled" in text.splitlines()[0]
+    assert torch.tensor(read["lr_scheduler"]["decay_ratio"]) == 0.5

@@ -1,0 +1,96 @@
+"""The ledger: appended by many at once, damaged without harm, and what decides later intervals."""
+
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from thrifty.planning import ledger
+from thrifty.planning.ledger import Record, entries, expect, keep, ledger_file, record_of
+from thrifty.planning.probes import machine
+
+RECIPE = 'name = "a run"\nseed = 1\n[techniques.optimizers.adamw]\nlr = 0.1\n'
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+
+
+def finished_run(
+    folder: Path, status: str = "finished", seconds: float = 0.5, **environment: object
+) -> dict[str, object]:
+    """A run folder with twenty steps, the first of them slow; its summary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "recipe.toml").write_text(RECIPE)
+    (folder / "environment.json").write_text(json.dumps({"device": "cpu", "ranks": 1} | environment))
+    steps = [{"kind": "step", "step": n, "step_seconds": 9.0 if n == 1 else seconds} for n in range(1, 21)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"kind": "st')
+    return {"status": status, "predicted_memory": 1e6, "peak_memory": 1.5e6}
+
+
+def test_a_finished_run_is_kept_with_what_was_predicted_of_it(tmp_path: Path) -> None:
+    expect(
+        {"seed": 1, "techniques": {"optimizers": {"adamw": {"lr": 0.1}}}, "name": "other"}, {"step": 0.4, "memory": 2e6}
+    )
+    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    (entry,) = entries("cpu")
+    assert entry.run == "run" and entry.measured == {"memory": 1.5e6, "step": 0.5}
+    assert entry.predicted == {"counted": 1e6, "step": 0.4, "memory": 2e6}
+    assert record_of([entry], "step", "step").ratios == (1.25,)
+    assert record_of([entry], "counted", "memory").error == 0.5
+
+
+def test_runs_that_ended_early_or_had_several_ranks_are_not_kept(tmp_path: Path) -> None:
+    keep(tmp_path / "a", finished_run(tmp_path / "a", status="interrupted"))
+    keep(tmp_path / "b", finished_run(tmp_path / "b", ranks=2))
+    assert entries("cpu") == []
+
+
+def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(tmp_path / "nowhere", {"status": "finished"})
+    summary = finished_run(tmp_path / "run")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "file" / "below"))
+    keep(tmp_path / "run", summary)
+    expect({}, {"step": 1.0})
+    assert entries("cpu") == []
+
+
+def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> None:
+    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    line = ledger_file().read_text()
+    other = json.loads(line) | {"machine": machine("cpu") | {"device": "another"}}
+    ledger_file().write_text("no json\n" + line[:20] + "\n" + json.dumps(other) + "\n[1]\n" + line)
+    assert [entry.run for entry in entries("cpu")] == ["run"]
+
+
+def _write_many(writer: int) -> None:
+    for number in range(50):
+        ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
+
+
+def test_writers_at_the_same_time_lose_and_mix_no_line() -> None:
+    with ProcessPoolExecutor(4, get_context("fork")) as processes:
+        list(processes.map(_write_many, range(4)))
+    names = [json.loads(line)["run"] for line in ledger_file().read_text().splitlines()]
+    assert sorted(names) == sorted(f"{writer}/{number}" for writer in range(4) for number in range(50))
+
+
+def test_few_runs_only_widen_an_interval() -> None:
+    none = Record(()).around(10.0, 0.9, 1.1)
+    assert (none.low, none.high) == (9.0, pytest.approx(11.0)) and Record(()).error is None
+    far = Record((1.4, 0.95)).around(10.0, 0.9, 1.1)
+    assert (far.low, far.high) == (9.0, 14.0)
+
+
+def test_intervals_learned_from_runs_hold_what_comes_next_as_often_as_they_say() -> None:
+    draws, held, number = np.random.default_rng(0), 0, 600
+    for _ in range(number):
+        ratios = np.exp(draws.normal(0.05, 0.1, 41))
+        found = Record(tuple(ratios[:40])).around(1.0, 0.5, 2.0)
+        held += found.low <= ratios[40] <= found.high
+    assert 0.86 <= held / number <= 0.97

@@ -1,0 +1,59 @@
+"""Counts, lines through probes, and intervals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from planning.planned_runs import CATALOGUE
+from thrifty.core.compose import compose
+from thrifty.core.explain import explain
+from thrifty.core.footprint import Footprint
+from thrifty.planning.predict import Estimate, Timing, counted, largest_part, line_through
+from thrifty.planning.probing import timed
+from tiny_runs import plain_run, with_optimizer
+
+
+@pytest.mark.parametrize("name", ["memory.recompute", "large_batch.noise_scale", "memory.offload_optimizer"])
+def test_one_trace_counts_what_an_explanation_ends_with(name: str) -> None:
+    settings = {"every": 2} if name == "large_batch.noise_scale" else {}
+    run = compose(plain_run(batch=4), with_optimizer([CATALOGUE[name](**settings)]), 6)
+    assert counted(run) == explain(run).footprint
+
+
+@given(st.floats(0.01, 1), st.floats(0.001, 1), st.integers(2, 40))
+def test_sizes_between_those_that_were_run_lie_on_their_line(fixed: float, slope: float, rows: int) -> None:
+    sizes = (1, 10, 40)
+    once = line_through(sizes, [fixed + slope * size for size in sizes])
+    assert once(rows) == pytest.approx(fixed + slope * rows, rel=1e-6)
+
+
+def test_where_noise_outweighs_the_sizes_time_is_in_proportion_to_the_largest() -> None:
+    assert line_through((2, 4), (5.0, 3.0))(8) == 6.0
+    assert line_through((4,), (3.0,))(8) == 6.0
+
+
+def test_a_step_is_its_micro_batches_the_smaller_last_one_too_and_one_update() -> None:
+    timing = Timing((2, 4), (3.0, 5.0), (2.0, 4.0), 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert timing.step(8, 2) == 2 * 5 + 0.5
+    assert timing.step(10, 3) == 2 * 5 + 3 + 0.5
+    assert timing.least_step(8, 4) == 4 * 2 + 0.5
+    assert Timing.from_dict(timing.as_dict()) == timing
+
+
+def test_of_gradients_and_activations_only_the_larger_can_be_most_of_the_peak() -> None:
+    assert largest_part(Footprint(gradients=5, activations=6, temporary=4)) == ("activations", 0.6)
+    assert largest_part(Footprint(gradients=5, activations=4, temporary=5.5))[0] == "temporary"
+
+
+def test_a_rate_has_its_bounds_the_other_way_round() -> None:
+    assert Estimate(2.0, 1.0, 4.0).over(8.0) == Estimate(4.0, 2.0, 8.0)
+
+
+def test_a_probe_runs_whole_steps_and_says_what_they_took() -> None:
+    run = compose(plain_run(batch=4), with_optimizer([]), 20)
+    held_out = [run.source.at(0)]
+    timing = timed(run, (1, 2), 2, held_out, 0.1)
+    assert timing.rows == (1, 2) and all(
+        0 < low <= middle for low, middle in zip(timing.least, timing.passes, strict=True)
+    )
+    assert 0 < timing.update < timing.startup and timing.evaluation > 0 and timing.save > 0 and timing.memory >= 0

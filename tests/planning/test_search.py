@@ -1,0 +1,159 @@
+"""A plan's search: legal, within the memory, as good as trying everything, and content with changing nothing."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planning.planned_runs import CATALOGUE, MB, by_expectation, formula, searching
+from thrifty.core.compose import compose, refuse_illegal
+from thrifty.core.errors import Infeasible, Refused
+from thrifty.core.recipe import Budget
+from thrifty.core.technique import Numerics
+from thrifty.planning.axes import STRICTNESS
+from thrifty.planning.candidates import Candidate
+from thrifty.planning.plans import Wanted
+from thrifty.planning.predict import COUNTED_HIGH, Timing
+from thrifty.planning.probes import ProbeFailed
+from thrifty.planning.search import Search
+
+
+def everything(search: Search) -> list[Candidate]:
+    """All legal combinations that fit, by counting each."""
+    found = []
+    for candidate in search.combinations():
+        run = compose(search.plain, candidate.techniques, search.steps)
+        if formula(run).memory * COUNTED_HIGH <= search.memory:
+            found.append(candidate)
+    return found
+
+
+@pytest.mark.parametrize("memory", [200, 260, 400, 700, 2000])
+@pytest.mark.parametrize("allow", [Numerics.EXACT, Numerics.ROUNDING])
+def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allow: Numerics) -> None:
+    search = searching(memory, allow, time=by_expectation)
+    candidates = None
+    try:
+        best = search.run()
+    except Infeasible:
+        assert not everything(search)
+        return
+    candidates = everything(search)
+    refuse_illegal(best.techniques)
+    assert best.footprint is not None and best.footprint.memory * COUNTED_HIGH <= memory * MB
+    least = min(candidate.relative for candidate in candidates)
+    assert search.seconds(best) <= least * 1.06  # what cannot be told apart goes to what changes less
+    assert all(STRICTNESS.index(way.numerics) <= STRICTNESS.index(allow) for way in best.ways)
+
+
+@settings(max_examples=15)
+@given(st.floats(120, 1200), st.floats(1.0, 2.0))
+def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> None:
+    def seconds(memory: float) -> float:
+        search = searching(memory)
+        try:
+            return search.seconds(search.run())
+        except Infeasible:
+            return math.inf
+
+    assert seconds(memory * factor) <= seconds(memory) * 1.06
+
+
+def test_a_recipe_that_fits_and_is_fast_is_left_as_it_is() -> None:
+    search = searching(math.inf, Numerics.EXACT, time=by_expectation)
+    assert search.run().ways == ()
+    assert search.probes == 1  # whatever else is allowed only costs time
+
+
+def test_what_is_hoped_to_be_faster_is_run_and_left_out_when_it_is_not() -> None:
+    def no_faster(candidate: Candidate) -> Timing:
+        return replace(by_expectation(candidate), least=(1.0,), passes=(1.0,))
+
+    search = searching(math.inf, Numerics.DIFFERENT, time=no_faster)
+    assert search.run().ways == ()
+    assert any("precision.mixed" in candidate.label for candidate in search.tried) or len(search.tried) > 1
+
+
+def test_what_is_measured_to_be_faster_is_taken() -> None:
+    fast = searching(math.inf, Numerics.ROUNDING, time=by_expectation, base=(CATALOGUE["memory.recompute"](),))
+    assert "without memory.recompute" in fast.run().label
+
+
+def test_noise_larger_than_the_gain_changes_nothing() -> None:
+    def noisy(candidate: Candidate) -> Timing:
+        seconds = 1.0 if not candidate.ways else 0.9
+        return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,), spread=0.5)
+
+    assert searching(math.inf, Numerics.DIFFERENT, time=noisy).run().ways == ()
+
+
+def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
+    def heavy(candidate: Candidate) -> Timing:
+        timing = by_expectation(candidate)
+        return replace(timing, memory=timing.memory + 300 * MB)
+
+    search = searching(700.0, time=heavy)
+    best = search.run()
+    assert best.timing is not None and best.timing.memory * search.margin <= 700 * MB
+    assert all("does not fit" in why for why in search.misfits.values())
+
+
+def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
+    def fails(candidate: Candidate) -> Timing:
+        if any("recompute" in way.label for way in candidate.ways):
+            raise ProbeFailed("its process was killed")
+        return by_expectation(candidate)
+
+    search = searching(500.0, Numerics.EXACT, time=fails)
+    assert "recompute" not in search.run().label
+    assert "its process was killed" in search.misfits.values()
+
+
+def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -> None:
+    def refusing(run):  # type: ignore[no-untyped-def]
+        if any(technique.name == "memory.offload_optimizer" for technique in run.techniques):
+            raise Refused("memory.offload_optimizer: there is no disk")
+        return formula(run)
+
+    search = searching(300.0, count=refusing)
+    assert "offload_optimizer" not in search.run().label
+    assert "memory.offload_optimizer: there is no disk" in search.refused.values()
+
+
+def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
+    with pytest.raises(Infeasible, match="the least is about") as error:
+        searching(60.0, Numerics.EXACT).run()
+    assert "--memory" in error.value.fix and "--allow anything" in error.value.fix
+    named = float(error.value.fix.split("MB")[0].split()[-1])
+    assert searching(named, Numerics.EXACT).run().ways
+
+
+def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
+    search = searching(300.0, Numerics.ROUNDING, base=(CATALOGUE["large_batch.accumulate"](parts=2),))
+    labels = [way.label for way in search.ways["micro-batches"]]
+    assert labels == ["without large_batch.accumulate", "large_batch.accumulate", "large_batch.accumulate:parts=8"]
+    parts = [candidate.parts for candidate in (search.look_at_singles(), *search.combinations())[1:]]
+    assert {*parts} == {1, 2, 4, 8}
+
+
+def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
+    run: list[Candidate] = []
+
+    def noted(candidate: Candidate) -> Timing:
+        run.append(candidate)
+        return by_expectation(candidate)
+
+    search = searching(2000.0, Numerics.ROUNDING, time=noted)
+    search.run()
+    assert len({search.kind(candidate) for candidate in run}) == len(run)
+
+
+def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None:
+    assert Wanted(flops=1050.0).budget(Budget(steps=3), 100.0) == Budget(steps=10)
+    assert Wanted(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
+    assert Wanted(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
+    assert Wanted().budget(Budget(steps=3), 100.0) == Budget(steps=3)
+    with pytest.raises(Infeasible, match="do not pay for one step"):
+        Wanted(flops=10.0).budget(Budget(steps=3), 100.0)

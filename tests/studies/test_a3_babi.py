@@ -1,0 +1,74 @@
+"""The study of A3 on stories: its approximation is the paper's, and its statements can hold and can fail."""
+
+from functools import partial
+
+import torch
+
+from thrifty.kernels.attention_filters.a3 import greedy_scores_reference
+from thrifty.models.memory_network import softmax_weights
+from thrifty.recipes import studies
+from thrifty.recipes.studies.a3_babi import (
+    AGGRESSIVE,
+    CONSERVATIVE,
+    EXACT,
+    PAPER_KEPT,
+    PERCENT,
+    SEARCHED,
+    Counting,
+    approximated,
+    measure,
+)
+from thrifty.studies.study import Cells
+
+
+def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, memories = torch.randn(4, 6, generator=generator), torch.randn(4, 9, 6, generator=generator)
+    there = torch.arange(9) < torch.tensor([9, 5, 2, 1])[:, None]
+    counting = Counting()
+    found = approximated(0.5, 10.0, counting, state, memories, there)
+    kept = 0
+    for b in range(4):
+        n = int(there[b].sum())
+        greedy = greedy_scores_reference(state[b], memories[b, :n], -(-n // 2))
+        scores = memories[b, :n] @ state[b]
+        candidates = [i for i in range(n) if greedy[i] > 0] or [int(scores.argmax())]
+        largest = max(float(scores[i].exp()) for i in candidates)
+        left = [i for i in candidates if float(scores[i].exp()) >= 0.1 * largest]
+        expected = torch.zeros(9)
+        expected[left] = scores[left].softmax(0)
+        torch.testing.assert_close(found[b], expected)
+        kept += len(left)
+    assert (counting.kept, counting.there) == (kept, 17)
+
+
+def test_without_search_and_threshold_it_is_softmax() -> None:
+    state, memories, there = torch.randn(3, 6), torch.randn(3, 9, 6), torch.rand(3, 9) < 0.7
+    there[:, 0] = True
+    found = partial(approximated, 0.0, 0.0, Counting())(state, memories, there)
+    torch.testing.assert_close(found, softmax_weights(state, memories, there))
+
+
+def cells(accuracy: dict[str, float], kept: dict[str, float]) -> Cells:
+    return {label: {"accuracy": accuracy[label], "kept": kept[label]} for label in accuracy}
+
+
+def test_each_statement_can_hold_and_can_fail() -> None:
+    study = studies.make("a3_babi")
+    assert set(study.cases) == {EXACT, CONSERVATIVE, AGGRESSIVE, *SEARCHED, *PERCENT}
+    paper = {
+        EXACT: 82.6, CONSERVATIVE: 81.6, AGGRESSIVE: 73.0, "M = n": 82.7, "M = 3/4 n": 82.5, "M = n/2": 81.5,
+        "M = n/4": 78.0, "M = n/8": 73.0, **dict.fromkeys(PERCENT, 82.6),
+    }  # fmt: skip
+    kept = {EXACT: 100.0, CONSERVATIVE: 10.0, AGGRESSIVE: 5.0, **PAPER_KEPT, **dict.fromkeys(PERCENT, 5.1)}
+    assert all(each.holds(cells(paper, kept)) for each in study.expect)
+    lower = {label: number - 4 * (label != EXACT) for label, number in paper.items()} | {"M = n/8": 90.0}
+    turned = {label: 100 - share for label, share in kept.items()}
+    assert not any(each.holds(cells(lower | {AGGRESSIVE: 50.0}, turned)) for each in study.expect)
+
+
+def test_a_cell_has_all_numbers() -> None:
+    small = {"stories": 64, "tested": 16, "steps": 3, "width": 8, "batch": 8, "tying": "layer_wise"}
+    exact, searched = (measure(0, searched=share, percent=0.0, **small) for share in (0.0, 0.25))
+    assert exact["kept"] == exact["recall"] == 100
+    assert 5 < searched["kept"] < 80 and 5 < searched["recall"] < 100 and 0 <= searched["worst"] <= 100

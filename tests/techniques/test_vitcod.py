@@ -1,0 +1,232 @@
+"""ViTCoD's masks: what they are drawn from, where they stay, how they are worked on; and the code of heads."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from adapter_models import theirs
+from image_runs import PIXELS, image_run
+from thrifty.core.attention.places import find_places
+from thrifty.core.compose import compose
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.state import TrainState
+from thrifty.kernels.attention_filters import vitcod
+from thrifty.kernels.attention_filters.keep_sets import exact_scores, visible_pairs
+from thrifty.kernels.sparse_attention.grids import NONE, WHOLE, BlockGrid
+from thrifty.kernels.sparse_attention.reference import kept_attention_reference
+from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.techniques.memory.recompute import Recompute
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
+
+NAME = "attention.vitcod"
+START = 2
+"""The step before which masks are drawn, by the settings of tiny runs."""
+drawn_masks = st.builds(
+    lambda h, t, density, seed: torch.rand(h, t, t, generator=torch.Generator().manual_seed(seed)) < density,
+    st.integers(1, 3), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99),
+)  # fmt: skip
+
+
+def started(steps: int, images: bool = True, **chosen: Any) -> tuple[Any, TrainState]:
+    plain = image_run() if images else plain_run()
+    settings = {"tokens": 0, "code": False} if images else {"code": False}
+    run = compose(plain, with_optimizer([technique(NAME, **settings | chosen)]), 6)
+    state = run.start()
+    advance(run, state, steps)
+    return run, state
+
+
+@given(drawn_masks)
+def test_masks_come_back_from_their_text(masks: Tensor) -> None:
+    heads, tokens, _ = masks.shape
+    text = vitcod.written_masks(masks)
+    assert np.array_equal(vitcod.read_masks(text, heads, tokens), masks.numpy())
+    with pytest.raises(IntegrityError, match="are no masks of"):
+        vitcod.read_masks(text, heads, tokens + 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(masks=drawn_masks, limit=st.integers(0, 12), block=st.integers(1, 5), shared=st.booleans())
+def test_attention_split_into_global_tokens_and_the_rest_is_attention_under_the_mask(masks, limit, block, shared):
+    heads, tokens, _ = masks.shape
+    masks = masks | torch.eye(tokens, dtype=torch.bool)
+    order, kept = vitcod.split_blocks(masks.numpy(), limit, block)
+    for head in range(heads):
+        expected, count = vitcod.split_and_conquer(masks[head], limit)
+        assert order[head].tolist() == expected.tolist()
+        moved = vitcod.reordered(masks[head], expected)
+        assert all(bool(moved[:, column].sum() > limit) == (column < count) for column in range(tokens))
+    generator = torch.Generator().manual_seed(0)
+    groups = 1 if shared else heads
+    q, k, v = (
+        torch.randn(2, n, tokens, 4, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (heads, groups, groups)
+    )
+    codes = torch.where(torch.tensor(kept), WHOLE, NONE).to(torch.int8)[None]
+    found = vitcod.split_attention(
+        q, k, v, masks[None], torch.tensor(order), BlockGrid(codes, block, int(kept.sum((1, 2)).max()))
+    )
+    expected = kept_attention_reference(q, k, v, masks[None])
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), upstream) for x in (found, expected)))
+
+
+def test_the_average_map_leaves_out_examples_whose_query_sees_nothing() -> None:
+    probabilities = torch.rand(3, 2, 4, 4)
+    visible = torch.ones(3, 1, 4, 4, dtype=torch.bool)
+    visible[0, :, 2:] = False
+    probabilities[0, :, 2:] = 0
+    found = vitcod.average_map(probabilities, visible)
+    torch.testing.assert_close(found[:, 0].float(), probabilities[:, :, 0].mean(0))
+    torch.testing.assert_close(found[:, 3].float(), probabilities[1:, :, 3].mean(0))
+
+
+@pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
+def test_masks_are_those_of_the_mean_maps_of_the_plain_steps(images: bool) -> None:
+    _, state = started(START + 1, images)
+    found = state.log[-1].decision["found"]
+    plain = image_run() if images else plain_run()
+    again = compose(plain, with_optimizer([technique("attention.sanger")]), 6)  # watched, and plain up to the same step
+    bare, maps = again.start(), {}
+    for step in range(START):
+        assert bare.model is not None
+        for place in bare.model.attention_places:
+            core = bare.model.attention_cores[place.name]
+            core.watch = partial(add_map, maps, place.name, place.causal)
+        with torch.no_grad():
+            again.objective.predict(bare.model.eval(), again.source.at(step))
+        for core in bare.model.attention_cores.values():
+            core.watch = None
+        advance(again, bare, step + 1)
+    for name, each in maps.items():
+        average = sum(each) / START
+        t = average.shape[-1]
+        kept = torch.tensor(vitcod.read_masks(found[name]["masks"], 4, found[name]["tokens"]))[:, :t, :t]
+        expected = vitcod.informative_pairs(average, 0.4) | torch.eye(t, dtype=torch.bool)
+        assert torch.equal(kept, expected if images else expected.tril())
+        assert 0.1 < float(kept.float().mean()) < 0.7
+
+
+def add_map(maps: dict[str, list[Tensor]], name: str, causal: bool, q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+    scores = exact_scores(q, k).masked_fill(~visible_pairs(q.shape[2], k.shape[2], causal, mask), float("-inf"))
+    maps.setdefault(name, []).append(scores.softmax(-1).double().mean(0))
+
+
+def test_a_run_goes_on_under_the_masks_of_its_log_and_a_changed_one_is_noticed() -> None:
+    run, state = started(START + 1)
+    kept = snapshot(state)
+    advance(run, state, 5)
+    resumed = restored(run, kept)
+    run.verify(resumed)
+    advance(run, resumed, 5)
+    assert all(torch.equal(x, snapshot(state).tensors[name]) for name, x in snapshot(resumed).tensors.items())
+    state.model.attention_places[1].module.kept_pairs[0, 3] = True
+    with pytest.raises(IntegrityError, match=r"the mask of blocks\.1\.attention is not the one in the log"):
+        run.verify(state)
+
+
+@pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
+def test_in_blocks_it_trains_as_it_does_under_a_mask(images: bool) -> None:
+    tokens, plain = (0, image_run) if images else (16, plain_run)
+    runs = []
+    for products in ("dense", "blocks"):
+        one = technique(NAME, tokens=tokens, code=False, products=products)
+        runs.append(run_through(plain(), with_optimizer([one]), 4)[0])
+    assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
+    bare, _ = run_through(plain(), with_optimizer([]), 4)
+    assert losses(runs[0])[:START] == losses(bare)[:START] and losses(runs[0])[START] != losses(bare)[START]
+
+
+def test_the_code_of_heads_learns_and_its_error_is_in_the_loss() -> None:
+    run = compose(image_run(repeated=True), with_optimizer([technique(NAME, tokens=0, weight=0.01)]), 30)
+    state = run.start()
+    batch = run.source.at(0)
+    first = code_error(run, state)
+    with torch.no_grad():
+        judged = run.judged_by.losses(run.judged_by.predict(state.model, batch), batch)
+    records = advance(run, state)
+    assert records[0].loss == pytest.approx(float(judged.mean()) + 0.01 * first, rel=1e-5)
+    assert code_error(run, state) < first and records[-1].loss < 0.7 * records[0].loss
+
+
+def code_error(run: Any, state: TrainState) -> float:
+    """By hand: how far queries and keys are from what comes back of their code, in the mean of examples and blocks."""
+    errors: list[float] = []
+    places = state.model.attention_places
+    cores = [place.module.core for place in places]
+    for place, core in zip(places, cores, strict=True):
+        place.module.core = partial(see_code, errors, place.module, core)
+    with torch.no_grad():
+        run.judged_by.predict(state.model, run.source.at(0))
+    for place, core in zip(places, cores, strict=True):
+        place.module.core = core
+    return sum(errors) / len(errors)
+
+
+def see_code(errors: list[float], module: Any, core: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    there_and_back = module.decode_queries @ module.encode_queries, module.decode_keys @ module.encode_keys
+    apart = [(x.transpose(1, -1) @ m.T - x.transpose(1, -1)).flatten(1).norm(dim=1)
+             for x, m in zip((q, k), there_and_back, strict=True)]  # fmt: skip
+    assert torch.linalg.matrix_rank(there_and_back[0]) == 2  # of four heads
+    errors.append(float(sum(apart).mean()))
+    return core(q, k, v)
+
+
+def test_the_codes_error_is_the_same_when_blocks_are_run_again() -> None:
+    runs = [run_through(plain_run(), with_optimizer([technique(NAME), *also]), 4)[0] for also in ((), (Recompute(),))]
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind() -> None:
+    for steps in (1, 3):  # with a code the function is another one from the first step
+        _, state = started(steps, code=True)
+        with pytest.raises(Refused, match="would compute something else"):
+            technique(NAME, code=True).finish(state.model)
+        finished = technique(NAME, code=True, export_plain=True).finish(state.model)
+        bare = image_run().build()
+        assert finished.state_dict().keys() == bare.state_dict().keys()
+        bare.load_state_dict(finished.state_dict())
+        torch.testing.assert_close(finished(PIXELS), bare(PIXELS))
+
+
+def test_a_text_longer_than_the_masks_is_refused_and_one_of_unknown_length() -> None:
+    with pytest.raises(UsageError, match="was given 16 tokens, and tokens is 8"):
+        started(1, images=False, tokens=8)
+    with pytest.raises(Refused, match="does not say how many tokens") as refused:
+        started(1, images=False, tokens=0)
+    assert "attention.vitcod.tokens" in refused.value.fix
+    _, state = started(START + 1, images=False, tokens=16)
+    with pytest.raises(UsageError, match="masks for 16 tokens and was given 20"):
+        state.model(torch.zeros(1, 20, dtype=torch.int64))
+
+
+class TestModelsOfTransformers:
+    @pytest.mark.parametrize("code", [False, True])
+    def test_it_trains_in_decoders_that_share_keys(self, code: bool) -> None:
+        plain = plain_run()
+        changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama-grouped")), plain.source, plain.objective)
+        records, state = run_through(changed, with_optimizer([technique(NAME, tokens=16, code=code)]), 4)
+        assert losses(records)[-1] < losses(records)[0]
+        assert len(state.log[-1].decision["found"]) == 2
+
+    def test_their_images_say_how_many_tokens_they_have_and_whole_masks_change_nothing(self) -> None:
+        shape = transformers.ViTConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=8,
+            patch_size=2, num_channels=1, num_labels=10, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+        )  # fmt: skip
+        model, one = transformers.ViTForImageClassification(shape).eval(), technique(NAME, tokens=0, code=False)
+        plain = model(PIXELS).logits
+        for masks in (torch.ones(4, 17, 17), torch.eye(17).expand(4, 17, 17)):
+            for place in find_places(model):
+                assert one.count(model, place) == 4 * 17**2
+                found = {"tokens": 17, "masks": vitcod.written_masks(masks.bool())}
+                place.put(one.core(place, {place.name: found}))
+            assert torch.allclose(model(PIXELS).logits, plain, atol=1e-5) == bool(masks.all())
