@@ -125,6 +125,14 @@ def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, ru
     assert browser.value("document.querySelector('#count').textContent") == "2 runs"
 
 
+def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_folder):
+    browser.open(serve().address)
+    browser.until("document.querySelector('#rows').textContent.includes('There is no run')")
+    run_folder("first", steps=5)
+    browser.until("document.querySelector('#rows a')?.textContent == 'first'")
+    assert not browser.value("document.querySelector('main').textContent.includes('There is no run')")
+
+
 def test_an_open_page_survives_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
     quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE"]  # what the browser says when nobody answers
     folder = run_folder(summary={"status": "running", "steps": 0})

@@ -51,3 +51,11 @@ def test_a_column_that_comes_later_has_gaps_before():
     curves.add("accuracy")
     curves.put(2, {"loss": 1.0, "accuracy": 0.5})
     assert curves.curve("accuracy").thin(4) == [(2, 0.5)] and len(curves.curve("loss")) == 2
+
+
+def test_after_one_enormous_value_the_moving_mean_is_still_that_of_its_window():
+    curves = Curves(["gradient_norm"])
+    for step in range(600):
+        curves.put(step, {"gradient_norm": 1e25 if step == 100 else 2.0})
+    smoothed = curves.curve("gradient_norm").smooth(300)
+    assert {point.value for point in smoothed if point.step > 120} == {2.0}

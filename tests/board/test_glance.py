@@ -113,3 +113,40 @@ def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(r
     assert sampled[0].step <= 2 and sampled[-1].step >= 2985
     gaps = [after.step - before.step for before, after in pairwise(sampled)]
     assert max(gaps) < 2 * 3000 / glance.SAMPLES
+
+
+@pytest.mark.parametrize("how", ["appended", "replaced"])
+def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder, monkeypatch, how):
+    folder = run_folder(records=records(50))
+    seen = Glance("kjv", folder)
+    seen.look()
+    lines = "".join(json.dumps(record) + "\n" for record in records(20_000))
+    if how == "replaced":
+        (folder / "records.jsonl").unlink()
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(lines)
+    parsed = []
+    plain = glance.parse_record
+    monkeypatch.setattr(glance, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
+    assert seen.look().step == 20_000
+    most = glance.FROM_END + glance.SAMPLES * glance.AROUND
+    assert sum(parsed) < (most if how == "appended" else most + seen.tail.chunk)
+
+
+@pytest.mark.parametrize("pid", [-5, 2**80, "Infinity"])
+def test_a_lock_file_with_an_impossible_number_is_nobodys(tmp_path, pid):
+    file = tmp_path / "lock"
+    file.write_text(f'{{"pid": {pid}, "host": "{socket.gethostname()}", "started": 1.0}}')
+    assert holder(file) == {}
+
+
+def test_numbers_beyond_all_measure_and_pipes_leave_the_list_standing(run_folder):
+    huge = "1" + 400 * "0"
+    folder = run_folder(summary=None)
+    (folder / "records.jsonl").write_text(f'{{"kind": "step", "step": {huge}}}\n{{"kind": "step", "step": 7}}\n')
+    (folder / "summary.json").write_text(f'{{"steps": {huge}, "loss": {huge}}}')
+    assert look(folder).step == 7
+    for name in ("records.jsonl", "summary.json", "recipe.toml", "lock"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    assert look(folder).state == WAITING

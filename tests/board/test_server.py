@@ -37,7 +37,19 @@ def test_by_either_name_of_this_machine_and_by_its_own_pages(serve, path):
 
 @pytest.mark.parametrize(
     "path",
-    ["/", "", "/x/", f"/{TOKEN[:-1]}/", f"/{TOKEN}x/", f"/{TOKEN.upper()}/", "/%00/", "/%C3%A4/", "/board.js"],
+    [
+        "/",
+        "",
+        "/x/",
+        f"/{TOKEN[:-1]}/",
+        f"/{TOKEN}x/",
+        f"/{TOKEN.upper()}/",
+        f"/{TOKEN}",
+        f"/{TOKEN}?x",
+        "/%00/",
+        "/%C3%A4/",
+        "/board.js",
+    ],
 )
 def test_without_the_token_it_refuses(serve, path):
     status, _, body = asked(serve(), path)
@@ -115,3 +127,13 @@ def test_a_port_that_is_taken_is_a_usage_error(serve, site):
 def test_tokens_cannot_be_guessed():
     tokens = {new_token() for _ in range(100)}
     assert len(tokens) == 100 and min(map(len, tokens)) >= 32
+
+
+def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
+    server = serve()
+    many = "&".join(f"a{number}=" for number in range(50))
+    for path, status in (("http://[/", "403"), (f"{PATHS[0]}?{many}", "500")):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+            host = f"Host: 127.0.0.1:{server.server_port}"
+            connection.sendall(f"GET {path} HTTP/1.1\r\n{host}\r\nConnection: close\r\n\r\n".encode())
+            assert connection.makefile().readline().split()[1:2] == [status], path

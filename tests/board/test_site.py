@@ -1,11 +1,13 @@
 """The pages: what they show, and what they keep to themselves."""
 
 import json
+import os
 import re
 
 import pytest
 
 from thrifty.board.folders import entries
+from thrifty.board.results import ROWS, tables
 from thrifty.board.site import Site
 
 ATTACK = "</td><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -202,3 +204,27 @@ def test_an_empty_or_missing_folder_is_said(site, runs):
     assert "There is no run" in text(site, "")
     runs.rmdir()
     assert "There is no run" in text(site, "") and "No kept results" in text(site, "studies")
+
+
+def test_a_name_or_a_word_that_is_no_text_hides_itself_alone(site, run_folder, runs):
+    folder = run_folder()
+    (folder / "explanation.json").write_text('{"techniques": [{"name": "\\ud800"}]}')
+    odd = os.fsencode(runs) + b"/\xff"
+    os.mkdir(odd)
+    os.link(os.fsencode(folder / "recipe.toml"), odd + b"/recipe.toml")
+    assert re.findall(r'href="run\?name=(.+?)"', text(site, "")) == ["kjv"]
+    assert told(site, "api/runs")["parts"] and text(site, "run", name="kjv")
+
+
+def test_a_table_of_results_says_what_it_leaves_out():
+    rows = [{"run": str(number), "inner": {"a": 1}} for number in range(ROWS + 3)]
+    (table,) = tables({"runs": rows})
+    assert table.columns == ["run"] and len(table.rows) == ROWS and table.note == "Not shown: inner; 3 more rows."
+    (table,) = tables({"runs": rows[:2]})
+    assert table.note == "Not shown: inner."
+
+
+def test_a_study_that_cannot_be_read_says_so(site, runs):
+    (runs / "sweep").mkdir()
+    (runs / "sweep" / "study.json").write_text("{")
+    assert "nothing that can be shown" in text(site, "folder", name="sweep")

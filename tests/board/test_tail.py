@@ -67,7 +67,9 @@ def test_a_file_of_the_same_name_and_number_but_another_beginning_is_another(tmp
 def test_from_the_middle_of_a_line_the_next_one_is_the_first(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"first\nsecond\nthird\n")
-    assert Tail(file, offset=8).read() == [b"third"]
+    tail = Tail(file)
+    tail.skip_to(8)
+    assert tail.read() == [b"third"]
 
 
 def test_no_file_is_nothing_yet(tmp_path):
@@ -75,3 +77,10 @@ def test_no_file_is_nothing_yet(tmp_path):
     assert tail.read() == [] and tail.size == 0
     tail.file.write_bytes(b"now\n")
     assert tail.read() == [b"now"]
+
+
+def test_a_pipe_or_a_device_in_the_place_of_the_file_is_no_records(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    for name in ("pipe", "zeros"):
+        assert Tail(tmp_path / name).read() == [] and Tail(tmp_path / name).size == 0

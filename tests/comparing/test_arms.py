@@ -48,6 +48,7 @@ def test_a_rate_is_changed_alone() -> None:
         ("vit-digits", "is the same run as 'baseline'"),
         ("data.size=16", "judged on something else"),
         ("objective.label_smoothing=0.1", "judged on something else"),
+        ("budget.steps=80 data.batch=16", "cannot be of one arm"),
         ("mesh.replicate=2 +parallelism.replicate", "has a mesh"),
     ],
 )

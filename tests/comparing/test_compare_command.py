@@ -15,6 +15,7 @@ from thrifty.cli.show import command as show
 from thrifty.comparing.evidence import evidence, study_results
 from thrifty.comparing.race import race
 from thrifty.core.errors import UsageError
+from thrifty.report.comparison_page import render
 
 SWAP = "lion: -optimizers.adamw +optimizers.lion:lr=2e-4"
 
@@ -116,6 +117,14 @@ def test_show_finds_kept_results_of_studies() -> None:
     (found,) = study_results("optimizers.lion", [Path(__file__).parents[2] / "results"])
     assert found.study == "lion_rate" and 0 <= found.held <= found.expected > 0
     assert study_results("growth.compound", [Path(__file__).parents[2] / "results"]) == []
+
+
+def test_the_page_names_the_device_that_the_runs_had(in_a_folder: Path) -> None:
+    typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "race")
+    data = json.loads((in_a_folder / "runs" / "race" / "comparison.json").read_text())
+    for entry in data["runs"]:
+        entry["device"] = "cuda:0"
+    assert "<td>cuda:0</td>" in render(data)
 
 
 def test_the_page_has_no_script_and_reaches_for_nothing(in_a_folder: Path) -> None:

@@ -20,7 +20,7 @@ def test_packages_are_counted_and_their_parts_are_not(tmp_path: Path) -> None:
     first, second = (zone(tmp_path, f"intel-rapl:{index}", f"package-{index}", 5_000_000) for index in (0, 1))
     part = zone(tmp_path, "intel-rapl:0:0", "core", 0)
     found = {name: counter for name, counter in counters(tmp_path).items() if not name.startswith("gpu")}
-    assert found.keys() == {"intel-rapl:0", "intel-rapl:1"}
+    assert found.keys() == {"package-0", "package-1"}
     meter = EnergyMeter(found)
     first.write_text("8000000")
     second.write_text("5500000")
@@ -28,6 +28,20 @@ def test_packages_are_counted_and_their_parts_are_not(tmp_path: Path) -> None:
     assert meter.look() == pytest.approx(3.5)
     first.write_text("1000000")  # it began again at 1000 J
     assert meter.look() == pytest.approx(3.5 + 993)
+
+
+def test_a_package_that_is_shown_twice_is_counted_once(tmp_path: Path) -> None:
+    for folder in ("intel-rapl:0", "intel-rapl-mmio:0"):
+        zone(tmp_path, folder, "package-0", 5_000_000)
+    assert len([name for name in counters(tmp_path) if not name.startswith("gpu")]) == 1
+
+
+def test_a_counter_that_can_no_longer_be_read_leaves_the_energy_unknown(tmp_path: Path) -> None:
+    file = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
+    meter = EnergyMeter({name: one for name, one in counters(tmp_path).items() if not name.startswith("gpu")})
+    assert meter.look() == 0
+    file.unlink()
+    assert meter.look() is None and meter.look() is None
 
 
 def test_where_nothing_counts_the_energy_is_not_known(tmp_path: Path) -> None:

@@ -23,6 +23,15 @@ def is_arm(recipe: Recipe) -> bool:
     return recipe.data.batch == 16
 
 
+def rate_of(recipe: Recipe) -> float:
+    return next(one.lr for one in recipe.techniques if one.name == "optimizers.adamw")  # type: ignore[attr-defined]
+
+
+def off_its_best_rate(recipe: Recipe) -> float:
+    """Lowest at half the recipe's rate, for the arm at twice."""
+    return 100 * abs(rate_of(recipe) - (4e-3 if is_arm(recipe) else 1e-3))
+
+
 def by_kind(result, kind: str) -> list[dict]:
     return [entry for entry in result["runs"] if kind in entry]
 
@@ -35,6 +44,17 @@ def test_a_race_ends_with_the_verdict_that_was_planted(tmp_path: Path, effect: f
     assert result["outcome"]["arms"]["data.batch=16"]["verdict"]["verdict"] == word
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["outcome"] == result["outcome"]
     assert (tmp_path / "race" / "report.html").is_file()
+
+
+def test_pilots_in_a_slow_moment_make_no_finding(tmp_path: Path) -> None:
+    """Twice the steps and so a lower loss, of an arm whose steps take as long as the baseline's."""
+    start = Simulated(
+        step_time=lambda recipe: 0.02 if recipe.name.startswith("baseline-pilot") else 0.01,
+        effect=lambda recipe: -0.2 * is_arm(recipe),
+    )
+    result = race(arms("data.batch=16"), SHORT, tmp_path / "race", start=start)
+    verdict = result["outcome"]["arms"]["data.batch=16"]["verdict"]
+    assert verdict["verdict"] == "undecided" and "it used 2.00 times as much" in verdict["sentence"]
 
 
 def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
@@ -70,12 +90,8 @@ def test_the_budget_of_the_baseline_is_the_recipes(tmp_path: Path, budget: Budge
 
 
 def test_every_arm_is_tried_at_as_many_rates_and_runs_at_its_best(tmp_path: Path) -> None:
-    def effect(recipe: Recipe) -> float:
-        """Lowest at half the recipe's rate, for the arm at twice."""
-        rate = next(one.lr for one in recipe.techniques if one.name == "optimizers.adamw")  # type: ignore[attr-defined]
-        return abs(rate - (4e-3 if is_arm(recipe) else 1e-3)) * 100
-
-    result = race(arms("data.batch=16"), Terms(seeds=1), tmp_path / "race", start=Simulated(effect=effect))
+    start = Simulated(effect=off_its_best_rate)
+    result = race(arms("data.batch=16"), Terms(seeds=1), tmp_path / "race", start=start)
     trials = by_kind(result, "trial")
     assert sorted((entry["arm"], entry["factor"]) for entry in trials) == [
         (label, factor) for label in ("baseline", "data.batch=16") for factor in (0.5, 1.0, 2.0)
@@ -100,6 +116,33 @@ def test_an_interrupted_race_goes_on_where_it_was_and_comes_to_the_same(tmp_path
     assert start.started[before - 1] == start.started[before] == "arm-1-seed-2"
     assert len(start.started) == len({*start.started}) + 1
     assert second["outcome"] == whole["outcome"]
+
+
+def test_arms_in_another_order_keep_their_runs(tmp_path: Path) -> None:
+    """Their budgets and rates as well, which differ from one another's."""
+    texts = ("data.batch=16", "data.batch=8")
+    start = Simulated(
+        step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01,
+        effect=off_its_best_rate,
+    )
+    terms = Terms(seeds=3)
+    whole = race(arms(*texts), terms, tmp_path / "whole", start=start)
+    cut = replace(start, stops_at="arm-2-seed-1", started=[])
+    race(arms(*texts), terms, tmp_path / "cut", start=cut)
+    second = race(arms(*reversed(texts)), terms, tmp_path / "cut", start=cut)
+    assert second["rates"] == whole["rates"] and second["budgets"] == whole["budgets"]
+    assert second["outcome"] == whole["outcome"]
+
+
+def test_a_trial_that_failed_is_not_tried_again_once_its_arm_runs_at_the_rate_of_another(tmp_path: Path) -> None:
+    start = Simulated(
+        fails={"arm-1-trial-2", "arm-1-seed-1"},
+        effect=off_its_best_rate,
+    )
+    first = race(arms("data.batch=16"), Terms(seeds=2), tmp_path / "race", start=start)
+    start.fails, start.started = (), []
+    again = race(arms("data.batch=16"), Terms(seeds=2), tmp_path / "race", start=start, retry=True)
+    assert start.started == ["arm-1-seed-1"] and again["rates"] == first["rates"]
 
 
 def test_a_race_that_is_finished_runs_nothing_again(tmp_path: Path) -> None:
@@ -185,6 +228,13 @@ def test_trials_need_a_rate_to_try(tmp_path: Path) -> None:
 def test_what_happens_once_is_no_step_time() -> None:
     assert steady([30.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0])[1:] == [1.0] * 6
     assert steady([1.0] * 4 + [2.0] * 4) == [1.0] * 4 + [2.0] * 4
+
+
+@pytest.mark.parametrize("every", [3, 4, 10])
+def test_what_happens_every_few_steps_is_part_of_them(every: int) -> None:
+    """Such as a preconditioner every tenth: arms that pay for it would have it for nothing at equal time."""
+    seconds = [6.0 if step % every == 0 else 1.0 for step in range(1, 61)]
+    assert steady([30.0, *seconds])[1:] == seconds
 
 
 def test_the_time_to_a_loss_lies_between_evaluations() -> None:

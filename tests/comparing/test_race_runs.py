@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -14,14 +15,23 @@ from end_to_end.command_line import CommandLine, kill, wait_until
 from thrifty.comparing.arms import Arm
 from thrifty.comparing.one_run import run_to_end, summary_of
 from thrifty.comparing.race import race
-from thrifty.comparing.race_runs import Ended, here, in_own_process
+from thrifty.comparing.race_runs import Ended, here, in_own_process, wait_for_release
 from thrifty.comparing.race_terms import Terms
-from thrifty.core.recipe import Budget, Checkpoints, Recipe
+from thrifty.core.recipe import Budget, Checkpoints, Evaluation, Recipe
 from thrifty.recipes.toml import recipe_to_data
+from thrifty.training.lock import Lock, holder
 
 
 def short(name: str, steps: int) -> Recipe:
-    return replace(tiny_digits(), name=name, budget=Budget(steps=steps), checkpoints=Checkpoints(every=10_000))
+    recipe, few = tiny_digits(), Evaluation(every=10_000, examples=64)
+    return replace(
+        recipe,
+        name=name,
+        model=replace(recipe.model, depth=1),
+        budget=Budget(steps=steps),
+        evaluation=few,
+        checkpoints=Checkpoints(every=10_000),
+    )
 
 
 def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
@@ -49,6 +59,14 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
         ended = start(wrong, tmp_path)
         assert ended.status == "failed" and ended.exit_code == 2
         assert "patch" in ended.error and "Traceback" not in ended.error
+
+
+def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
+    saving = Lock(tmp_path / "lock")
+    Timer(0.3, saving.release).start()
+    assert holder(tmp_path / "lock")
+    wait_for_release(tmp_path / "lock")
+    assert not holder(tmp_path / "lock")
 
 
 def test_only_signals_count_as_an_interruption() -> None:

@@ -60,6 +60,17 @@ def test_a_failed_run_is_not_dropped() -> None:
     assert judge(baseline, [None] * PAIRS).sentence == "undecided: all 8 pairs failed"
 
 
+@pytest.mark.parametrize(
+    ("effect", "used", "word"),
+    [(-0.5, 1.3, "undecided"), (-0.5, 0.7, "better"), (0.5, 0.7, "undecided"), (0.5, 1.3, "worse")],
+)
+def test_what_a_budget_that_was_not_equal_could_explain_is_no_finding(effect: float, used: float, word: str) -> None:
+    baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
+    found = judge(baseline, [loss + effect + 0.001 * loss**2 for loss in baseline], used=used)
+    assert found.verdict == word
+    assert ("it used" in found.sentence) == (word == "undecided")
+
+
 def test_no_difference_says_what_could_have_been_seen_and_what_seeds_the_effect_asked_about_needs() -> None:
     found = judge(*losses(np.random.default_rng(2), 0.0), effect=0.001)
     assert found.verdict == "no difference" and found.pairs_needed > PAIRS

@@ -5,8 +5,10 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.hardware.accuracy import attention_cost, computed_pairs
+from thrifty.hardware.machine_file import find_machine
 from thrifty.hardware.own_filters import EXACT, SELECTIVE, filtered, within_error
 from thrifty.hardware.patterns import synthesised
+from thrifty.hardware.simulate import simulate
 from thrifty.hardware.trace import AttentionTrace, layer_of
 
 
@@ -91,6 +93,8 @@ def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
     few, many = (filtered(TRACE, "a3", density).layers[0] for density in (0.1, 0.6))
     assert many.count("iterations").max() > few.count("iterations").max() == 12
     assert many.kept_counts.sum() > 1.5 * few.kept_counts.sum()
+    notes = [simulate(find_machine("a3"), AttentionTrace("a", (layer,))).notes for layer in (few, many)]
+    assert ["rounds a key to find enough" in " ".join(each) for each in notes] == [False, True]
 
 
 def test_what_has_no_cost_or_no_such_error_is_said() -> None:

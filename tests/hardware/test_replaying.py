@@ -1,11 +1,15 @@
 """A model under the masks of a trace computes attention over those pairs and nothing else."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thrifty.cli.simulate_comparison import held_out_losses
 from thrifty.core.errors import Refused, UsageError
 from thrifty.hardware.own_filters import filtered
 from thrifty.hardware.recording import record
@@ -83,12 +87,47 @@ def test_a_query_that_a_filter_dropped_gets_zeros_and_added_masks_stay() -> None
     torch.testing.assert_close(output[:, :, rows], expected[:, :, rows])
 
 
-def test_other_examples_other_values_and_other_cores_are_refused() -> None:
+def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_under_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batches = SimpleNamespace(batches=lambda *count: [X])
+    monkeypatch.setattr("thrifty.cli.telling.run_path", lambda run: run)
+    monkeypatch.setattr("thrifty.preparing.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches)))
+    monkeypatch.setattr("thrifty.training.evaluate.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
+    trace = AttentionTrace("mine", TRACE.layers, {"run": "mine", "examples": "3"})
+
+    def spread(x: Tensor) -> float:
+        return x.detach().std().item()
+
+    def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tiled_causal_attention(q, k, v, tile=4)
+
+    monkeypatch.setattr("thrifty.restoring.restore", lambda *a, **k: (Two(tiled), None))
+    assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
+    monkeypatch.setattr("thrifty.restoring.restore", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
+    with pytest.raises(Refused, match="by softmax over the pairs of its attention"):
+        held_out_losses(Path("mine"), [trace])
+
+
+def test_other_examples_other_values_and_attention_out_of_sight_are_refused() -> None:
     with pytest.raises(UsageError, match="other values or other examples"):
         masked(MODEL, TRACE, X + 1)
     with pytest.raises(UsageError, match="no mask for this call of first"):
         masked(MODEL, TRACE, torch.cat([X, X]))
     with pytest.raises(Refused, match="did not compute its examples"):
         masked(MODEL, TRACE, X[:2])
-    with pytest.raises(Refused, match="first of Two did not compute its examples by torch's attention"):
-        masked(Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), TRACE)
+
+    class ByHand(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.mT).softmax(-1) @ x
+
+    with pytest.raises(Refused, match="first of ByHand did not compute its examples by torch's attention or a core"):
+        masked(ByHand(), TRACE)
+
+
+def test_a_core_that_computes_in_another_way_attends_to_the_same_pairs() -> None:
+    tiled, trace = Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), filtered(TRACE, "elsa", 0.4)
+    core = tiled.first.core
+    for masks in (TRACE, trace):
+        torch.testing.assert_close(masked(tiled, masks), masked(MODEL, masks), rtol=1e-4, atol=1e-5)
+    assert tiled.first.core is core

@@ -1,5 +1,6 @@
 """The ledger: appended by many at once, damaged without harm, and what decides later intervals."""
 
+import fcntl
 import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -58,6 +59,28 @@ def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: py
     keep(tmp_path / "run", summary)
     expect({}, {"step": 1.0})
     assert entries("cpu") == []
+
+
+def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("THRIFTY_CACHE")
+    monkeypatch.setattr(Path, "home", nowhere)
+    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    expect({}, {"step": 1.0})
+    assert entries("cpu") == []
+
+
+def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PATIENCE", 0.05)
+    ledger_file().parent.mkdir(parents=True)
+    with ledger_file().open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    assert entries("cpu") == []
+    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    assert len(entries("cpu")) == 1
 
 
 def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_what_is_taken_says_what_it_does(exact: dict[str, Reason]) -> None:
         ("optimizers.lion", "changes the result, and you asked for exact"),
         ("large_batch.accumulate", "rounds otherwise, and you asked for exact"),
         ("parallelism.tensor", "one rank: there is nothing to divide"),
-        ("memory.offload_activations", "others are enough, and cost less time; by itself it takes"),
+        ("memory.offload_activations", "others are enough, and are expected to cost less time; by itself it takes"),
         ("memory.offload_optimizer", "by itself it takes 8% off the peak, to 870 MB, which is not enough"),
     ],
 )
@@ -100,6 +100,17 @@ def test_what_was_measured_to_be_slower_says_so() -> None:
         if "measured no gain" in told.of(name).why
     ]
     assert tried
+
+
+def test_that_others_cost_less_time_is_expected_or_measured_and_says_which() -> None:
+    search = searching(700, Numerics.EXACT, time=by_expectation)
+    told = Reasons(search, search.run(), {}, CATALOGUE, {}, Numerics.EXACT, {})
+    saving = {"memory.recompute", "memory.optimal_recompute", "memory.offload_activations"}
+    names = saving - {technique.name for technique in told.chosen.techniques}
+    found = {name: told.of(name).why for name in names}
+    run = {t.name for candidate in search.tried for t in candidate.techniques}
+    assert names & run and names - run
+    assert all(("of the plan's time" in why) == (name in run) for name, why in found.items())
 
 
 def test_what_is_taken_out_or_changed_is_told_apart() -> None:

@@ -111,6 +111,14 @@ def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
     assert "its process was killed" in search.misfits.values()
 
 
+def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> None:
+    def fails(candidate: Candidate) -> Timing:
+        raise ProbeFailed("the loss is nan")
+
+    with pytest.raises(Infeasible, match="ran its steps: the loss is nan"):
+        searching(2000.0, Numerics.EXACT, time=fails).run()
+
+
 def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
         if any(technique.name == "memory.offload_optimizer" for technique in run.techniques):
@@ -145,9 +153,14 @@ def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
         run.append(candidate)
         return by_expectation(candidate)
 
-    search = searching(2000.0, Numerics.ROUNDING, time=noted)
+    search = searching(700.0, Numerics.ROUNDING, time=noted)
     search.run()
     assert len({search.kind(candidate) for candidate in run}) == len(run)
+    shared = [candidate for candidate in search.tried if candidate.ways not in {each.ways for each in run}]
+    for candidate in shared:  # its process holds fewer tensors than that which was run
+        assert candidate.timing is not None and candidate.footprint is not None
+        assert candidate.timing.memory == pytest.approx(candidate.footprint.memory)
+    assert shared
 
 
 def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None:

@@ -1,6 +1,7 @@
 """Records reach a tracker once each, in order, over several calls and while a run goes on."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -208,3 +209,13 @@ def test_the_command_says_where_and_how_to_look(run, tmp_path, told):
         f"77 records of {run} in {out}/tensorboard",
         f"look at them: tensorboard --logdir {out}/tensorboard",
     ]
+
+
+def test_a_run_that_is_removed_meanwhile_leaves_what_was_written(run, tmp_path, told, monkeypatch):
+    def sleep(seconds):
+        shutil.rmtree(run)
+
+    monkeypatch.setattr(following.time, "sleep", sleep)
+    with RunFolder(run).lock():
+        assert track(run, "tensorboard", tmp_path / "out", follow=True).records > 60
+    assert told[0].finished == {} and (tmp_path / "out" / "tensorboard" / "kjv.position.json").is_file()

@@ -137,6 +137,8 @@ class Glance:
 def sampled_losses(file: Path, size: int) -> list[Point]:
     """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
     found: dict[int, float] = {}
+    if not file.is_file():
+        return []
     try:
         with file.open("rb") as opened:
             if size <= SAMPLES * AROUND:

@@ -15,6 +15,7 @@ from thrifty.report.curves import Point
 from thrifty.report.key_figures import KeyFigures, verdict
 from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.record import RunRecord
+from thrifty.report.templates import environment
 from thrifty.report.units import scaled, significant, whole
 
 SORTS = {
@@ -92,14 +93,7 @@ def _last_if_missing(value: float | None) -> float:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    loaders = [jinja2.PackageLoader("thrifty.board", "assets"), jinja2.PackageLoader("thrifty.report", "assets")]
-    loader = jinja2.ChoiceLoader(loaders)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
-    environment.filters |= {
-        "significant": significant,
-        "scaled": scaled,
-        "whole": whole,
-        "clock": clock,
-    }
-    return environment
+    made = environment("thrifty.board", "thrifty.report")
+    made.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
+    made.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
+    return made

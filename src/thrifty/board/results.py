@@ -89,7 +89,7 @@ def _found(data: Mapping[str, Any], path: str) -> Iterator[Table]:
     """Lists of objects and objects of objects become tables; deeper ones tables of their own."""
     single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
     if single:
-        yield Table(path or "Numbers", ("What", "Value"), single[:ROWS])
+        yield Table(path or "Numbers", ("What", "Value"), single[:ROWS], note=_left_out((), len(single)))
     for name, value in data.items():
         caption = f"{path}, {name}" if path else name
         inner = list(value.items()) if isinstance(value, dict) else list(enumerate(_list(value), start=1))

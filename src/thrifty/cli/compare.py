@@ -49,8 +49,8 @@ def command(
 
     A name and a colon before it is what an arm is called. Options that change a recipe (--data, --with, --set, …)
     change all arms. Pilots find what a step of each arm costs, every arm is tried at the same number of learning rates,
-    and each seed is run with every arm in turn. Better or worse is only said of all planned pairs together. Stopped and
-    started again, it goes on where it was.
+    and each seed is run with every arm in turn. Better or worse is said by held-out loss, and only of all planned pairs
+    together. Stopped and started again, it goes on where it was.
     """
     from dataclasses import fields
 

@@ -33,7 +33,7 @@ command.add_command(prune)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_sets(as_json: bool) -> None:
     """What can be named as a source, its size and licence, and whether it is on this machine."""
-    from thrifty.data.cache import cache_folder
+    from thrifty.core.cache_folder import cache_folder
     from thrifty.data.catalogue import entries
 
     if as_json:

@@ -121,7 +121,8 @@ def planned(
     run = prepared.run
     if isinf(wanted.memory):
         wanted = replace(wanted, memory=free_memory(run.device))
-    catalogue = {name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()}
+    outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
+    catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
     plan = Planner(
         recipe=recipe,
         plain=run.plain,
@@ -132,6 +133,7 @@ def planned(
         rate=measure_throughput(0.4).sustained if not probe else 1.0,
         time=_probing(prepared, seconds) if probe else None,
         kept=entries(run.device.type),
+        outside=sorted(outside),
         evidence=_evidence(catalogue),
         say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
         finalists=finalists,
@@ -169,7 +171,9 @@ def _probing(prepared: Prepared, seconds: float) -> TimeOf:
         tables = recipe_to_data(replace(prepared.recipe, techniques=whole))
         rows = (candidate.batch,) if joint else sizes(candidate.batch, candidate.parts, candidate.is_compiled)
         parts = 1 if joint else candidate.parts
-        return probe(Job(tables, prepared.run.steps, rows, parts, seconds))
+        assert candidate.footprint is not None
+        counted = (candidate.footprint.memory, candidate.footprint.flops)
+        return probe(Job(tables, prepared.run.steps, rows, parts, seconds, counted))
 
     return time
 

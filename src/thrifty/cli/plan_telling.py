@@ -39,11 +39,18 @@ def in_words(plan: Plan) -> list[str]:
     forecast = plan.forecast
     changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
     name, share = forecast.memory_is
+    most = f"most of those are {name}, {percent(share, 0)}"
+    memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
+    if plan.chosen.timing:
+        memory += f" at the peak, {_bytes(forecast.counted)} of it in tensors; {most}{_past(plan.past['memory'])}"
+        step += f"; {_time(forecast)}{_past(plan.past['step'])}"
+    else:
+        memory += f" in tensors at the peak, and what the process takes besides; {most}"
+        step += "; not run: by FLOPs and a share of this machine's peak"
     lines = [
         f"change   {changes}",
-        f"memory   {_between(forecast.memory, _bytes)} at the peak, {_bytes(forecast.counted)} of it in tensors; most "
-        f"of those are {name}, {percent(share, 0)}{_past(plan.past['memory'])}",
-        f"step     {_between(forecast.step, duration)}; {_time(forecast)}{_past(plan.past['step'])}",
+        f"memory   {memory}",
+        f"step     {step}",
         f"rate     {_between(forecast.tokens_per_second, _rate)}",
         f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, _whole)} steps, "
         f"{scaled(forecast.tokens.value)} tokens",
@@ -55,7 +62,7 @@ def in_words(plan: Plan) -> list[str]:
 
 def _time(forecast: Forecast) -> str:
     name, share = forecast.time_is
-    return f"{percent(share, 0)} of it {name}" if share else "not run: by FLOPs and a share of this machine's peak"
+    return f"{percent(share, 0)} of it {name}"
 
 
 def _past(record: Record) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,12 +109,13 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
 
 
 def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
-    """Loss of a run's model on the held-out examples that were traced, under the masks of each trace. Raises UsageError
-    for traces of another run."""
+    """Loss of a run's model on the held-out examples that were traced, under the masks of each trace, the first of
+    which is as it was traced. Raises UsageError for traces of another run, and Refused for a model whose attention is
+    more than softmax over some pairs."""
     import torch
 
     from thrifty.cli.telling import run_path
-    from thrifty.core.errors import UsageError
+    from thrifty.core.errors import Refused, UsageError
     from thrifty.hardware.replaying import replayed
     from thrifty.preparing import open_examples
     from thrifty.restoring import restore
@@ -126,9 +128,17 @@ def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
     model, recipe = restore(folder, plain=False)
     objective, opened = open_examples(recipe)
     count = int(traces[0].provenance["examples"])
-    found = []
+
+    def loss() -> float:
+        return held_out_loss(model, objective, opened.held_out.batches(count, count), torch.device("cpu"))
+
+    found, own = [], loss()
     for trace in traces:
         with replayed(model, trace):
-            batches = opened.held_out.batches(count, count)
-            found.append(held_out_loss(model, objective, batches, torch.device("cpu")))
+            found.append(loss())
+    if not math.isclose(own, found[0], rel_tol=1e-3):
+        raise Refused(
+            f"the loss of {folder.name} is {own:.4f}, and {found[0]:.4f} by softmax over the pairs of its attention",
+            fix="trace a run whose attention is no more than that",
+        )
     return found

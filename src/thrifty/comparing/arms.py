@@ -13,6 +13,8 @@ from thrifty.recipes.toml import recipe_to_data
 from thrifty.recipes.values import differences, to_data
 
 BASELINE = "baseline"
+OF_THE_RACE = ("budget", "evaluation")
+"""What of a recipe is set for all arms alike."""
 OF_TRAINING = ("batch", "augment")
 """What of a recipe's data may differ between arms: it does not touch what they are judged on."""
 
@@ -105,6 +107,10 @@ def _read(text: str, folder: str, baseline: Layers, lay: Callable[[str], Layers]
         elif word.startswith("+"):
             additions.append(word[1:])
         elif "=" in word:
+            if word.partition(".")[0] in OF_THE_RACE:
+                raise UsageError(
+                    f"arm {text!r}: {word} cannot be of one arm", fix=f"--set {word}, which is of all arms"
+                )
             assignments.append(word)
         else:
             raise UsageError(

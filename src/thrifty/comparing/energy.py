@@ -4,7 +4,7 @@ Both count the whole package or device, so everything else that runs there too.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,21 +25,24 @@ class Counter:
 class EnergyMeter:
     """Joules since it was made. Ask it at least every minute: a processor's counter may start again after some."""
 
-    counters: Mapping[str, Counter]
+    counters: dict[str, Counter]
+    """None of them any more once one could not be read."""
     last: dict[str, float] = field(default_factory=dict)
     joules: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, counter in self.counters.items():
-            self.last[name] = counter.read()
+        self.look()
 
     def look(self) -> float | None:
-        """What was taken so far; None where nothing counts it."""
-        for name, counter in self.counters.items():
-            now = counter.read()
-            moved = now - self.last[name]
-            self.joules += moved + counter.wraps if moved < 0 else moved
-            self.last[name] = now
+        """What was taken so far; None where nothing counts it, or not all of it."""
+        try:
+            for name, counter in self.counters.items():
+                now = counter.read()
+                moved = now - self.last.get(name, now)
+                self.joules += moved + counter.wraps if moved < 0 else moved
+                self.last[name] = now
+        except OSError:
+            self.counters = {}
         return self.joules if self.counters else None
 
 
@@ -49,16 +52,18 @@ def counters(powercap: Path = POWERCAP) -> dict[str, Counter]:
 
 
 def _processors(powercap: Path) -> dict[str, Counter]:
-    """Packages alone: cores and memory controllers inside of them are parts of those."""
-    found = {}
+    """Packages alone: cores and memory controllers inside of them are parts of those. Some machines show a package
+    twice, by another way to the same counter."""
+    found: dict[str, Counter] = {}
     for zone in sorted(powercap.glob("*:*")):
         with suppress(OSError, ValueError):
-            if not (zone / "name").read_text().startswith("package"):
+            name = (zone / "name").read_text().strip()
+            if not name.startswith("package") or name in found:
                 continue
             file, wraps = zone / "energy_uj", float((zone / "max_energy_range_uj").read_text()) / 1e6
             counter = Counter(lambda file=file: float(file.read_text()) / 1e6, wraps)
             counter.read()
-            found[zone.name] = counter
+            found[name] = counter
     return found
 
 

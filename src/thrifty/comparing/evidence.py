@@ -75,7 +75,11 @@ def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[Evidence]:
 
 
 def _of_comparison(data: dict[str, Any], file: Path) -> list[Evidence]:
-    runs = [entry for entry in data["runs"] if entry["arm"] == BASELINE and entry["status"] == "finished"]
+    runs = [
+        entry
+        for entry in data["runs"]
+        if entry["arm"] == BASELINE and "seed" in entry and entry["status"] == "finished"
+    ]
     found = []
     for label, roles in data["changes"].items() if runs else ():
         arm, last = data["outcome"]["arms"][label], runs[-1]

@@ -70,15 +70,25 @@ class _Interrupted(Exception):
 
 class _Race:
     def __init__(self, arms: Sequence[Arm], terms: Terms, folder: RunFolder, start: Start, say: Say, retry: bool):
-        self.arms, self.terms, self.folder, self.start, self.say = arms, terms, folder, start, say
+        self.terms, self.folder, self.start, self.say = terms, folder, start, say
         self.state: dict[str, Any] = folder.read_json("comparison")
-        self.state.pop("error", None)
+        for name in ("error", "outcome"):  # of an earlier part
+            self.state.pop(name, None)
+        self.arms = [replace(arm, folder=self.state["folders"][arm.label]) for arm in arms]  # in whatever order
         self.runs = {entry["run"]: entry for entry in self.state["runs"]}
         if retry:
-            self.runs = {run: entry for run, entry in self.runs.items() if entry["status"] != "failed"}
+            self.forget_failures()
         trials = terms.trials if terms.trials > 1 else 0
         self.planned = len(arms) * (PILOTS + trials + terms.seeds)
         self.began, self.made = time.monotonic(), 0
+
+    def forget_failures(self) -> None:
+        """So that they are run again; not trials once a seed was run, whose rate another trial could change."""
+        chosen = any("seed" in entry for entry in self.runs.values())
+        again = [run for run, entry in self.runs.items() if entry["status"] == "failed"]
+        for run in again:
+            if not (chosen and "trial" in self.runs[run]):
+                del self.runs[run]
 
     def to_the_end(self) -> dict[str, Any]:
         try:
@@ -159,7 +169,8 @@ class _Race:
         done = [entry for entry in entries if entry["status"] == "finished"]
         if not done:
             raise ThriftyError(
-                f"{arm.label} failed at every rate: {entries[0]['error']}", fix="lower its learning rate"
+                f"{arm.label} failed at every rate: {entries[0]['error']}",
+                fix="lower its learning rate, and give another --name",
             )
         best = min(done, key=lambda entry: entry["held_out_loss"])
         self.state.setdefault("rates", {})[arm.label] = {

@@ -21,7 +21,10 @@ EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
 PILOT = 24
 """Steps of a pilot."""
 WINDOW = 5
-"""Steps over which the median is taken: what happens once (compiling, another process) is no step time."""
+"""Steps over which the median is taken that a step is held against."""
+ONCE = 2
+"""How often something may take longer than the steps around it without counting as part of a step: compiling at the
+start, and again after an interrupt. What happens oftener, such as a preconditioner every tenth step, is a cost."""
 DECAYED = 0.3
 """The last step's share of the largest rate up to which a schedule counts as decayed: in a pilot the last step of a
 decay over a fifth of the run is still at 0.2."""
@@ -48,9 +51,13 @@ class StepCost:
 
 
 def steady(seconds: Sequence[float]) -> list[float]:
-    """Step times without what happens once: the median of each step and its neighbours."""
+    """Step times without what happens once: none lies further above the median of its neighbours than at least
+    `ONCE` + 1 of them do."""
     reach = WINDOW // 2
-    return [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
+    around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
+    above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
+    most = max(0.0, above[ONCE]) if len(above) > ONCE else 0.0
+    return [min(own, usual + most) for own, usual in zip(seconds, around, strict=True)]
 
 
 def step_cost(folder: Path) -> StepCost:

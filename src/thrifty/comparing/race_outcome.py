@@ -77,12 +77,13 @@ def outcome(runs: Iterable[Entry], labels: Sequence[str], terms: Terms) -> dict[
         if label == BASELINE:
             continue
         losses = [[_loss(entry) for entry in entries[one]] for one in (BASELINE, label)]
-        verdict = judge(*losses, arms=len(labels) - 1, effect=terms.effect)
         ratios = {name: _ratio(arms[label][name], arms[BASELINE][name]) for name in RATIOS}
+        used = ratios["seconds" if terms.equal == "time" else terms.equal]
+        verdict = judge(*losses, arms=len(labels) - 1, effect=terms.effect, used=used)
         arms[label] |= {
             "verdict": verdict.as_data(),
             "ratios": ratios,
-            "used": ratios["seconds" if terms.equal == "time" else terms.equal],
+            "used": used,
             "time_to_quality": time_to_quality(entries[BASELINE], entries[label]),
             "measured_differences": _measured_differences(entries[BASELINE], entries[label], verdict.confidence),
         }
@@ -131,11 +132,14 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _measured_differences(baseline: Sequence[Entry], arm: Sequence[Entry], confidence: float) -> dict[str, Any]:
-    """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished."""
-    pairs = _finished(baseline, arm)
+    """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished; what
+    one of those runs does not say is left out."""
+    pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, arm)]
     found = {}
-    for name in pairs[0][0]["measured"] if pairs else ():
-        differences = [second["measured"][name] - first["measured"][name] for first, second in pairs]
+    for name in pairs[0][0] if pairs else ():
+        if any(one.get(name) is None for pair in pairs for one in pair):
+            continue
+        differences = [second[name] - first[name] for first, second in pairs]
         low, high = interval(differences, confidence)
         found[name] = {"mean": fmean(differences), "low": low, "high": high}
     return found

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,10 @@ from thrifty.core.recipe import Recipe
 from thrifty.preparing import BuildModel
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.training.environment import redacted
+from thrifty.training.lock import holder
 
+SAVING = 600.0
+"""Seconds that a run whose starter was killed may take to end its step and save."""
 LOOK = 5.0
 """Seconds between looks at the energy counters."""
 SIGNALLED = (130, 143)
@@ -34,7 +38,7 @@ class Ended:
     error: str
     """What it said last, where it failed."""
     elapsed: float
-    """Seconds from its start to its end, so with what starting, evaluating and saving took."""
+    """Seconds from its last start to its end, so with what starting, evaluating and saving took."""
     joules: float | None
     """Of the machine in that time; None where nothing counts it, or only part of the run was seen."""
 
@@ -55,6 +59,7 @@ Start = Callable[[Recipe, Path], Ended]
 def in_own_process(recipe: Recipe, runs: Path) -> Ended:
     """Peak memory and compiled code of one run are none of the next one's. A signal to this process ends the run's too,
     once it has saved."""
+    wait_for_release(runs / recipe.name / "lock")
     began, whole = time.monotonic(), not summary_of(runs / recipe.name)
     meter = EnergyMeter(counters())
     path = os.pathsep.join(entry for entry in sys.path if entry)
@@ -84,6 +89,13 @@ def in_own_process(recipe: Recipe, runs: Path) -> Ended:
     if code < 0:
         error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
     return Ended(code, " ".join(redacted(error.split())), time.monotonic() - began, meter.look() if whole else None)
+
+
+def wait_for_release(lock: Path) -> None:
+    """A start right after a kill may find the run still saving; refused, it would be listed as failed."""
+    end = time.monotonic() + SAVING
+    while holder(lock).get("host") == socket.gethostname() and time.monotonic() < end:
+        time.sleep(0.1)
 
 
 def _waited(process: subprocess.Popen[str], meter: EnergyMeter) -> int:

@@ -1,6 +1,6 @@
 """What a comparison is: its terms, and its folder with comparison.json, in which everything stands that is known of it.
 
-    schema  name  status  exit_code  environment
+    schema  name  status  exit_code  environment; "error" where the comparison was stopped by one
     definition       "terms", and the recipe of each arm by its label, the baseline's first
     folders          what the names of an arm's runs begin with
     changes          of each arm, the techniques "added", "removed" and "changed" against the baseline

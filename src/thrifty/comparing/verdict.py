@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from thrifty.comparing.statistics import ALPHA, CONFIDENCE, MOST_PAIRS, POWER, Paired, least_pairs, paired, pairs_for
+from thrifty.report.comparison_page import UNEQUAL
 from thrifty.report.units import percent, significant
 
 Word = Literal["better", "worse", "no difference", "undecided"]
@@ -38,14 +39,21 @@ class Verdict:
 
 
 def judge(
-    baseline: Sequence[float | None], arm: Sequence[float | None], *, arms: int = 1, effect: float = 0.01
+    baseline: Sequence[float | None],
+    arm: Sequence[float | None],
+    *,
+    arms: int = 1,
+    effect: float = 0.01,
+    used: float | None = 1.0,
 ) -> Verdict:
     """Held-out losses of the seeds in order, None for a run that failed. `arms` is how many arms the baseline is
-    compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss.
+    compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
+    the arm spent of what was to be equal, as a multiple of the baseline's.
 
     There is a verdict only when every pair that was planned is there and there are enough of them. Better or worse is
     said where the permutation test passes and the interval leaves zero out: of equals in less than 3 % of comparisons,
-    whatever the number of arms.
+    whatever the number of arms. It is not said of an arm that spent more and is better, or less and is worse: step
+    times that a busy moment made wrong would pass for a finding.
     """
     alpha, confidence = ALPHA / arms, 1 - (1 - CONFIDENCE) / arms
     least = least_pairs(alpha)
@@ -63,14 +71,22 @@ def judge(
     if failed:
         word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
     elif planned < least:
-        word, said = "undecided", f"{planned} pairs cannot pass a test at {percent(alpha)}, it takes {least}"
+        pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
+        word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}"
     elif found.p <= alpha and found.low > 0:
         word, said = "worse", _told(found, relative, "higher")
     elif found.p <= alpha and found.high < 0:
         word, said = "better", _told(found, relative, "lower")
     else:
         word, said = "no difference", _unseen(found, mean, effect, needed)
+    if used is not None and word == _explained_by(used):
+        word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
     return Verdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
+
+
+def _explained_by(used: float) -> Word | None:
+    """What an arm that spent so many times the baseline's would be found to be, though it is no other."""
+    return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 
 def _told(found: Paired, relative: float | None, direction: str) -> str:

@@ -1,4 +1,4 @@
-"""What this machine has that decides whether a technique pays, and where what was found out of it is kept."""
+"""What this machine has that decides whether a technique pays."""
 
 import os
 import platform
@@ -8,8 +8,6 @@ import sysconfig
 from pathlib import Path
 
 import torch
-
-from thrifty.core.cache_folder import cache_folder as cache_folder
 
 
 def cpp_compiler() -> str | None:

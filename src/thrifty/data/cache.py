@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.core.machine import cache_folder as cache_folder
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.data.cache import cache_folder
 
 PYTHON_STDLIB = "python-stdlib"
 PYTHON_FUNCTIONS = "python-functions"

@@ -21,9 +21,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.data import captioned_sets, extracting, image_sets
-from thrifty.data.cache import building, cache_folder, file_sha256, locked
+from thrifty.data.cache import building, file_sha256, locked
 from thrifty.data.captioned_arrays import write_captioned
 from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
 from thrifty.data.debian import open_package

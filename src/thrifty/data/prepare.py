@@ -16,9 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.cache import building, cache_folder, file_sha256, locked
+from thrifty.data.cache import building, file_sha256, locked
 from thrifty.data.documents import Source, open_source
 from thrifty.data.near_duplicates import Distinct
 from thrifty.data.pairs import SEPARATOR, PairFile

@@ -19,6 +19,7 @@ from thrifty.core.errors import Refused
 from thrifty.hardware.trace import AttentionLayer, AttentionTrace, layer_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+Core = Callable[..., Tensor]
 
 
 @dataclass
@@ -78,7 +79,7 @@ def record(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), _watched(model, recorder):
+        with torch.no_grad(), followed(model, recorder.running), swapped(model, lambda core: _asked(core, recorder)):
             for batch in batches:
                 with recorder:
                     forward(model, batch) if forward else model(batch)
@@ -120,8 +121,8 @@ def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
-    """Keeps the recorder told of which module runs, and asks cores that do not call torch's function."""
+def swapped(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
+    """Within it the model has, in place of each of its cores, what `other` makes of that."""
     cores = []
     for module in model.modules():
         core = getattr(module, "core", None)
@@ -129,10 +130,9 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
             holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, "core")
             if all(holder is not known for known, *_ in cores):  # layers may share a core
                 cores.append((holder, attribute, vars(holder).get(attribute)))
-                setattr(holder, attribute, _asked(getattr(holder, attribute), recorder))
+                setattr(holder, attribute, other(getattr(holder, attribute)))
     try:
-        with followed(model, recorder.running):
-            yield
+        yield
     finally:
         for holder, attribute, own in cores:
             if own is None:
@@ -141,7 +141,9 @@ def _watched(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
                 setattr(holder, attribute, own)
 
 
-def _asked(core: Callable[..., Tensor], recorder: _Recorder) -> Callable[..., Tensor]:
+def _asked(core: Core, recorder: _Recorder) -> Core:
+    """Asks a core that does not call torch's function."""
+
     def watched(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
         before = recorder.seen
         output = core(q, k, v, *rest, **named)
@@ -152,7 +154,7 @@ def _asked(core: Callable[..., Tensor], recorder: _Recorder) -> Callable[..., Te
     return watched
 
 
-def probabilities_of(core: Callable[..., Tensor], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
+def probabilities_of(core: Core, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
     """(b, h, t, s): what a core gives for unit vectors as values, in slices as wide as its heads."""
     keys, width = k.shape[2], k.shape[3]
     parts = []

@@ -1,4 +1,5 @@
-"""A model computed again with the masks of a trace, wherever it calls torch's attention: what dropped pairs do to it.
+"""A model computed again with the masks of a trace: what dropped pairs do to it. Cores that do not call torch's
+attention (tiled, sparse) are taken for plain softmax over the pairs that they kept.
 
 The masks are those that were found from the queries and keys of the trace: a layer is not asked again what it would
 keep after the ones before it have dropped something.
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.hardware.accuracy import computed_pairs
-from thrifty.hardware.recording import attention_arguments, followed
+from thrifty.hardware.recording import Core, attention_arguments, followed, swapped
 from thrifty.hardware.trace import AttentionLayer, AttentionTrace
 
 
@@ -25,15 +26,15 @@ def replayed(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
     """Within it, forward passes of `model` on the examples of the trace, in their order, attend to the trace's pairs
     only; a query that keeps none gets zeros.
 
-    Raises UsageError where the model is given other examples, and Refused where it computes attention in another way
-    than by torch's scaled_dot_product_attention.
+    Raises UsageError where the model is given other examples, and Refused where it computes attention neither by
+    torch's scaled_dot_product_attention nor in a core.
     """
     replay = _Replay({layer.name: layer for layer in trace.layers})
-    with followed(model, replay.running), replay:
+    with followed(model, replay.running), swapped(model, replay.plain), replay:
         yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
         raise Refused(
-            f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention",
+            f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention or a core",
             fix="trace a run with plain attention",
         )
 
@@ -58,6 +59,18 @@ class _Replay(TorchFunctionMode):
             mask = of_call.masked_fill(~kept, float("-inf"))
         output = func(**given | {"attn_mask": mask, "is_causal": False})
         return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
+
+    def plain(self, core: Core) -> Core:
+        """A core of torch's attention, unless it is one already."""
+
+        def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+            before = sum(self.seen.values())
+            output = core(q, k, v, *rest, **named)
+            if sum(self.seen.values()) > before:
+                return output
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+        return computed
 
     def kept(self, name: str, q: Tensor, given: dict[str, Any]) -> Tensor:
         """(b, h, t, s) of this call's examples."""

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import statistics
+import time
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from thrifty.core.machine import cache_folder
+from thrifty.core.cache_folder import cache_folder
 from thrifty.planning.predict import Estimate
 from thrifty.planning.probes import machine
 
@@ -27,6 +28,8 @@ FREE = ("name", "about", "budget", "evaluation", "checkpoints")
 ENOUGH = 5
 """Runs from which on the ledger decides an interval; before that it only widens it."""
 COVERAGE = 0.9
+PATIENCE = 5.0
+"""Seconds that a run waits for others that write."""
 TAIL = 1 << 20
 """Bytes at the end of a run's records that are read: its last thousands of steps."""
 
@@ -58,8 +61,8 @@ def forecast_file(recipe: Mapping[str, Any]) -> Path:
 
 def expect(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
     """Remember what is predicted of a recipe, for when a run of it is finished."""
-    path = forecast_file(recipe)
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        path = forecast_file(recipe)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dict(predicted)), encoding="utf-8")
 
@@ -68,7 +71,7 @@ def keep(folder: Path, summary: Mapping[str, Any]) -> None:
     """Append a finished run; nothing for one that ended early."""
     if summary.get("status") != "finished":
         return
-    with suppress(OSError, ValueError, LookupError, TypeError):
+    with suppress(Exception):  # the run is finished, and its result counts for more than this
         recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
         predicted = {"counted": float(summary["predicted_memory"])}
         with suppress(OSError, ValueError):
@@ -103,10 +106,22 @@ def _append(entry: Mapping[str, Any]) -> None:
     line = json.dumps(entry, sort_keys=True) + "\n"
     handle = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle)
         os.write(handle, line.encode())
     finally:
         os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Raises BlockingIOError where another holds it for long: a run does not wait for a process that stands still."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.01)
 
 
 def entries(device: str) -> list[Entry]:
@@ -115,7 +130,7 @@ def entries(device: str) -> list[Entry]:
     found = []
     try:
         lines = ledger_file().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: the user has no home
         return []
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):

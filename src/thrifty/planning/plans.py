@@ -26,7 +26,7 @@ from thrifty.planning.axes import (
 )
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.ledger import Entry, Record, record_of
-from thrifty.planning.predict import Estimate, largest_part
+from thrifty.planning.predict import COUNTED_HIGH, Estimate, largest_part
 from thrifty.planning.reasons import Reason, Reasons
 from thrifty.planning.search import FINALISTS, Search, TimeOf
 
@@ -34,6 +34,7 @@ STEPS = 1000
 """Of a run whose budget is none in steps, for what depends on them."""
 SURE, UNSURE = 0.15, 3.0
 """How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
+OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
 MARGIN = 1.1
 """By how much a run may hold more than its probe did, until the ledger knows better."""
 
@@ -69,7 +70,8 @@ class Forecast:
     counted: float
     """Bytes of tensors at the peak."""
     memory: Estimate
-    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor."""
+    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor; of tensors alone
+    where nothing was run."""
     step: Estimate
     tokens_per_second: Estimate
     seconds: Estimate
@@ -145,6 +147,8 @@ class Planner:
     rate: float = 1e12
     time: TimeOf | None = None
     kept: Sequence[Entry] = ()
+    outside: Sequence[str] = ()
+    """Names of what third parties installed: their code is loaded only where a recipe names it."""
     evidence: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
@@ -187,7 +191,7 @@ class Planner:
             forecast=forecasts[chosen.ways],
             alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
             misfits={Candidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
-            reasons=tuple(told.all()),
+            reasons=(*told.all(), *(Reason(name, "not taken", OUTSIDE) for name in self.outside)),
             past=past,
         )
 
@@ -196,20 +200,24 @@ class Planner:
         assert footprint is not None
         if timing is None:
             step = Estimate.within(footprint.flops / self.rate, 1 / UNSURE, UNSURE)
-            memory, started, aside = past["memory"].around(footprint.memory, 0.9, MARGIN), 0.0, 0.0
+            memory, started, aside = Estimate.within(footprint.memory, 0.9, COUNTED_HIGH), 0.0, 0.0
             time_is = ("not measured", 0.0)
         else:
             off = max(SURE, 2 * timing.spread)
-            step = past["step"].around(candidate.step, 1 - off, 1 + off)
-            memory = past["memory"].around(max(timing.memory, footprint.memory), 0.9, MARGIN)
+            step = past["step"].around(candidate.step, 1 / (1 + off), 1 + off)
+            held = max(timing.memory, footprint.memory)
+            # a compiler's own memory is in what was seen, and is not taken again where its results are cached
+            low = footprint.memory / held if candidate.is_compiled else 1.0
+            memory = past["memory"].around(held, 0.9 * low, MARGIN)
             aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
             share = timing.update / candidate.step
             time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
             started = timing.startup + timing.evaluation + timing.save
         per_step = candidate.batch * self.tokens
         if budget.seconds is not None:
-            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds)
             steps = step.over(max(budget.seconds - started, 0.0))
+            # as training does, the budget is divided among steps alone: evaluations and checkpoints come on top
+            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
         else:
             number = budget.steps or math.floor((budget.tokens or 0) / per_step)
             steps = Estimate(number, number, number)

@@ -28,6 +28,10 @@ EXTRAS = {
     "images": ("pillow",),
     "pruning": ("scikit_learn",),
     "duplicates": ("datasketch",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
 }
 """Optional parts of Thrifty and the packages each one needs."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import thrifty
+from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import ThriftyError
-from thrifty.core.machine import cache_folder
 from thrifty.planning.predict import Timing
 from thrifty.planning.probe import cpu_model
 
@@ -36,6 +36,9 @@ class Job:
     rows: tuple[int, ...]
     parts: int
     seconds: float
+    counted: tuple[float, float]
+    """Bytes and FLOPs of the candidate: they tell models apart that are called alike, such as two folders of one name
+    in different places."""
 
     def as_dict(self) -> dict[str, Any]:
         relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}

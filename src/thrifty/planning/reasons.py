@@ -140,6 +140,10 @@ class Reasons:
             return f"refused: {self.search.refused[ways[0]]}"
         if any(way.is_for_speed for way in counted):
             return self._no_faster(counted)
+        return self._not_needed(counted)
+
+    def _not_needed(self, counted: Sequence[Way]) -> str:
+        """Of one that saves memory and costs time."""
         base = self.search.plainest
         least = min(self.search.singles[way].memory for way in counted)
         saved = 1 - least / base.memory
@@ -148,19 +152,26 @@ class Reasons:
             return f"no gain here: it takes {saved:.1%} off the peak, of which {DETAIL.get(name, name)} is {share:.0%}"
         if any(not candidate.ways for candidate in self.search.tried):
             return f"not needed: everything fits without it; it would take {saved:.0%} off the peak and cost time"
+        measured = self._measured(counted)
         alone = f"by itself it takes {saved:.0%} off the peak"
         if least * COUNTED_HIGH > self.search.memory:
             alone += f", to {least / 1e6:,.0f} MB, which is not enough"
-        return f"others are enough, and cost less time; {alone}"
+        return f"others are enough, and {measured or 'are expected to cost less time'}; {alone}"
 
     def _no_faster(self, ways: Sequence[Way]) -> str:
-        run = [candidate for candidate in self.search.tried if {*candidate.ways} & {*ways}]
-        timed = [candidate for candidate in run if candidate.timing]
-        if timed and self.chosen.timing:
-            fastest = min(timed, key=lambda candidate: candidate.least_step)
-            ratio = fastest.least_step / self.chosen.least_step
-            return f"measured no gain: a step with {fastest.label} takes {ratio:.2f} of the plan's time"
+        if measured := self._measured(ways):
+            return f"measured no gain: {measured}"
         failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*ways}]
         if failed:
             return failed[0]
+        run = any({*candidate.ways} & {*ways} for candidate in self.search.tried)
         return "not run: " + ("changing less is expected to be as fast" if run else "others were expected to be faster")
+
+    def _measured(self, ways: Sequence[Way]) -> str:
+        """How the fastest of what was run with one of these compares with the plan; "" where none was."""
+        timed = [candidate for candidate in self.search.tried if {*candidate.ways} & {*ways} and candidate.timing]
+        if not timed or not self.chosen.timing:
+            return ""
+        fastest = min(timed, key=lambda candidate: candidate.least_step)
+        ratio = fastest.least_step / self.chosen.least_step
+        return f"a step with {fastest.label} takes {ratio:.2f} of the plan's time"

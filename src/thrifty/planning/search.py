@@ -59,6 +59,8 @@ class Search:
         """Those that were run, or, without probes, counted to fit."""
         self.misfits: dict[tuple[Way, ...], str] = {}
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
+        self.failed: set[tuple[Way, ...]] = set()
+        """Those of them whose probe failed."""
         self.surpluses: dict[bool, list[float]] = {False: [], True: []}
         """Bytes that processes were seen to hold beyond their tensors, without and with compiled code."""
         self.counts = self.probes = 0
@@ -183,13 +185,14 @@ class Search:
         alike = (c for c in self.tried if self.kind(c) == self.kind(candidate))
         found = next((c for c in alike if c.timing and rows <= c.timing.rows[-1]), None)
         if found is not None:
-            return replace(candidate, timing=found.timing)
+            return replace(candidate, timing=_lighter(found, candidate))
         self.say(f"running {candidate.label}")
         self.probes += 1
         try:
             timing = self.time(candidate)
         except ProbeFailed as failure:
             self.misfits[candidate.ways] = failure.what
+            self.failed.add(candidate.ways)
             self.say(failure.what)
             return candidate
         assert candidate.footprint is not None
@@ -224,6 +227,11 @@ class Search:
         return max(NO_DIFFERENCE, spread / 2)
 
     def _raise_infeasible(self) -> None:
+        if failures := [why for ways, why in self.misfits.items() if ways in self.failed]:
+            raise Infeasible(
+                f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
+                fix="thrifty train RECIPE --budget 5steps shows the whole error; --no-probe plans by counts alone",
+            )
         least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
         needed = self.estimated(least.ways) * COUNTED_HIGH + self.beyond(least) * self.margin
         why = self.misfits.get(least.ways, "")
@@ -232,3 +240,10 @@ class Search:
             f"with {least.label}" + (f" ({why})" if why else ""),
             fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow anything, or a smaller model, data.length or data.batch",
         )
+
+
+def _lighter(found: Candidate, candidate: Candidate) -> Timing:
+    """The timing of a candidate that holds fewer tensors at a time than the one that was run."""
+    assert found.timing is not None and found.footprint is not None and candidate.footprint is not None
+    less = max(found.footprint.memory - candidate.footprint.memory, 0.0)
+    return replace(found.timing, memory=max(found.timing.memory - less, candidate.footprint.memory))

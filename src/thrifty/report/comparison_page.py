@@ -1,7 +1,6 @@
 """The page of a comparison, from its comparison.json: one HTML file that needs nothing but a browser and runs no
 script; its charts are drawn into it and take the page's colours."""
 
-import functools
 import json
 import shlex
 from collections.abc import Mapping
@@ -9,16 +8,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from thrifty.report.comparison_charts import BASELINE, Comparison, charts, svg
 from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.redaction import redact, redact_command
+from thrifty.report.templates import template
 from thrifty.report.units import MISSING, duration, percent, scaled, significant, whole
 
 FACTS = ("cpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 UNEQUAL = 0.05
-"""From here on a budget that was to be equal is said not to have been."""
+"""From here on a budget that was to be equal is said not to have been, and no finding that it could explain is."""
 OUTCOMES = {"better": "holds", "worse": "fails"}
 
 
@@ -34,8 +32,9 @@ def write_comparison_page(folder: Path) -> Path:
 def render(data: Comparison) -> str:
     """The page as text. The same comparison gives the same page."""
     terms = data["definition"]["terms"]
-    facts = data["environment"]
-    return _template().render(
+    devices = sorted({entry["device"] for entry in data["runs"] if "device" in entry})
+    facts = {**data["environment"], "device": ", ".join(devices)}
+    return template("comparison.html").render(
         name=data["name"],
         status=data["status"],
         error=data.get("error", ""),
@@ -144,7 +143,7 @@ def _time_to_quality(arm: Mapping[str, Any]) -> str:
     if not found:
         return MISSING
     if found["mean"] is None:
-        return f"not reached in {found['pairs']} pairs"
+        return f"reached in 0 of {found['pairs']}"
     interval = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
     reached = "" if found["reached"] == found["pairs"] else f", reached in {found['reached']} of {found['pairs']}"
     return f"× {significant(found['mean'])}{interval}{reached}"
@@ -241,10 +240,3 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     failed = sum(entry["status"] == "failed" for entry in data["runs"])
     note = f"{len(rows)} runs, {failed} of them failed."
     return "All runs", note, ["run", "arm", "how it ended", "held-out loss", "seconds in steps", "what it said"], rows
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("thrifty.report", "assets")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template("comparison.html")

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from thrifty.report.charts import figures
 from thrifty.report.key_figures import key_figures, verdict
-from thrifty.report.page import picture, template
+from thrifty.report.page import picture
 from thrifty.report.record import RunRecord
 from thrifty.report.tables import Table, tiles
+from thrifty.report.templates import template
 
 PICTURES = ("loss", "memory")
 

@@ -11,7 +11,6 @@ from importlib import resources
 from pathlib import Path
 
 import altair as alt
-import jinja2
 import vl_convert
 
 from thrifty.report import gallery, tables
@@ -19,6 +18,7 @@ from thrifty.report.charts import Figure, figures
 from thrifty.report.key_figures import key_figures, verdict
 from thrifty.report.palette import DARK, LIGHT, chart_look, css_variable
 from thrifty.report.record import RunRecord, read_run
+from thrifty.report.templates import template
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SECTIONS = [
@@ -130,13 +130,6 @@ def _policy(scripts: Sequence[str]) -> str:
 def vega_bundle() -> str:
     """Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first time takes a second or two."""
     return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
-
-
-@functools.cache
-def template(name: str) -> jinja2.Template:
-    loader = jinja2.PackageLoader("thrifty.report", "assets")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template(name)
 
 
 def _asset(name: str) -> str:

@@ -4,8 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
+from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.core.machine import cache_folder
 from thrifty.kernels.score_files import Facts, Scores, read_scores, scores_bytes
 from thrifty.training.durable import NO_ROOM, Durable
 

@@ -1,13 +1,11 @@
 """`thrifty data look --scores`: a page of the examples that a person should look at."""
 
 import base64
-import functools
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import resources
 
 import altair as alt
-import jinja2
 import torch
 import vl_convert
 from torch import Tensor
@@ -22,6 +20,7 @@ from thrifty.preparing import open_examples
 from thrifty.recipes.toml import recipe_from_data
 from thrifty.report.gallery import Card, card
 from thrifty.report.palette import DARK, LIGHT, chart_look
+from thrifty.report.templates import template
 from thrifty.report.units import duration, percent, scaled, significant
 from thrifty.scoring.choosing import by_label
 from thrifty.scoring.methods import METHODS
@@ -55,7 +54,7 @@ def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None)
     facts = scores.facts
     runs = f"{len(scores.runs)} run{'s' if len(scores.runs) > 1 else ''}"
     trained = f" of {facts.steps:,} steps" if facts.steps else ""
-    return _template().render(
+    return template("scores.html", "thrifty.scoring", "thrifty.report").render(
         source=source,
         method=facts.method,
         about=METHODS[facts.method].about if facts.method in METHODS else "",
@@ -167,12 +166,3 @@ def _histogram(scores: Tensor, kept: Tensor | None) -> str:
     look = chart_look(LIGHT.__getitem__, font="sans-serif")
     svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=look, allowed_base_urls=[])
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    loaders = [jinja2.PackageLoader(f"thrifty.{name}", "assets") for name in ("scoring", "report")]
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.get_template("scores.html")

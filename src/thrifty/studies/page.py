@@ -1,15 +1,13 @@
 """The page of a study: one HTML file that needs nothing but a browser, and its plots as pictures in plots/."""
 
 import base64
-import functools
 import shlex
 from importlib import resources
 from pathlib import Path
 
-import jinja2
-
 from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.redaction import redact, redact_command
+from thrifty.report.templates import template
 from thrifty.report.units import duration
 from thrifty.studies.charts import caption, picture
 from thrifty.studies.result import Result
@@ -33,7 +31,7 @@ def write_page(result: Result, folder: Path) -> Path:
 def render(result: Result) -> str:
     study, (head, body) = result.study, rows(result)
     facts = redact(dict(result.environment))
-    return _template().render(
+    return template("study.html", "thrifty.studies").render(
         study=study,
         finished=result.finished,
         verdicts=[(verdict.verdict, sentence(verdict)) for verdict in result.verdicts],
@@ -54,10 +52,3 @@ def render(result: Result) -> str:
 def _embedded(result: Result, plot: Plot) -> str:
     """A picture as an address that holds it: nothing is fetched, and nothing in it can run."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("thrifty.studies", "assets")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template("study.html")

@@ -11,6 +11,8 @@ from thrifty.trackers.tracker import Tracked
 EXPERIMENT = "thrifty"
 AT_ONCE = 900
 """Metrics of a batch; MLflow takes up to 1,000."""
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "stopped": "FAILED"}
+"""MLflow's words for how a run ended; one that goes on stays RUNNING."""
 LONGEST = 6000
 """Characters of a setting, as MLflow allows."""
 
@@ -51,7 +53,7 @@ class _Store:
         self._write()
         for name, value in summary.items():
             self._client.set_tag(self.id, name, value)
-        self._client.update_run(self.id, status="FINISHED")
+        self._client.update_run(self.id, status=STATUS.get(str(summary.get("status")), "RUNNING"))
 
     def _write(self) -> None:
         for first in range(0, len(self._waiting), AT_ONCE):

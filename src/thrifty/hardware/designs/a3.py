@@ -91,6 +91,9 @@ def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
         notes.append("A3's keys are sorted elsewhere, which is not counted")
         if layer.count("candidates") is None:
             notes.append("A3: the trace counts no candidates, so only the keys that are kept are scored")
+        searched = layer.count("iterations")
+        if searched is not None and (most := (searched / layer.unit_keys[:, None]).max()) >= 1:
+            notes.append(f"A3 searches for up to {most:.2g} rounds a key to find enough, where its presets take 0.5")
     most = machine.number("most_keys")
     if layer.keys > most:
         notes.append(f"A3's memories hold {most:.0f} keys; area and power are those, for {layer.keys}")

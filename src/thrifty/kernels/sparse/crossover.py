@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.machine import cache_folder
+from thrifty.core.cache_folder import cache_folder
 from thrifty.kernels.sparse import native
 from thrifty.kernels.sparse.blocks import Blocks
 from thrifty.kernels.sparse.csr import LANES, Csr

@@ -1,0 +1,82 @@
+"""Forecasts: intervals that make sense on a busy machine, of plans that were run and of those only counted."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from planning.planned_runs import BATCH, CATALOGUE, recipe, searching
+from thrifty.core.errors import Infeasible
+from thrifty.core.footprint import Footprint
+from thrifty.core.recipe import Budget
+from thrifty.planning.candidates import Candidate
+from thrifty.planning.ledger import Record
+from thrifty.planning.plans import Planner, Wanted
+from thrifty.planning.predict import Timing
+from thrifty.planning.probes import Job, kept
+from tiny_runs import plain_run
+
+TIMING = Timing((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)
+NONE = {"memory": Record(()), "step": Record(())}
+PLANNER = Planner(recipe(), plain_run(batch=BATCH), CATALOGUE, Wanted(), torch.device("cpu"), tokens=16, rate=100.0)
+
+
+def candidate(timing: Timing | None, *names: str) -> Candidate:
+    techniques = tuple(CATALOGUE[name]() for name in names)
+    return Candidate((), techniques, BATCH, footprint=Footprint(activations=200.0, flops=125.0), timing=timing)
+
+
+def test_however_noisy_a_probe_was_a_step_takes_time() -> None:
+    found = PLANNER.forecast(candidate(replace(TIMING, spread=0.7)), Budget(steps=10), NONE)
+    assert 0 < found.step.low < found.step.value == 1.25 < found.step.high == pytest.approx(1.25 * 2.4)
+    assert 0 < found.tokens_per_second.low < found.tokens_per_second.value < found.tokens_per_second.high
+
+
+def test_evaluations_and_checkpoints_come_on_top_of_a_budget_of_seconds() -> None:
+    found = PLANNER.forecast(candidate(TIMING), Budget(seconds=1017.0), NONE)
+    assert found.steps.value == 800  # starting, an evaluation and a checkpoint take 17 s
+    aside = 10.0 / PLANNER.recipe.evaluation.every + 2.0 / PLANNER.recipe.checkpoints.every
+    assert found.seconds.value == 1017 and found.seconds.high == pytest.approx(1017 + aside * found.steps.high)
+
+
+def test_what_a_compiler_held_may_be_cached_when_the_run_starts() -> None:
+    assert PLANNER.forecast(candidate(TIMING), Budget(steps=1), NONE).memory.low == 270
+    found = PLANNER.forecast(candidate(TIMING, "compile"), Budget(steps=1), NONE).memory
+    assert found.value == 300 and found.low == pytest.approx(180)
+
+
+def test_what_takes_longer_than_it_may_is_refused_with_what_would_do() -> None:
+    search = searching(math.inf, time=lambda candidate: TIMING)
+    planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=36.0))
+    forecast = planner.forecast(search.run(), Budget(tokens=1e12), NONE)
+    with pytest.raises(Infeasible, match=r"and may take 0\.01 h") as error:
+        planner._refuse_late({search.best().ways: forecast}, search)
+    assert "--hours" in error.value.fix
+    planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=1.1 * forecast.seconds.value))
+    planner._refuse_late({search.best().ways: forecast}, search)
+
+
+def test_what_was_only_counted_is_not_judged_by_what_processes_held() -> None:
+    past: Mapping[str, Record] = {name: Record((3.0,) * 9) for name in NONE}
+    found = PLANNER.forecast(candidate(None), Budget(steps=1), past)
+    assert found.memory.value == 200 and found.memory.high == pytest.approx(220)
+    assert found.step.value == 1.25 and found.step.high == pytest.approx(3.75)
+
+
+def test_a_kept_probe_is_not_taken_for_that_of_another_model_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
+    made: list[Job] = []
+
+    def probe(job: Job) -> Timing:
+        made.append(job)
+        return replace(TIMING, update=float(len(made)))
+
+    job = Job({"name": "a", "model": {"folder": "model"}}, 10, (4,), 1, 1.0, (5.0, 6.0))
+    once = kept(probe, "cpu")
+    assert once(job) == once(replace(job, recipe={**job.recipe, "name": "b"})) and len(made) == 1
+    assert once(replace(job, counted=(50.0, 60.0))).update == 2.0
