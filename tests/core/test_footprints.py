@@ -46,6 +46,8 @@ OF_OURS = {name for name in techniques.names() if name.startswith("attention.")}
 """What refuses the GPT-NeoX: attention with dropout, heads that cannot be told apart."""
 APART = {
     "attention.a3": "its search looks at values, and what it holds on the way is not in a footprint",
+    "attention.spatten": "what its blocks hand on stays until the next forward pass, and is not in a footprint",
+    "attention.vitcod": "one pair stands for all masks where work is counted, since they are found in the run",
     "data_selection.prune": "beside the model it holds a number for each example that is kept",
 }
 CHOSEN = [*((name,) for name in techniques.names() if name not in {*RUNS, *APART}), *TOGETHER]

@@ -223,6 +223,8 @@ REFUSED = {
     "attention.dota": "the loss of detectors in other stages is not known",
     "attention.elsa": "the whole model is calibrated in one pass",
     "attention.sanger": "the whole model is calibrated in one pass",
+    "attention.spatten": "what mattered in earlier blocks is not known on another rank",
+    "attention.vitcod": "the whole model is calibrated in one pass",
     "data_selection.gradient_norm_sampling": "cannot go together",
     "growth.auto_grow": "no stage of a pipeline has all blocks",
     "growth.compound": "do not make 2 stages",

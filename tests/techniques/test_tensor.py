@@ -24,6 +24,8 @@ REFUSED = {
     "adapters.lora": "not computed from its weight alone",
     "adapters.prefix": "nothing says on what",
     "attention.dota": "a detector sees the input of a whole attention",
+    "attention.spatten": "a token matters by what all heads give it",
+    "attention.vitcod": "there is a mask for each head",
     "initializations.fixup": "more than a weight and a bias",
     "memory.activation_budget": "those between ranks cannot be made again by one",
     "memory.optimal_recompute": "its layers compute on several",

@@ -79,8 +79,8 @@ def survey(
         stack.enter_context(uncollected())
         stack.enter_context(torch.random.fork_rng(list(devices)))
         stack.enter_context(_untouched(model))
-        # nothing here has a backward pass: whoever keeps activations of the real one must not see it
-        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda saved: saved))
+        # this pass has no backward pass: whoever keeps activations of the real one must not see what it saves
+        stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
         if fakes:
             stack.enter_context(fakes[0].fake_mode)
         chain.instead = found.call

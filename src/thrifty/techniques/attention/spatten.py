@@ -6,7 +6,8 @@ Promise   training with SpAtten's pruning in the loop: in each forward pass the 
           and heads gave it) and of a head (the sum of what it put out, without signs) is summed from block to block;
           the least important go, more of them in later blocks, and never come back. Of what is left a query takes the
           values of its largest weights alone. With `bits`, scores are of so many, and of 4 more where softmax is flat.
-Cost      in software time and memory: all pairs are computed, and a view of what is left for each query.
+Cost      in software time and memory: all pairs are computed, and a view of what is left for each query stays until
+          the next forward pass.
 Avoid     expecting speed. For that: attention.block_sparse.
 Note      a decoder is trained on whole texts, so each query prunes by what it sees, and none knows of later ones; every
           token stays visible to itself (ours). Nobody looks at a token that is gone, but its own row of attention
