@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from datetime import datetime
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -15,7 +14,7 @@ from thrifty.report.curves import Point
 from thrifty.report.key_figures import KeyFigures, verdict
 from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.record import RunRecord
-from thrifty.report.templates import environment
+from thrifty.report.templates import asset, environment
 from thrifty.report.units import scaled, significant, whole
 
 SORTS = {
@@ -63,13 +62,12 @@ def style() -> str:
     """All that the pages look like: the report's style, the palette, and what only the board has."""
     colours = ["".join(f"--{name}: {colour}; " for name, colour in palette.items()) for palette in (LIGHT, DARK)]
     light, dark = f":root {{ {colours[0]}}}", f":root {{ {colours[1]}}}"
-    report = resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8")
     dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
-    return "\n".join((light, dark, report, asset("board.css")))
+    return "\n".join((light, dark, asset("report.css"), asset("board.css", "thrifty.board")))
 
 
-def asset(name: str) -> str:
-    return resources.files("thrifty.board").joinpath("assets", name).read_text(encoding="utf-8")
+def script() -> str:
+    return asset("board.js", "thrifty.board") + asset("copying.js")
 
 
 def sparkline(points: Sequence[Point]) -> str:
@@ -93,7 +91,7 @@ def _last_if_missing(value: float | None) -> float:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    made = environment("thrifty.board", "thrifty.report")
+    made = environment("thrifty.board")
     made.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
     made.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
     return made

@@ -68,7 +68,7 @@ class Site:
             "api/runs": self.runs_now,
             "api/run": self.run_now,
             "board.css": lambda query: Answer(pages.style().encode(), "text/css; charset=utf-8"),
-            "board.js": lambda query: Answer(pages.asset("board.js").encode(), SCRIPT),
+            "board.js": lambda query: Answer(pages.script().encode(), SCRIPT),
             "vega.js": lambda query: Answer(vega_bundle().encode(), SCRIPT, lasting=True),
         }
 

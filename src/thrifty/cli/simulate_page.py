@@ -3,9 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 WIDTH, LEFT, RIGHT = 960, 250, 110
 """Pixels of a chart, of the names before its bars, and of the figures behind them."""
 BAR, GAP = 13, 10
@@ -23,36 +21,9 @@ class Bar:
 
 def page(title: str, about: str, body: Sequence[str]) -> str:
     """A whole page of sections that are HTML already; `title` and `about` are text."""
-    from thrifty.report.palette import DARK, LIGHT
+    from thrifty.report.templates import template
 
-    light, dark = ("".join(f"--{name}: {colour}; " for name, colour in look.items()) for look in (LIGHT, DARK))
-    css = files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-:root {{ {light} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
-{css}
-main > figure {{ margin-bottom: 0.75rem; }}
-main > .scroll {{ margin-bottom: 1.5rem; }}
-.compact td:first-child {{ white-space: nowrap; }}
-</style>
-</head>
-<body>
-<main>
-<h1>{escape(title)}</h1>
-<p class="about">{escape(about)}</p>
-{"".join(body)}
-</main>
-</body>
-</html>
-"""
+    return template("simulated.html").render(title=title, about=about, sections="".join(body))
 
 
 def heading(text: str) -> str:

@@ -4,12 +4,10 @@ script; its charts are drawn into it and take the page's colours."""
 import json
 import shlex
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from thrifty.report.comparison_charts import BASELINE, Comparison, charts, svg
-from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.redaction import redact, redact_command
 from thrifty.report.templates import template
 from thrifty.report.units import MISSING, duration, percent, scaled, significant, whole
@@ -47,9 +45,6 @@ def render(data: Comparison) -> str:
         spent=duration(sum(entry.get("elapsed", 0) for entry in data["runs"])),
         command=shlex.join(redact_command(facts.get("command", []))),
         facts=[(name, facts[name]) for name in FACTS if name in facts],
-        light=LIGHT,
-        dark=DARK,
-        style=resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8"),
     )
 
 

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 import altair as alt
@@ -16,9 +15,9 @@ import vl_convert
 from thrifty.report import gallery, tables
 from thrifty.report.charts import Figure, figures
 from thrifty.report.key_figures import key_figures, verdict
-from thrifty.report.palette import DARK, LIGHT, chart_look, css_variable
+from thrifty.report.palette import LIGHT, chart_look, css_variable
 from thrifty.report.record import RunRecord, read_run
-from thrifty.report.templates import template
+from thrifty.report.templates import asset, template
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SECTIONS = [
@@ -53,7 +52,7 @@ def write_page(record: RunRecord) -> Path:
 def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
     """The page as text. The same record gives the same page."""
     key = key_figures(record)
-    vega, script = vega_bundle(), _asset("report.js")
+    vega, script = vega_bundle(), script_of_reports()
     return template("report.html").render(
         record=record,
         key=key,
@@ -73,9 +72,6 @@ def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
         command=original_command(record),
         charts=_charts_json(drawn),
         policy=_policy([vega, script]),
-        light=LIGHT,
-        dark=DARK,
-        style=_asset("report.css"),
         vega=vega,
         script=script,
     )
@@ -115,7 +111,11 @@ def _charts_json(drawn: Sequence[Figure]) -> str:
 
 def scripts_policy() -> str:
     """The policy of pages whose scripts are the ones that pages here have, whoever wrote the file."""
-    return _policy([vega_bundle(), _asset("report.js")])
+    return _policy([vega_bundle(), script_of_reports()])
+
+
+def script_of_reports() -> str:
+    return asset("report.js") + asset("copying.js")
 
 
 def _policy(scripts: Sequence[str]) -> str:
@@ -130,10 +130,6 @@ def _policy(scripts: Sequence[str]) -> str:
 def vega_bundle() -> str:
     """Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first time takes a second or two."""
     return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
-
-
-def _asset(name: str) -> str:
-    return resources.files("thrifty.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,17 +1,29 @@
 """Templates of pages: what is put into one is escaped, and a name that it does not know is an error."""
 
 import functools
+from importlib import resources
 
 import jinja2
 
+from thrifty.report.palette import DARK, LIGHT
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""Of a page that fetches nothing and runs no script."""
+
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Over the folders `assets` of packages; of two templates of one name that of the first package counts."""
-    loader = jinja2.ChoiceLoader([jinja2.PackageLoader(package, "assets") for package in packages])
-    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    """Over the folders `assets` of packages and of the report; of two templates of one name that of the first package
+    counts. All know what `page.html` asks for: the two palettes, the style and the policy of a page without scripts."""
+    loader = jinja2.ChoiceLoader([jinja2.PackageLoader(package, "assets") for package in (*packages, "thrifty.report")])
+    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    made.globals |= {"light": LIGHT, "dark": DARK, "style": asset("report.css"), "policy": POLICY}
+    return made
 
 
 @functools.cache
 def template(name: str, *packages: str) -> jinja2.Template:
-    """`packages`: those of the report if none are given."""
-    return environment(*(packages or ("thrifty.report",))).get_template(name)
+    return environment(*packages).get_template(name)
+
+
+def asset(name: str, package: str = "thrifty.report") -> str:
+    return resources.files(package).joinpath("assets", name).read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import resources
 
 import altair as alt
 import torch
@@ -19,7 +18,7 @@ from thrifty.kernels.score_files import Scores
 from thrifty.preparing import open_examples
 from thrifty.recipes.toml import recipe_from_data
 from thrifty.report.gallery import Card, card
-from thrifty.report.palette import DARK, LIGHT, chart_look
+from thrifty.report.palette import LIGHT, chart_look
 from thrifty.report.templates import template
 from thrifty.report.units import duration, percent, scaled, significant
 from thrifty.scoring.choosing import by_label
@@ -54,7 +53,7 @@ def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None)
     facts = scores.facts
     runs = f"{len(scores.runs)} run{'s' if len(scores.runs) > 1 else ''}"
     trained = f" of {facts.steps:,} steps" if facts.steps else ""
-    return template("scores.html", "thrifty.scoring", "thrifty.report").render(
+    return template("scores.html", "thrifty.scoring").render(
         source=source,
         method=facts.method,
         about=METHODS[facts.method].about if facts.method in METHODS else "",
@@ -67,9 +66,6 @@ def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None)
         border=_border(scores, data, order, kept),
         kept=None if prune is None else _told(prune, scores, kept),
         rows=[] if kept is None else by_label(scores, kept.nonzero().squeeze(1)),
-        light=LIGHT,
-        dark=DARK,
-        style=resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8"),
     )
 
 

@@ -2,10 +2,8 @@
 
 import base64
 import shlex
-from importlib import resources
 from pathlib import Path
 
-from thrifty.report.palette import DARK, LIGHT
 from thrifty.report.redaction import redact, redact_command
 from thrifty.report.templates import template
 from thrifty.report.units import duration
@@ -43,9 +41,6 @@ def render(result: Result) -> str:
         facts=[(name, facts[name]) for name in FACTS if name in facts],
         spent=duration(sum(cell.seconds for cell in result.cells.values())),
         command=shlex.join(redact_command(result.environment.get("command", []))),
-        light=LIGHT,
-        dark=DARK,
-        style=resources.files("thrifty.report").joinpath("assets", "report.css").read_text(encoding="utf-8"),
     )
 
 

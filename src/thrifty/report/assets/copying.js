@@ -1,0 +1,22 @@
+"use strict";
+(() => {
+  // A button behind each text that is meant to be taken elsewhere.
+  const copy = async (pre, button) => {
+    try {
+      await navigator.clipboard.writeText(pre.textContent);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(pre);
+      button.textContent = "Selected";
+    }
+    setTimeout(() => (button.textContent = "Copy"), 2000);
+  };
+  for (const pre of document.querySelectorAll(".copyable pre")) {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.textContent = "Copy";
+    button.setAttribute("aria-live", "polite");
+    button.addEventListener("click", () => copy(pre, button));
+    pre.after(button);
+  }
+})();
