@@ -1,10 +1,13 @@
 """Tensors that go to another memory come back as they were, cost what the model says, and leave nothing behind."""
 
+import contextlib
 import math
+import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,18 @@ def test_any_order_of_use_gives_values_back_and_frees_every_place(steps: list[tu
     for tier in (Disk(), Simulated(Link())):
         use(tier, steps)
         assert tier.account.now == 0
+
+
+def test_a_disk_that_is_let_go_writes_into_no_file_that_is_opened_after_it(tmp_path: Path) -> None:
+    go_on, tier = threading.Event(), Disk()
+    tier.thread.submit(go_on.wait)
+    ticket, thread = tier.send(torch.ones(100)), tier.thread
+    del tier, ticket
+    with contextlib.ExitStack() as opened:
+        files = [opened.enter_context((tmp_path / f"{count}").open("wb")) for count in range(8)]
+        go_on.set()
+        thread.shutdown()
+        assert all(not os.fstat(file.fileno()).st_size for file in files)
 
 
 def use(tier: Tier, steps: list[tuple[int, str]]) -> None:

@@ -77,7 +77,7 @@ class Disk(Tier):
             if self._out == 0 < self._end:  # what was written for an earlier step need not reach the disk at all
                 self._free.clear()
                 self._end = 0
-                self.thread.submit(os.ftruncate, self.file.fileno(), 0)
+                self.thread.submit(self.file.truncate, 0)
             self._out += 1
             free = self._free[size]
             place = free.pop() if free else self._end
@@ -113,10 +113,11 @@ class _OnDisk(Ticket):
         self._read: Future[None] | None = None
         self._written = self._begin(_write, tensor.cpu())
 
-    def _begin(self, work: Callable[[int, int, memoryview], None], tensor: Tensor) -> "Future[None]":
+    def _begin(self, work: Callable[[FileIO, int, memoryview], None], tensor: Tensor) -> "Future[None]":
         with in_words(self.tier.folder, self.bytes):
-            file = self.tier.file.fileno()
-        # the thread empties the list, so that once it is done only others hold the tensor
+            file = self.tier.file
+        # the thread has the file, whose number may be another's once it is closed, and empties the list,
+        # so that once it is done only others hold the tensor
         return self.tier.thread.submit(_on_memory, work, file, self.place, [tensor])
 
     def _gone(self) -> None:
@@ -140,20 +141,22 @@ class _OnDisk(Ticket):
         self.tier.give_back(self.place, self.bytes)
 
 
-def _on_memory(work: Callable[[int, int, memoryview], None], file: int, place: int, tensors: list[Tensor]) -> None:
+def _on_memory(
+    work: Callable[[FileIO, int, memoryview], None], file: FileIO, place: int, tensors: list[Tensor]
+) -> None:
     tensor = tensors.pop()
     work(file, place, memory_of(tensor))
 
 
-def _write(file: int, place: int, data: memoryview) -> None:
+def _write(file: FileIO, place: int, data: memoryview) -> None:
     while len(data):
-        written = os.pwrite(file, data, place)
+        written = os.pwrite(file.fileno(), data, place)
         place, data = place + written, data[written:]
 
 
-def _read(file: int, place: int, data: memoryview) -> None:
+def _read(file: FileIO, place: int, data: memoryview) -> None:
     while len(data):
-        read = os.preadv(file, [data], place)
+        read = os.preadv(file.fileno(), [data], place)
         if not read:
             raise OSError(errno.EIO, "the file ends too early")
         place, data = place + read, data[read:]
@@ -170,7 +173,7 @@ def _reserve(file: FileIO, size: int) -> None:
         return
     zeros = memoryview(bytes(min(size, 1 << 20)))
     for place in range(0, size, len(zeros)):
-        _write(file.fileno(), place, zeros[: size - place])
+        _write(file, place, zeros[: size - place])
 
 
 def _copied(part: Tensor, mapping: mmap.mmap, start: int) -> Tensor:
