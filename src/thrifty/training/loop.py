@@ -17,7 +17,7 @@ from thrifty.core.compose import Composition
 from thrifty.core.elements import global_norm
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
-from thrifty.core.randomness import seed_of
+from thrifty.core.randomness import seed_of, start_draws
 from thrifty.core.ranks import own_draws
 from thrifty.core.state import Decision, TrainState
 from thrifty.data.prefetch import prefetch
@@ -63,7 +63,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
         model, optimizer = state.model, state.optimizer
         assert model is not None and optimizer is not None
         model.train()
-        torch.manual_seed(step_seed(seed, state.step, own_draws()))
+        start_draws(step_seed(seed, state.step, own_draws()), run.device)
         outcome = run.backward(model, run.objective, batch.to(run.device))
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
         # one transfer for both, and the same numbers on every rank: all take the same decision
