@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow explore lint bench clean
 
 demo: $(VENV)/installed
 	@if $(BIN)/thrifty data get kjv; then recipe=kjv; else recipe=stdlib; fi; \
@@ -20,6 +20,9 @@ test: $(VENV)/tested lint
 
 test-slow: $(VENV)/tested
 	$(PYTEST) -m slow
+
+explore: $(VENV)/tested
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "hypothesis and not slow" --hypothesis-profile=explore
 
 lint: $(VENV)/tested
 	$(BIN)/ruff check .

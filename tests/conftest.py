@@ -14,9 +14,11 @@ from rank_processes import in_a_group_of_one
 
 FINISHED = itertools.count(1)
 torch.set_num_threads(1)
-# machines that test are shared: how long an example takes there is no finding
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# machines that test are shared: how long an example takes there is no finding; and what a change is judged by are the
+# same examples each time, which `make explore` goes beyond
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,6 @@
 """Work done by several real processes in one gloo group."""
 
+import faulthandler
 import multiprocessing
 import tempfile
 import traceback
@@ -53,7 +54,7 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
             processes.append(process)
         try:
             assert all(receiver.poll(SECONDS) for receiver in receivers), "the ranks hang"
-            results = [receiver.recv() for receiver in receivers]
+            results = [_answer(rank, receiver) for rank, receiver in enumerate(receivers)]
         finally:
             for process in processes:
                 process.join(10)
@@ -63,7 +64,15 @@ def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     return [result for _, result in results]
 
 
+def _answer(rank: int, receiver: Any) -> tuple[bool, Any]:
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died without a word; where it was then stands in its stderr") from None
+
+
 def _run_rank(rank: int, size: int, store: str, sender: Any, work: Callable[..., Any], args: Any) -> None:
+    faulthandler.enable(all_threads=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     try:
