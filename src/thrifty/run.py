@@ -6,21 +6,19 @@ Where the data, the models, the techniques and the training meet; the command li
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.mesh import AXES, USED_BY, axis
-from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
-from thrifty.core.sparse.masks import SLOT
-from thrifty.core.state import Decision, TrainState, fill_tensor, read_log
-from thrifty.data.showing import selection
+from thrifty.core.state import Decision, TrainState, read_log
+from thrifty.data.showing import pictures, selection
 from thrifty.planning import ledger
 from thrifty.planning.probe import peak_flops
 from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together
@@ -28,6 +26,7 @@ from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, 
 from thrifty.recipes.values import differences
 from thrifty.training import checkpoint, shelf
 from thrifty.training.environment import environment
+from thrifty.training.forking import take_over
 from thrifty.training.meeting import agent
 from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
@@ -169,34 +168,10 @@ def _fork(
     quiet: bool,
     rewound_to: int | None = None,
 ) -> dict[str, Any]:
-    """A new run from an old state: what has the same name and shape is taken over, the rest starts fresh. A run that is
-    rewound has masks of its own, and nothing else of it starts fresh for that."""
     found = checkpoint.find(old / "checkpoints", rewound_to, ranks=together())
-    tensors = checkpoint.load(found.path.parent, found.step).tensors
-    own = _is_mask if rewound_to is not None else lambda name: False
-    tensors = {name: tensor for name, tensor in tensors.items() if not own(name)}
 
     def fill(state: TrainState) -> list[str]:
-        _take_over(state.tensors(), tensors)
-        # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
-        assert state.model is not None
-        state.optimizer = TransformOptimizer(state.model.named_parameters(), prepared.run.transform())
-        fresh = [name for name in _take_over(state.tensors(), tensors) if not own(name)]
-        state.load_scalars(found.scalars)
-        for name in ("best_held_out_loss", "best_saved_loss"):
-            state.counters.pop(name, None)
-        if any(name.startswith("optimizer/") for name in fresh):
-            state.optimizer.born = state.optimizer.updates
-        state.optimizer.impose()
-        try:
-            prepared.run.verify(state)
-        except IntegrityError as broken:
-            raise UsageError(
-                f"the changed recipe promises what the old state does not keep: {broken.what}",
-                fix="leave that technique out of the fork, or start a new run with it",
-            ) from None
-        taken = f"{'forked from' if rewound_to is None else 'rewound to'} {found.path} at step {found.step}"
-        return [*found.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
+        return take_over(prepared.run, state, found, rewound=rewound_to is not None)
 
     with claimed(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if together().first(lambda: bool(shelf.checkpoints(folder.checkpoints))):
@@ -214,22 +189,6 @@ def _fork(
 
 def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
     return RunFolder.open(path).lock(agents) if (path / "recipe.toml").is_file() else RunFolder.create(path, agents)
-
-
-def _is_mask(name: str) -> bool:
-    """Whether a tensor of a state is the mask of a weight."""
-    return name.startswith("optimizer/") and name.split("/")[1].endswith(SLOT)
-
-
-def _take_over(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
-    """Fills tensors with what was found by the same name and shape; the names of the rest."""
-    fresh = []
-    for name, tensor in tensors.items():
-        if name in found and found[name].shape == tensor.shape:
-            fill_tensor(tensor, found[name])
-        else:
-            fresh.append(name)
-    return fresh
 
 
 def _run(
@@ -278,7 +237,8 @@ def _run(
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    session = Session(kept, recipe, run, examples, folder, facts, notices, quiet)
+    drawn = partial(pictures, ends=data.ends)
+    session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
     summary = session.run_to_end(state, meter)
     if rank() == 0:
         ledger.keep(folder.path, summary)
