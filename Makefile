@@ -7,10 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test test-slow explore lint bench clean
 
 demo: $(VENV)/installed
-	@if $(BIN)/thrifty data get kjv; then recipe=kjv; else recipe=stdlib; fi; \
-	run=demo-$$(date +%Y%m%d-%H%M%S); \
-	$(BIN)/thrifty train $$recipe --name $$run && $(BIN)/thrifty report $$run && \
-	$(BIN)/thrifty sample $$run --prompt "And the LORD said" --tokens 60
+	$(BIN)/thrifty demo
 
 # one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")

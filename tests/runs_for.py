@@ -31,6 +31,7 @@ RUNS: Mapping[str, Callable[..., Plain]] = {
     "data_selection.drop_masked_patches": autoencoder_run,
     "data_selection.drop_masked_tokens": masked_run,
     "data_selection.drop_patches": image_run,
+    "growth.patch_size": image_run,
     "large_batch.gradient_cache": pair_run,
 }
 """By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""

@@ -26,7 +26,7 @@ from thrifty.core.moments import Moment, in_steps
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.sparse.masks import SLOT
 from thrifty.core.sparse.sparsity import masked_shapes
-from thrifty.preparing import BuildModel
+from thrifty.preparing import BuildModel, prepare
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.recipes.values import differences, to_data
 from thrifty.run import resume, rewind, train
@@ -93,6 +93,10 @@ def play(
             f"tickets cannot start at step {in_steps(lottery.rewind, steps)} of {steps}",
             fix="rewind to an earlier step",
         )
+    if not (Path(runs) / f"{recipe.name}-round-0").exists():  # nothing has been spent yet
+        dense = replace(recipe, techniques=(*recipe.techniques, Ticket()))
+        built = prepare(dense, model, steps=recipe.budget.steps or 1000, quiet=True).run.build_model()
+        _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
     with _claimed(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
         return _Rounds(recipe, lottery, Path(runs), folder, model, dict(origins or {}), quiet, say).to_the_end()
 
@@ -105,13 +109,19 @@ def draw(run: Path, step: int, lottery: Lottery) -> tuple[bytes, float]:
     parameters = {
         name.removeprefix("parameters/"): tensor for name, tensor in found.items() if name.startswith("parameters/")
     }
-    weights = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
-    if not weights:
-        raise UsageError(f"no matrix of {run} has a name that matches {lottery.where!r}", fix="--where PATTERN")
+    weights = _chosen(parameters, lottery, f"{run}")
     masks = {name: now.get(name, torch.ones_like(weight, dtype=torch.bool)) for name, weight in weights.items()}
     half = {name for name in weights if re.search(lottery.half, name)}
     new = pruned(weights, masks, lottery.prune, lottery.scope, half)
     return ticket_bytes(new, f"after step {step} of {run.name}", weights), density_of(new)
+
+
+def _chosen(parameters: Mapping[str, Tensor], lottery: Lottery, of: str) -> dict[str, Tensor]:
+    """The matrices that are pruned."""
+    found = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
+    if not found:
+        raise UsageError(f"no matrix of {of} has a name that matches {lottery.where!r}", fix="--where PATTERN")
+    return found
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

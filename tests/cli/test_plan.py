@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from thrifty.cli.plan import command
 from thrifty.core.errors import UsageError
 from thrifty.planning.law_fitting import TrainedRun, synthetic_runs
+from thrifty.planning.reading_runs import runs_from_folders, runs_from_table
 from thrifty.planning.scaling_law import ScalingLaw
 from thrifty.training.run_folder import RunFolder
 
@@ -102,6 +103,8 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
         (("size", "--flops", "1e18", "--hours", "2"), "--flops and --hours are both given"),
         (("size", "--flops", "-1e18"), "--flops is -1e+18"),
         (("size", "--flops", "nan"), "--flops is nan"),
+        (("size", "--flops", "1"), "no law speaks of so little"),
+        (("size", "--tokens", "1e-9"), "no law speaks of so little"),
         (("size", "--hours", "0"), "--hours is 0"),
         (("size", "--hours", "1", "--utilisation", "1.5"), "utilisation is 1.5"),
         (("fit",), "there is nothing to fit"),
@@ -167,7 +170,10 @@ def test_runs_of_highest_loss_can_be_left_out(tmp_path: Path, runs: Sequence[Tra
         ("parameters,token,loss", "1,2,3", "no column 'tokens'", "did you mean 'token'"),
         ("a,b,c", "1,2,3", "no column 'parameters'", "parameters,tokens,loss"),
         ("parameters,tokens,loss", "1e6,many,3", "line 2", "positive numbers"),
-        ("parameters,tokens,loss", "1e6,1e8", "line 2", "positive numbers"),
+        ("parameters,tokens,loss", "1e6,1e8", "line 2 of", "positive numbers"),
+        ("parameters,tokens,loss", "1e6,1e8", "it has no loss", "remove the line"),
+        ("parameters,tokens,loss,loss", "1e6,1e8,3,4", "has 2 columns 'loss'", "leave one"),
+        ("parameters;tokens;loss", "1e6;1e8;3,5", "'3,5'", "positive numbers"),
         ("parameters,tokens,loss", "1e6,1e8,-3", "loss of a run is -3", "positive numbers"),
         ("parameters,flops,loss", "0,1e8,3", "line 2", "positive numbers"),
         ("parameters,tokens,loss", "1e6,1e8,3", "1 runs cannot determine", "at least 6"),
@@ -178,6 +184,45 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, header: str, row
     table.write_text(f"{header}\n{row}\n")
     error = refused("fit", "--csv", table)
     assert what in error.what and fix in error.fix
+
+
+@pytest.mark.parametrize("separator", [";", "\t", " , ", ","])
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_tables_may_be_separated_and_end_their_lines_as_others_write_them(
+    tmp_path: Path, runs: Sequence[TrainedRun], separator: str, ending: str
+) -> None:
+    lines = [("name", "loss", "parameters", "tokens"), *(("a, b", r.loss, r.parameters, r.tokens) for r in runs), ()]
+    text = ending.join(separator.join(f'"{x}"' if x == "a, b" else str(x) for x in line) for line in lines)
+    (tmp_path / "runs.csv").write_bytes(text.encode())
+    found = runs_from_table(tmp_path / "runs.csv")
+    assert found == [TrainedRun(float(r.parameters), float(r.tokens), float(r.loss)) for r in runs]
+    (tmp_path / "runs.csv").write_bytes(text.encode() + f"x{separator}{separator}1{separator}2".encode())
+    with pytest.raises(UsageError, match=f"line {len(runs) + 2} of .*: it has no loss"):
+        runs_from_table(tmp_path / "runs.csv")
+
+
+def test_the_nearest_preset_is_a_language_model() -> None:
+    for flops in ("1e12", "7e14", "2e17", "1e19"):
+        assert told("size", "--flops", flops)["nearest_preset"]["name"].startswith(("gpt", "llama", "smollm"))
+
+
+def test_runs_of_different_tokenizers_are_refused(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
+    folders = [write_run(tmp_path / f"run-{number}", run) for number, run in enumerate(runs)]
+    for folder in folders:
+        (folder / "tokenizer.json").write_text("{}")
+    assert len(runs_from_folders(folders)) == len(runs)
+    (folders[3] / "tokenizer.json").write_text('{"other": 1}')
+    assert "run-3 has another tokenizer than" in refused("fit", *folders).what
+
+
+@pytest.mark.parametrize("damaged", ['{"status": "finished"}', "[]", '"finished"'])
+@pytest.mark.parametrize("file", ["summary", "explanation"])
+def test_a_run_folder_that_says_something_else_is_refused(
+    tmp_path: Path, runs: Sequence[TrainedRun], damaged: str, file: str
+) -> None:
+    folder = write_run(tmp_path / "run", runs[0])
+    (folder / f"{file}.json").write_text(damaged)
+    assert "is not what a run writes" in refused("fit", folder).what
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ TOGETHER = (
     ("memory.compress_activations", "optimizers.muon", "precision.optimizer_state"),
     ("parallelism.share_parameters", "precision.bfloat16_weights", "optimizers.clip"),
 )
-OF_OURS = {name for name in techniques.names() if name.startswith("attention.")} | {"sparsity.early_bird"}
+OF_OURS = {name for name in techniques.names() if name.startswith("attention.")} | {
+    "sparsity.dynamic_heads",
+    "sparsity.early_bird",
+}
 """What refuses the GPT-NeoX: attention with dropout, heads that cannot be told apart."""
 APART = {
     "attention.a3": "its search looks at values, and what it holds on the way is not in a footprint",

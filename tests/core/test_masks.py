@@ -8,17 +8,18 @@ from torch import Tensor, nn
 
 from thrifty.core.compose import Composition, compose
 from thrifty.core.elements import ScaleByAdam, ScaleByMomentum
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.sparse.masks import Layer, Masks, check_masks, mask_of, masks_in
-from thrifty.core.sparse.sparsity import full_mask, random_mask
+from thrifty.core.sparse.sparsity import full_mask, masked_shapes, random_mask
 from thrifty.core.state import TrainState, fill_tensor
+from thrifty.core.surgery import noting
 from thrifty.core.transforms import Transform, chain, partition
 from thrifty.techniques.memory.offload_optimizer import offloaded
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.precision.bfloat16_weights import in_float32
 from thrifty.techniques.precision.optimizer_state import stored
-from tiny_runs import advance, plain_run, snapshot, technique, with_optimizer
+from tiny_runs import advance, plain_run, snapshot, technique, tiny_model, with_optimizer
 
 
 class Halves:
@@ -211,6 +212,29 @@ def test_weights_of_a_dense_run_are_brought_under_masks_of_a_sparse_one(name: st
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(UsageError, match=r"sparsity\.static: where is no pattern"):
         technique("sparsity.static", where="(")
+
+
+def test_an_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
+    def model() -> nn.Module:
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+        return model
+
+    with pytest.raises(Refused, match=r"layers\.0\.weight, which is an embedding") as refused:
+        technique("sparsity.static").model(model())
+    where = refused.value.fix.partition("'")[2].removesuffix("'")
+    one = technique("sparsity.static", where=where)
+    assert one.masked(masked_shapes(dict(model().named_parameters()))) == ["layers.1.weight", "layers.2.weight"]
+    technique("sparsity.static", where="weight").model(model())  # who names it means it
+
+
+def test_what_stays_dense_is_told_by_name() -> None:
+    model = tiny_model(depth=2, tied=False)
+    model.blocks[0].experts = nn.Parameter(torch.zeros(2, 4, 4))
+    with noting() as notes:
+        technique("sparsity.static").model(model)
+    assert len(notes) == 1 and "such as blocks.0.attention.qkv.weight" in notes[0]
+    assert notes[0].endswith("and embedding.token.weight, blocks.N.experts, head.weight")
 
 
 def test_a_full_mask_keeps_all() -> None:

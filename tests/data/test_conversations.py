@@ -29,6 +29,16 @@ def test_every_form_gives_the_same_messages(tmp_path):
     assert read(tmp_path / "a.json") == expected
 
 
+def test_a_turn_in_parts_of_text_is_one_text_and_parts_of_anything_else_are_refused(tmp_path):
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "so?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "So."}]}
+    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [exchange("How so?", "So.")["messages"]]
+    for strange in ([*parts, {"type": "image", "url": "a.png"}], [], [None]):
+        row["messages"][0]["content"] = strange
+        with pytest.raises(UsageError, match="turn 1: 'content' holds list, not text"):
+            read(write_rows(tmp_path / "b.jsonl", [row]))
+
+
 def test_an_input_follows_its_instruction_and_a_system_message_comes_first(tmp_path):
     row = {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"}
     [[system, asked, said]] = read(write_rows(tmp_path / "a.jsonl", [row]))

@@ -61,6 +61,15 @@ def test_look_describes_images_with_labels_and_says_why_others_have_none(tmp_pat
     (folder / "dark" / "empty.png").write_bytes(b"")
     seen = json.loads(run("look", folder, "--size", "8", "--held-out", "0.3", "--json").stdout)
     assert sum(own["dark"] for own in seen["labels"].values()) == 12 and seen["left_out"] == 1
+    for number in range(6):
+        (folder / "dark" / f"{number}.jpg").write_text("no image")
+    seen = json.loads(run("look", folder, "--size", "8", "--held-out", "0.3", "--json").stdout)
+    assert sorted(name.partition(":")[0] for name in seen["named"]) == [
+        *(f"dark/{number}.jpg" for number in range(6)),
+        "dark/empty.png",
+    ]
+    told = run("look", folder, "--size", "8", "--held-out", "0.3").stdout
+    assert "and 2 more, which --json names" in told and told.count("no image of a known format") == 5
     write_image(tmp_path / "flat" / "deep" / "a.png", seed=8)
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", seed=number)

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Augmentation, DataSettings
 from thrifty.data.image_arrays import open_arrays
 from thrifty.data.image_folder import image_files, prepare_folder
-from thrifty.data.images import holds_images, holds_only_images, open_images
+from thrifty.data.images import holds_images, holds_mainly_images, open_images
 from thrifty.data.splitting import Part
 
 
@@ -61,7 +62,7 @@ def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
     assert opened.parts[Part.TRAIN].ends.labels == ("dark", "light")
 
 
-def test_broken_files_are_left_out_counted_and_the_first_named(tmp_path):
+def test_broken_files_are_left_out_counted_and_named(tmp_path):
     folder = write_folder(tmp_path / "set")
     (folder / "dark" / "empty.png").write_bytes(b"")
     (folder / "dark" / "bomb.png").write_bytes(bomb(40_000, 40_000))
@@ -73,7 +74,7 @@ def test_broken_files_are_left_out_counted_and_the_first_named(tmp_path):
     assert "dark/bomb.png: it has more than" in told and "dark/empty.png: it is empty" in told
     assert sum(map(len, opened.parts.values())) == 24
     data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, said.append)
-    assert data.left_out == 8 and len(data.named) == 5 and data.described()["left_out"] == 8
+    assert data.left_out == len(data.named) == 8 and data.described()["left_out"] == 8
     assert told in said and len(said) == 2  # not decoded and told about again
 
 
@@ -126,11 +127,21 @@ def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_pat
     assert "data.size=64" in refused.value.fix
 
 
+def test_a_folder_named_from_where_one_stands_is_decoded_once(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "set")
+    assert said_of(folder)[0]
+    monkeypatch.chdir(tmp_path)
+    assert said_of(Path("set"))[0] == []
+
+
 def test_what_holds_images_is_told_from_what_holds_text(tmp_path):
     folder = write_folder(tmp_path / "set", 1)
-    assert holds_images(str(folder)) and holds_only_images(str(folder))
-    (folder / "read.txt").write_text("some text")
-    assert holds_images(str(folder)) and not holds_only_images(str(folder))
+    assert holds_images(str(folder)) and holds_mainly_images(str(folder))
+    (folder / "LICENSE").write_text("some text")
+    assert holds_mainly_images(str(folder))
+    for number in range(2):
+        (folder / f"{number}.txt").write_text("some text")
+    assert holds_images(str(folder)) and not holds_mainly_images(str(folder))
     (tmp_path / "text").mkdir()
     assert not holds_images(str(tmp_path / "text")) and not holds_images(str(tmp_path / "nowhere"))
     assert holds_images("digits") and holds_images("cifar10") and not holds_images("kjv")

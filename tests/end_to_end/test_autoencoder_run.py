@@ -1,12 +1,16 @@
 """A masked autoencoder by the command line: trained, resumed, explained, reported, exported, and gone on from."""
 
+import base64
+import io
 import json
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.kernels.places import taken
@@ -32,9 +36,11 @@ def settings(**values: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(desk: CommandLine) -> dict[str, Any]:
-    """The summary of a run on digits that others look at, with what was told of it; it is exported to "out"."""
+    """The summary of a run on digits that others look at, with what was told of it; it is exported to "out" and has its
+    report."""
     done = desk("train", "mae-digits", "--name", "digits", "--budget", "6steps", *settings(**SMALL, **FEW))
     desk("export", "digits", "out")
+    desk("report", "digits")
     summary = json.loads((desk.run("digits") / "summary.json").read_text())
     return summary | {"stdout": done.stdout, "stderr": done.stderr}
 
@@ -44,11 +50,38 @@ def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandL
     assert finished["loss_in"] == "mean squared error" and "label_entropy" not in finished
     assert f"held-out loss {finished['held_out_loss']:.3f}, mean squared error" in finished["stdout"]
     assert json.loads((desk.run("digits") / "images.json").read_text())["labels"] == []
-    desk("report", "digits")
     page = (desk.run("digits") / "report.html").read_text()
     assert "mean squared error" in page and "images/s, median" in page
     for text in ("nats", "Held-out accuracy", "frequencies of labels"):
         assert text not in page.partition("<body")[2].partition("<script")[0], text
+
+
+def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_given_back(
+    desk: CommandLine, finished: dict[str, Any]
+) -> None:
+    page = (desk.run("digits") / "report.html").read_text()
+    assert page.count('<img src="data:image/png;base64,') == 3 * 8
+    for name in ("original", "masked", "reconstructed"):
+        assert f'alt="Example 8, {name}"' in page
+    kept = json.loads((desk.run("digits") / "pictures.json").read_text())
+    assert kept["step"] == 6 and "removed patches as it gives them back" in kept["about"]
+    _, data = open_examples(restore(desk.run("digits"))[1])
+    batch = next(data.held_out.batches(8, 8))
+    for row, shown in enumerate(kept["shown"]):
+        pixels = {name: opened(address) for name, address in shown["pictures"].items()}
+        true = (batch["inputs"][row, 0] * data.ends.std[0] + data.ends.mean[0]) * 255
+        assert (pixels["original"] - true).abs().max() <= 0.51
+        seen = torch.zeros(16, dtype=torch.bool)
+        seen[batch["visible"][row]] = True
+        is_seen = seen.view(4, 1, 4, 1).expand(4, 2, 4, 2).reshape(8, 8)
+        assert torch.equal(pixels["reconstructed"][is_seen], pixels["original"][is_seen])
+        assert (pixels["masked"][~is_seen] - 255 * data.ends.mean[0]).abs().max() <= 0.51
+
+
+def opened(address: str) -> torch.Tensor:
+    """A grey picture as Pillow reads it (h, w), 0 to 255."""
+    picture = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
+    return torch.from_numpy(np.asarray(picture, dtype=np.float32).copy())
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:

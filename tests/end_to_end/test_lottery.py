@@ -18,6 +18,7 @@ from thrifty.preparing import prepare
 from thrifty.recipes.toml import read_recipe, write_recipe
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.techniques.sparsity.ticket import density_of, read_ticket
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
@@ -147,6 +148,14 @@ def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monke
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="without torchrun"):
         play(recipe, LOTTERY, tmp_path, quiet=True)
+
+
+def test_what_no_ticket_can_be_drawn_of_is_refused_before_anything_is_written(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no matrix of the model of tiny has a name that matches 'nowhere'"):
+        play(recipe, replace(LOTTERY, where="nowhere"), tmp_path, quiet=True)
+    with pytest.raises(UsageError, match="both decide the weight masks"):
+        play(replace(recipe, techniques=(*recipe.techniques, Rigl())), LOTTERY, tmp_path, quiet=True)
+    assert not any(tmp_path.iterdir())
 
 
 def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:

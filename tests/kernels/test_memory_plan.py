@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from thrifty.kernels.memory_plan import (
     Link,
     Way,
     fastest_plan,
+    is_whole,
     least_peak,
     peak_when_kept,
 )
@@ -109,6 +111,33 @@ def test_it_is_the_best_of_all_plans(compression: Compression | None, link: Link
                 seconds, peak = seconds_and_peak(blocks, list(plan.ways), compression, link)
                 assert seconds == pytest.approx(min(possible)) == plan.seconds
                 assert peak == pytest.approx(plan.peak) and peak <= budget * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("link", [None, Link(2.0)], ids=["no link", "a link"])
+def test_a_block_made_again_as_a_whole_is_one_of_the_ways(link: Link | None) -> None:
+    chance = random.Random(2)
+    chosen_whole = 0
+    for _ in range(12):
+        blocks = [
+            replace(block, whole=chance.choice([None, 0.5, 4.0]))
+            for block in (a_block(chance, 3, in_part=0.4), a_block(chance, 3, in_part=0.4))
+        ]
+        outcomes = []
+        for ways in legal(blocks, None, link):
+            seconds, peak = seconds_and_peak(blocks, ways, None, link)
+            for block, chosen in zip(blocks, ways, strict=True):
+                if is_whole(block, chosen) and any(item.saved for item in block.tape.items.values()):
+                    one_by_one = block.overhead + sum(item.seconds for item in block.tape.items.values())
+                    seconds -= max(one_by_one - block.whole, 0.0)  # type: ignore[operator]
+            outcomes.append((seconds, peak))
+        for budget in (peak_when_kept(blocks) * share for share in (0.5, 0.65, 0.8)):
+            possible = [seconds for seconds, peak in outcomes if peak <= budget]
+            plan = fastest_plan(blocks, budget, None, link, gap=0.0)
+            assert (plan is None) == (not possible)
+            if plan is not None:
+                assert plan.seconds == pytest.approx(min(possible)) and plan.peak <= budget + 1e-6
+                chosen_whole += any(is_whole(block, ways) for block, ways in zip(blocks, plan.ways, strict=True))
+    assert chosen_whole > 5
 
 
 def test_more_memory_is_never_slower_and_more_ways_are_never_worse() -> None:

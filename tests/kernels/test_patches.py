@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.kernels.patches import blanked, patchify, sinusoids_2d, standardized, unpatchify
+from thrifty.kernels.patches import as_bright_as, blanked, patchify, sinusoids_2d, standardized, unpatchify
 from thrifty.kernels.places import put_back, taken
 
 PICTURES = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
@@ -40,6 +40,13 @@ def test_a_patch_is_standardised_by_its_own_unbiased_variance():
     wanted = (values - values.mean(-1, keepdims=True)) / np.sqrt(values.var(-1, ddof=1, keepdims=True) + 1e-6)
     torch.testing.assert_close(found.double(), torch.from_numpy(wanted), rtol=1e-5, atol=1e-5)
     assert not standardized(torch.full((1, 1, 12), 0.3)).abs().max() > 1e-3  # an even patch has no deviation
+
+
+def test_standardised_patches_get_their_brightness_back():
+    pixels = 3 * patchify(PICTURES, 4) + 2
+    torch.testing.assert_close(as_bright_as(standardized(pixels), pixels), pixels)
+    flat = as_bright_as(torch.zeros_like(pixels), pixels)
+    torch.testing.assert_close(flat, pixels.mean(-1, keepdim=True).expand_as(pixels))
 
 
 @given(st.integers(1, 3), st.integers(2, 12), st.integers(0, 99), st.data())

@@ -16,3 +16,14 @@ def test_blocks_with_the_same_decisions_are_told_together_by_number_and_stack() 
         "encoder.3: mlp mul, 2.00 MB: keep; would cost 3.00 ms to make again",
         "decoder.0: mlp mul, 2.00 MB: recompute; costs 3.00 ms",
     ]
+
+
+def test_a_block_that_is_made_again_as_a_whole_says_so_before_its_tensors() -> None:
+    tape = Tape(items={0: Item(0, "mul", "mlp", bytes=2_000_000, seconds=0.003, saved_bytes=2_000_000)})
+    blocks = [BlockCosts(tape, 0, 0.0, 0.003, 0.0, whole=0.004)] * 2
+    plan = MemoryPlan(({0: Way.RECOMPUTE}, {0: Way.KEEP}), 0.0, 0.0, 0.0)
+    assert decisions(["h.0", "h.1"], blocks, plan) == [
+        "h.0: made again as a whole; costs 3.00 ms",
+        "h.0: mlp mul, 2.00 MB: recompute; costs 3.00 ms",
+        "h.1: mlp mul, 2.00 MB: keep; would cost 3.00 ms to make again",
+    ]

@@ -13,10 +13,11 @@ from torch import nn
 from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.recipe import ModelSettings
+from thrifty.kernels.resizing import resized_positions
 from thrifty.models import build_for, build_model, export_model, own_side, shape_for
 from thrifty.models.interchange import export_folder, import_folder
 from thrifty.models.presets import shape_of
-from thrifty.models.vision import PatchEmbedding, VisionTransformer, resized_positions
+from thrifty.models.vision import PatchEmbedding, VisionTransformer
 
 LABELS = ("cat", "dog", "horse", "cow", "sheep")
 ENDS = ImageEnds(LABELS, 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
@@ -194,3 +195,12 @@ def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says()
     assert values["embedding.patch.weight"].abs().max() <= 1 / 48**0.5
     assert values["blocks.0.mlp.up.weight"].abs().max() == pytest.approx((6 / 640) ** 0.5, rel=0.01)
     assert values["blocks.0.attention.qkv.weight"].abs().max() == pytest.approx((6 / 256) ** 0.5, rel=0.01)
+
+
+@pytest.mark.parametrize("preset", ["vit-nano", "mae-nano", "clip-nano"])
+@pytest.mark.parametrize("patch", [1, 3, 5, 8, 40])
+def test_patches_of_any_side_go_with_images_as_large_as_they_need(preset: str, patch: int) -> None:
+    published = own_side(ModelSettings(preset=preset))
+    side = own_side(ModelSettings(preset=preset, patch=patch))
+    assert published and side and side % patch == 0 and side <= max(published, patch)
+    assert side == published or published % patch

@@ -148,3 +148,37 @@ def test_it_is_chosen_by_name_with_its_settings():
     assert patch_losses(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)).tolist() == [1.0]
     with pytest.raises(UsageError, match=r"objective\.normalize is set, and classify has no such setting"):
         find_objective("classify", normalize=True)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_visible(normalize: bool):
+    objective = Reconstruct(patch=2, normalize=normalize)
+    batch = objective.examples(pictures())
+    right = Prediction(given=objective.targets(batch))
+    found = objective.pictures(right, batch)
+    assert list(found) == ["original", "masked", "reconstructed"]
+    assert torch.equal(found["original"], batch["inputs"])
+    torch.testing.assert_close(found["reconstructed"], batch["inputs"])
+    cut = {
+        name: patchify(images, 2)
+        for name, images in objective.pictures(Prediction(given=right.logits + 1), batch).items()
+    }
+    for row in range(4):
+        seen, removed = batch["visible"][row], batch["removed"][row]
+        for name in ("masked", "reconstructed"):
+            assert torch.equal(cut[name][row, seen], cut["original"][row, seen])
+        assert not cut["masked"][row, removed].any()
+        deviation = cut["original"][row, removed].std(1, keepdim=True) if normalize else torch.ones(12, 1)
+        off = cut["reconstructed"][row, removed] - cut["original"][row, removed]
+        torch.testing.assert_close(off, deviation.expand_as(off), rtol=1e-3, atol=1e-3)
+    assert ("the true one" in objective.pictured) is normalize
+
+
+def test_a_technique_around_it_shows_what_it_shows():
+    plain = Reconstruct(patch=2)
+    batch, model = plain.examples(pictures()), tiny_mae()
+    around = DropMaskedPatches().objective(plain)
+    prediction = around.predict(model, batch)
+    assert around.pictured == plain.pictured
+    for name, images in around.pictures(prediction, batch).items():
+        assert torch.equal(images, plain.pictures(prediction, batch)[name])

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, TWO_SIDED, VOCABULARY, random_model
 from torch import Tensor, nn
@@ -230,6 +231,49 @@ def test_settings_say_what_the_base_is_and_what_it_is_for(tmp_path: Path) -> Non
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+
+
+_SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_WHISPER = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+    "max_source_positions": 12, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "also", "task"),
+    [
+        ("BertForSequenceClassification", "", None),
+        ("BertForSequenceClassification", "^classifier", "SEQ_CLS"),
+        ("LlamaForSequenceClassification", "", None),
+        ("WhisperForConditionalGeneration", "", None),
+    ],
+)
+def test_a_task_is_named_only_where_peft_then_loads_the_folder(kind: str, also: str, task: str, tmp_path: Path) -> None:
+    """By the word for classifying PEFT wants a head in the folder; by that for two-sided models, tokens."""
+    config_class = getattr(transformers, kind.partition("For")[0] + "Config")
+    config = config_class(**(_WHISPER if "Whisper" in kind else _SIZES))
+    inputs: dict[str, Any] = {"input_ids": TOKENS}
+    if "Whisper" in kind:
+        inputs = {"input_features": torch.linspace(-1, 1, 2 * 8 * 24).view(2, 8, 24), "decoder_input_ids": TOKENS}
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        return getattr(transformers, kind)(config).eval()
+
+    model = base()
+    Lora(rank=2, also=also).attach(model)
+    parameters = dict(model.named_parameters())
+    randomize(parameters[name] for name in sorted(model.trained_names))
+    save_adapter(model, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == task
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A small recipe to plan for, counted and timed by formulas in place of traces and processes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def searching(memory: float, allow: Numerics = Numerics.ROUNDING, base: Sequence
     return Search(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
 
 
-def by_expectation(candidate: Candidate) -> Timing:
+def by_expectation(candidate: Candidate, bar: float = math.inf) -> Timing:
     """A probe that finds what was expected, and no byte beyond the tensors."""
     rows = -(-candidate.batch // candidate.parts)
     assert candidate.footprint is not None

@@ -1,5 +1,6 @@
 """Plans for other trainers: their own packages read them, and the plain script gives the losses of our run."""
 
+import inspect
 import io
 import json
 import runpy
@@ -139,6 +140,65 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     assert json.loads(json.dumps(made)) == made
     with pytest.raises(Refused, match="no whole number"):
         deepspeed.configuration(elsewhere(technique("large_batch.accumulate", parts=3)))
+
+
+FOR_DEEPSPEED = [
+    elsewhere(),
+    elsewhere(technique("precision.mixed"), technique("memory.recompute")),
+    elsewhere(technique("precision.mixed", format="float16"), technique("large_batch.accumulate", parts=4)),
+    elsewhere(technique("parallelism.shard"), technique("memory.offload_optimizer"), mesh=Mesh(shard=2)),
+    Elsewhere.of(
+        Recipe(data=DataSettings(length=16, batch=8)),
+        (UPDATE[0], technique("schedules.cosine", warmup=2)),
+        STEPS,
+        "cpu",
+    ),
+]
+SECTIONS = {
+    "optimizer": {"type", "params"},
+    "scheduler": {"type", "params"},
+    "zero_optimization": {"stage", "offload_optimizer"},
+    "bf16": {"enabled"},
+    "fp16": {"enabled"},
+    "activation_checkpointing": {"partition_activations", "contiguous_memory_optimization"},
+}
+"""Of DeepSpeed's documented configuration (version 0.19.8), as much as is used."""
+NUMBERS = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+}  # fmt: skip
+ARGUMENTS = {
+    "WarmupDecayLR": {"total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"},
+    "WarmupCosineLR": {
+        "total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
+    },
+}  # fmt: skip
+"""Of its schedulers."""
+
+
+@pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
+def test_deepspeed_is_told_nothing_but_what_its_documentation_names(run: Elsewhere) -> None:
+    made = deepspeed.configuration(run)
+    assert made.keys() <= NUMBERS | SECTIONS.keys()
+    assert all(made[name].keys() <= keys for name, keys in SECTIONS.items() if name in made)
+    assert made["optimizer"]["params"].keys() == {"lr", "betas", "eps", "weight_decay"}
+    scheduler = made.get("scheduler", {"type": "WarmupDecayLR", "params": {}})
+    assert scheduler["params"].keys() <= ARGUMENTS[scheduler["type"]]
+    assert scheduler["params"].get("warmup_type", "linear") == "linear"  # ours rises in a straight line
+
+
+@pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
+def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run: Elsewhere) -> None:
+    """Where it is installed: it is no dependency of ours."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = pytest.importorskip("deepspeed.runtime.config")
+    monkeypatch.setattr(config.dist, "get_world_size", lambda *group: run.ranks)
+    monkeypatch.setattr(config.dist, "get_rank", lambda *group: 0)
+    read = config.DeepSpeedConfig(deepspeed.configuration(run))  # raises for what does not go together
+    assert (read.train_batch_size, read.gradient_accumulation_steps) == (run.batch, run.parts)
+    assert read.zero_config.stage == (3 if run.ranks > 1 else 0) and read.gradient_clipping == (run.clip or 0)
+    if made := deepspeed.configuration(run).get("scheduler"):
+        known = pytest.importorskip("deepspeed.runtime.lr_schedules")
+        assert made["params"].keys() <= inspect.signature(getattr(known, made["type"]).__init__).parameters.keys()
 
 
 def test_what_torchtitan_is_told_is_toml_and_says_what_it_lacks() -> None:

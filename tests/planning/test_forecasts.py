@@ -49,7 +49,7 @@ def test_what_a_compiler_held_may_be_cached_when_the_run_starts() -> None:
 
 
 def test_what_takes_longer_than_it_may_is_refused_with_what_would_do() -> None:
-    search = searching(math.inf, time=lambda candidate: TIMING)
+    search = searching(math.inf, time=lambda candidate, bar: TIMING)
     planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=36.0))
     forecast = planner.forecast(search.run(), Budget(tokens=1e12), NONE)
     with pytest.raises(Infeasible, match=r"and may take 0\.01 h") as error:
@@ -76,7 +76,7 @@ def test_a_kept_probe_is_not_taken_for_that_of_another_model_of_the_same_name(
         made.append(job)
         return replace(TIMING, update=float(len(made)))
 
-    job = Job({"name": "a", "model": {"folder": "model"}}, 10, (4,), 1, 1.0, (5.0, 6.0))
+    job = Job({"name": "a", "model": {"folder": "model"}}, 10, (BATCH,), 1, 1.0, (5.0, 6.0))
     once = kept(probe, "cpu")
     assert once(job) == once(replace(job, recipe={**job.recipe, "name": "b"})) and len(made) == 1
     assert once(replace(job, counted=(50.0, 60.0))).update == 2.0

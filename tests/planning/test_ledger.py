@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,7 @@ RECIPE = 'name = "a run"\nseed = 1\n[techniques.optimizers.adamw]\nlr = 0.1\n'
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
 
 
 def finished_run(
@@ -43,6 +45,15 @@ def test_a_finished_run_is_kept_with_what_was_predicted_of_it(tmp_path: Path) ->
     assert entry.predicted == {"counted": 1e6, "step": 0.4, "memory": 2e6}
     assert record_of([entry], "step", "step").ratios == (1.25,)
     assert record_of([entry], "counted", "memory").error == 0.5
+
+
+def test_the_steps_of_a_run_beside_other_work_are_not_held_against_forecasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.5, 0.5))
+    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    (entry,) = entries("cpu")
+    assert entry.measured == {"memory": 1.5e6}
 
 
 def test_runs_that_ended_early_or_had_several_ranks_are_not_kept(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Counts, lines through probes, and intervals."""
 
+import time
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +11,11 @@ from planning.planned_runs import CATALOGUE
 from thrifty.core.compose import compose
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
+from thrifty.core.recipe import Checkpoints
+from thrifty.planning import probing
+from thrifty.planning.disk import disk_bytes
 from thrifty.planning.predict import Estimate, Timing, counted, largest_part, line_through
+from thrifty.planning.probes import sizes
 from thrifty.planning.probing import timed
 from tiny_runs import plain_run, with_optimizer
 
@@ -57,3 +64,36 @@ def test_a_probe_runs_whole_steps_and_says_what_they_took() -> None:
         0 < low <= middle for low, middle in zip(timing.least, timing.passes, strict=True)
     )
     assert 0 < timing.update < timing.startup and timing.evaluation > 0 and timing.save > 0 and timing.memory >= 0
+
+
+def test_a_probe_leaves_the_smaller_sizes_out_where_the_largest_is_too_slow() -> None:
+    run = compose(plain_run(batch=4), with_optimizer([]), 20)
+    timing = timed(run, (1, 2, 4), 1, [run.source.at(0)], 0.1, bar=1e-9)
+    assert timing.rows == (4,) and timing.evaluation > 0 and timing.memory >= 0
+
+
+def test_an_evaluation_is_told_by_a_few_of_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[int] = []
+
+    def evaluated(model: object, objective: object, batches: list[object], device: object) -> None:
+        judged.append(len(batches))
+        time.sleep(0.01 * len(batches))
+
+    monkeypatch.setattr(probing, "evaluate", evaluated)
+    run = compose(plain_run(batch=4), with_optimizer([]), 20)
+    timing = timed(run, (4,), 1, [run.source.at(step) for step in range(10)], 0.0)
+    assert judged == [1, 2] and timing.evaluation >= 0.1
+
+
+def test_only_the_plan_s_own_size_is_tried_where_micro_batches_may_not_change() -> None:
+    assert sizes(8, 1, compiled=False) == (2, 4, 8) and sizes(8, 2, compiled=True) == (2, 4)
+    assert sizes(8, 2, compiled=False, fixed=True) == (4,)
+
+
+def test_what_a_run_writes_is_the_checkpoints_that_are_there_at_once_and_the_prepared_data() -> None:
+    kept = Checkpoints(keep=2, also=(0.5,))
+    footprint = Footprint(parameters=40.0, buffers=2.0, gradients=40.0, optimizer=80.0)
+    assert disk_bytes(kept, footprint, [], 7.0) == {"checkpoints": 5 * 122.0, "prepared data": 7.0}
+    outside = replace(footprint, optimizer=0.0)
+    found = disk_bytes(kept, outside, [CATALOGUE["memory.offload_optimizer"]()], 0.0)
+    assert found == {"checkpoints": 5 * 122.0, "optimizer state": 80.0}

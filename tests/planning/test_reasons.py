@@ -88,7 +88,7 @@ def test_what_saves_next_to_nothing_says_what_the_peak_is_made_of() -> None:
 
 
 def test_what_was_measured_to_be_slower_says_so() -> None:
-    def slower(candidate):  # type: ignore[no-untyped-def]
+    def slower(candidate, bar):  # type: ignore[no-untyped-def]
         seconds = 1.0 + 0.25 * len(candidate.ways)
         return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,))
 

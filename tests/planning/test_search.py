@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.planned_runs import CATALOGUE, MB, by_expectation, formula, searching
+from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
 from thrifty.core.compose import compose, refuse_illegal
 from thrifty.core.errors import Infeasible, Refused
 from thrifty.core.recipe import Budget
@@ -17,7 +18,7 @@ from thrifty.planning.candidates import Candidate
 from thrifty.planning.plans import Wanted
 from thrifty.planning.predict import COUNTED_HIGH, Timing
 from thrifty.planning.probes import ProbeFailed
-from thrifty.planning.search import Search
+from thrifty.planning.search import NEAR, Search
 
 
 def everything(search: Search) -> list[Candidate]:
@@ -68,7 +69,7 @@ def test_a_recipe_that_fits_and_is_fast_is_left_as_it_is() -> None:
 
 
 def test_what_is_hoped_to_be_faster_is_run_and_left_out_when_it_is_not() -> None:
-    def no_faster(candidate: Candidate) -> Timing:
+    def no_faster(candidate: Candidate, bar: float) -> Timing:
         return replace(by_expectation(candidate), least=(1.0,), passes=(1.0,))
 
     search = searching(math.inf, Numerics.DIFFERENT, time=no_faster)
@@ -82,7 +83,7 @@ def test_what_is_measured_to_be_faster_is_taken() -> None:
 
 
 def test_noise_larger_than_the_gain_changes_nothing() -> None:
-    def noisy(candidate: Candidate) -> Timing:
+    def noisy(candidate: Candidate, bar: float) -> Timing:
         seconds = 1.0 if not candidate.ways else 0.9
         return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,), spread=0.5)
 
@@ -90,7 +91,7 @@ def test_noise_larger_than_the_gain_changes_nothing() -> None:
 
 
 def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
-    def heavy(candidate: Candidate) -> Timing:
+    def heavy(candidate: Candidate, bar: float) -> Timing:
         timing = by_expectation(candidate)
         return replace(timing, memory=timing.memory + 300 * MB)
 
@@ -101,7 +102,7 @@ def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
 
 
 def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
-    def fails(candidate: Candidate) -> Timing:
+    def fails(candidate: Candidate, bar: float) -> Timing:
         if any("recompute" in way.label for way in candidate.ways):
             raise ProbeFailed("its process was killed")
         return by_expectation(candidate)
@@ -112,7 +113,7 @@ def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
 
 
 def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> None:
-    def fails(candidate: Candidate) -> Timing:
+    def fails(candidate: Candidate, bar: float) -> Timing:
         raise ProbeFailed("the loss is nan")
 
     with pytest.raises(Infeasible, match="ran its steps: the loss is nan"):
@@ -146,10 +147,73 @@ def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
     assert {*parts} == {1, 2, 4, 8}
 
 
+def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_follow() -> None:
+    counts: list[int] = []
+
+    def noted(run):  # type: ignore[no-untyped-def]
+        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.accumulate")
+        return formula(run)
+
+    search = searching(2000.0, Numerics.ROUNDING, count=noted)
+    search.look_at_singles()
+    assert sorted(counts) == [2, BATCH]
+    (between,) = search.told
+    told = search.singles[between]
+    assert search.alone(between) == search.counted(between.apply(search.base)) and not search.told
+    for name in ("activations", "optimizer", "flops"):
+        assert getattr(told, name) == pytest.approx(getattr(search.singles[between], name))
+
+
+def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
+    def refusing(run):  # type: ignore[no-untyped-def]
+        if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
+            raise Refused("large_batch.accumulate: not in two")
+        return formula(run)
+
+    search = searching(2000.0, Numerics.ROUNDING, count=refusing)
+    search.look_at_singles()
+    assert not search.told and {way.parts for way in search.singles if way.parts > 1} == {4, BATCH}
+
+
+def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
+    run: list[Candidate] = []
+
+    def as_promised(candidate: Candidate, bar: float) -> Timing:
+        run.append(candidate)
+        return by_expectation(candidate)
+
+    search = searching(700.0, Numerics.ROUNDING, time=as_promised)
+    search.finalists = 100
+    best = search.run()
+    assert len(run) > 1 and all(candidate.relative <= NEAR * best.relative for candidate in run)
+    assert any(candidate.relative > NEAR * best.relative for candidate in search.combinations())
+
+
+def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
+    bars: list[float] = []
+
+    def noted(candidate: Candidate, bar: float) -> Timing:
+        bars.append(bar)
+        return by_expectation(candidate)
+
+    searching(700.0, Numerics.ROUNDING, time=noted).run()
+    assert bars[0] == math.inf and all(later <= sooner for sooner, later in pairwise(bars)) and bars[-1] < 10
+
+
+def test_what_does_not_fit_the_disk_is_not_proposed_and_where_nothing_does_that_is_said() -> None:
+    def cramped(candidate: Candidate) -> str:
+        return "" if "optimizer_state" in candidate.label else "does not fit the disk: 9 MB of checkpoints"
+
+    assert "optimizer_state" in searching(2000.0, Numerics.DIFFERENT, no_room=cramped).run().label
+    with pytest.raises(Infeasible, match="does not fit the disk: 9 MB of checkpoints") as error:
+        searching(2000.0, Numerics.EXACT, no_room=cramped).run()
+    assert "--disk" in error.value.fix
+
+
 def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
     run: list[Candidate] = []
 
-    def noted(candidate: Candidate) -> Timing:
+    def noted(candidate: Candidate, bar: float) -> Timing:
         run.append(candidate)
         return by_expectation(candidate)
 

@@ -2,7 +2,7 @@
 
 import json
 
-from thrifty.report.gallery import card, groups, kept_by_label
+from thrifty.report.gallery import card, groups, kept_by_label, rows
 from thrifty.report.page import render
 from thrifty.report.record import read_run
 
@@ -64,3 +64,45 @@ def test_an_unreadable_file_is_named(write_run):
     folder = write_run()
     (folder / "selection.json").write_text("{")
     assert "selection.json is not valid JSON" in rendered(folder)
+
+
+SEEN = {
+    "step": 1200,
+    "about": "Half of <each> is given back.",
+    "shown": [
+        {"pictures": {"original": PICTURE, "as given & back": PICTURE}, "loss": 0.3921},
+        {"pictures": {"original": PICTURE}, "loss": None},
+    ],
+}
+
+
+def with_predictions(write_run, pictures):
+    folder = write_run()
+    (folder / "pictures.json").write_text(json.dumps(pictures))
+    return rendered(folder)
+
+
+def test_what_a_model_makes_of_held_out_examples_is_seen_side_by_side(write_run):
+    page = with_predictions(write_run, SEEN)
+    assert '<h2 id="predictions">Predictions</h2>' in page and '<a href="#predictions">' in page
+    assert "Half of &lt;each&gt; is given back. Held-out examples after step 1,200." in page
+    assert f'<img src="{PICTURE}" alt="Example 1, original"' in page
+    assert f'<img src="{PICTURE}" alt="Example 1, as given &amp; back"' in page and 'alt="Example 2, original"' in page
+    assert "loss 0.392" in page and page.count('<p class="remark">loss') == 1
+
+
+def test_a_run_whose_predictions_cannot_be_seen_has_no_such_part(write_run):
+    folder = write_run()
+    for pictures in ({}, {"step": 1, "about": "", "shown": []}):
+        (folder / "pictures.json").write_text(json.dumps(pictures))
+        assert 'id="predictions"' not in rendered(folder) and "#predictions" not in rendered(folder)
+
+
+def test_addresses_that_hold_no_picture_and_damaged_files_show_nothing(write_run):
+    outside = {"shown": [{"pictures": {"original": "https://example.com/x.png"}}, {"pictures": 3}, 4, {}]}
+    assert rows(outside) == rows({"shown": 3}) == rows({"shown": {"a": 1}}) == []
+    folder = write_run()
+    (folder / "pictures.json").write_text(json.dumps(outside))
+    assert "example.com" not in rendered(folder)
+    (folder / "pictures.json").write_text("[")
+    assert "pictures.json is not valid JSON" in rendered(folder)

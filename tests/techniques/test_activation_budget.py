@@ -12,16 +12,18 @@ import torch
 from torch import nn
 
 from thrifty.core.accounting import StepTrace
+from thrifty.core.activations.overheads import measured_overheads
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Infeasible
 from thrifty.core.explain import explain
 from thrifty.core.technique import Numerics
 from thrifty.data.packing import PackedTokens
-from thrifty.kernels.memory_plan import least_peak, peak_when_kept
+from thrifty.kernels.memory_plan import Way, fastest_plan, is_whole, least_peak, peak_of_ways, peak_when_kept
 from thrifty.models.families import assemble
 from thrifty.models.shape import Shape
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.memory import activation_budget
 from thrifty.techniques.memory.activation_budget import ActivationBudget, Planner
 from tiny_runs import (
     advance,
@@ -119,7 +121,8 @@ def test_under_mixed_precision_too() -> None:
     assert_same(snapshot(state), snapshot(expected))
 
 
-def test_what_is_made_again_is_of_few_bytes_a_second() -> None:
+def test_what_is_made_again_is_of_few_bytes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_budget, "OVERHEADS", (0.0, 0.0))  # as good as nothing where blocks are large
     _, planner = peak_of(run_of(medium_run(), bytes=0.7))
     ((blocks, plan),) = planner.plans.values()
     kept, again = [], []
@@ -128,6 +131,46 @@ def test_what_is_made_again_is_of_few_bytes_a_second() -> None:
             item = block.tape.items[number]
             (kept if way.value == "keep" else again).append(item.seconds / item.bytes)
     assert sum(again) / len(again) < sum(kept) / len(kept)
+
+
+@pytest.mark.parametrize("costs", ["counted", "measured"])
+def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: str) -> None:
+    """Small blocks, whose single operations cost more to follow than to run."""
+    _, planner = peak_of(run_of(plain_run(style="gpt"), costs=costs))
+    ((blocks, _),) = planner.plans.values()
+    kept: list[dict[int, Way]] = [{n: Way.KEEP for n, item in b.tape.items.items() if item.saved} for b in blocks]
+    for every in (1, 2, 3):
+        whole = [place < len(blocks) - 1 and place % every == 0 for place in range(len(blocks))]
+        ways = [
+            dict.fromkeys(b.tape.items, Way.RECOMPUTE) if again else keep
+            for b, keep, again in zip(blocks, kept, whole, strict=True)
+        ]
+        seconds = sum(b.whole or math.inf for b, again in zip(blocks, whole, strict=True) if again)
+        plan = fastest_plan(blocks, peak_of_ways(blocks, ways) * 1.0001)
+        assert plan is not None and plan.seconds <= seconds * 1.006
+
+
+def test_measured_costs_have_overheads_of_this_machine() -> None:
+    one_by_one, as_a_whole = measured_overheads()
+    assert 0 < as_a_whole < one_by_one < 5e-3
+    _, planner = peak_of(run_of(plain_run(style="gpt"), costs="measured"))
+    ((blocks, _),) = planner.plans.values()
+    assert blocks[0].overhead == one_by_one * len(blocks[0].tape.operations)
+
+
+def test_blocks_that_are_made_again_as_a_whole_follow_no_operations_and_change_nothing() -> None:
+    plain = plain_run(style="gpt", dropout=0.3)
+    reference, expected = run_through(plain, with_optimizer([]), 4)
+    budget = technique("memory.activation_budget", bytes=0.05)
+    records, state = run_through(plain, with_optimizer([budget]), 4)
+    assert state.model is not None
+    ((blocks, plan),) = state.model.activation_planner.plans.values()  # type: ignore[union-attr]
+    chosen = [is_whole(block, ways) for block, ways in zip(blocks, plan.ways, strict=True)]
+    assert sum(chosen[:-1]) > 1
+    planner = state.model.activation_planner  # type: ignore[union-attr]
+    assert [each.is_whole for each in planner.block_plans(blocks, plan)] == chosen[:-1]  # type: ignore[operator]
+    assert losses(records) == losses(reference)
+    assert_same(snapshot(state), snapshot(expected))
 
 
 def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> None:

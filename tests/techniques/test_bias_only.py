@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused
+from thrifty.core.surgery import noting
 from thrifty.techniques.adapters.bias_only import BiasOnly, bias_names
 from tiny_runs import advance, plain_run, technique, tiny_model
 
@@ -55,3 +57,19 @@ def test_what_is_trained_is_the_plain_architecture() -> None:
     moved = [n for (n, p), q in zip(plain.named_parameters(), plain_run(style="gpt").build().parameters(), strict=True)
              if not torch.equal(p, q)]  # fmt: skip
     assert moved and all(name.endswith("bias") for name in moved)
+
+
+def test_only_layers_whose_result_is_known_are_given_a_bias() -> None:
+    """A router of experts has a matrix, and gives several results."""
+    config = transformers.MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    before = model(input_ids=TOKENS).logits
+    with noting() as notes:
+        model = BiasOnly(add=True).model(model)
+    assert torch.equal(model(input_ids=TOKENS).logits, before)
+    assert (
+        "8 layers were given a bias; what a MixtralTopKRouter computes is not known, so those were given none" in notes
+    )

@@ -6,12 +6,15 @@ from statistics import fmean
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.surgery import find_blocks
+from thrifty.core.surgery import find_blocks, noting
+from thrifty.models.wrapped import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
 from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, tiny_model
 
@@ -151,6 +154,53 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
 def test_post_norm_models_are_refused(style: str) -> None:
     with pytest.raises(Refused, match="has a norm behind its sums"):
         DROPPING.model(tiny_model(style=style))
+
+
+THEIRS = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 60,
+    "num_hidden_layers": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("Gemma2", {"head_dim": 8}), ("Olmo2", {}), ("Llama", {}), ("OPT", {"ffn_dim": 48})]
+)
+def test_blocks_with_a_norm_behind_their_branches_are_refused(kind: str, more: dict[str, int]) -> None:
+    """The norm would undo the factor of what is kept. Blocks that want positions are tried on what the model gives."""
+    model = HuggingFaceCausalLM(
+        AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**THEIRS, **more))
+    )
+    if kind in ("Gemma2", "Olmo2"):
+        with pytest.raises(Refused, match=r"has a norm behind lm\.model\.layers\.0\.self_attn\.o_proj"):
+            DROPPING.model(model)
+        return
+    with noting() as notes:
+        DROPPING.model(model)
+    assert not any("could not be tried" in text for text in notes)
+
+
+def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+            return self.norm(x + self.down(self.up(x + positions).relu()))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList([Block(), Block()])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x, torch.zeros_like(x))
+            return x
+
+    with pytest.raises(Refused, match="has a norm behind its sums"):
+        DROPPING.model(Model())
 
 
 def test_where_nothing_might_be_left_to_train_it_is_refused() -> None:

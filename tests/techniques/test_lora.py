@@ -475,3 +475,11 @@ def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -
         losses[rank] = loss.item()
     assert losses[1] > losses[2] > losses[3] > 1e-2
     assert losses[4] < 1e-5 and losses[8] < 1e-5
+
+
+def test_the_default_pattern_finds_the_layers_of_a_t5() -> None:
+    """Whose attentions are called SelfAttention and EncDecAttention, and its feed-forward network DenseReluDense."""
+    config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    found = Lora(rank=4).layers(transformers.T5ForConditionalGeneration(config))
+    assert len(found) == 2 * (4 + 2) + 2 * (8 + 2)
+    assert {name.rpartition(".")[2] for name in found} == {"q", "k", "v", "o", "wi", "wo"}

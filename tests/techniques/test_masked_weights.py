@@ -3,22 +3,30 @@
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
 from rank_processes import on_ranks
 from sparsity_work import masks_of_each, masks_under_each
 from thrifty import techniques
-from thrifty.core.compose import Composition, compose
-from thrifty.core.errors import UsageError
-from thrifty.core.sparse.masks import masks_in
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.sparse.masks import mask_of, masks_in
 from thrifty.core.sparse.sparsity import global_count
 from thrifty.core.state import TrainState, full_value
-from tiny_runs import advance, plain_run, technique
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.techniques.optimizers.adamw import adamw
+from tiny_runs import VOCABULARY, advance, plain_run, technique, with_optimizer
 
 MASKED = [name for name in techniques.names() if "weight masks" in techniques.find(name).claims]
 BY_FILE = {"sparsity.ticket"}
 """Whose masks come from a file, and are full without."""
-CHOOSING = [name for name in MASKED if name not in BY_FILE]
-OPTIMIZERS = ["adamw", "lion", "muon", "soap", "schedule_free", "lamb", "adafactor", "sgd"]
+BY_PIECE = {"sparsity.dynamic_heads"}
+"""Whose densities are whole heads: test_dynamic_heads.py."""
+CHOOSING = [name for name in MASKED if name not in BY_FILE | BY_PIECE]
+OPTIMIZERS = ["adamw", "lion", "muon", "soap", "schedule_free", "lamb", "adafactor", "sgd", "lars"]
 STRATEGIES = ("parallelism.replicate", "parallelism.shard")
 COMPANY = [
     (), ("large_batch.accumulate", "precision.mixed"), ("growth.stacking", "large_batch.exponential_average"),
@@ -79,3 +87,55 @@ def test_ranks_have_the_masks_of_the_single_process() -> None:
             same = sum(len(masks[key] & alone[name][key]) for key in masks)
             # gradients are summed in another order: the last bit may decide between two weights
             assert same >= 0.999 * sum(map(len, masks.values())), (strategy, name)
+
+
+@pytest.mark.parametrize("name", ["sparsity.set", "sparsity.rigl", "sparsity.gradual"])
+def test_a_move_that_keeps_too_much_is_noticed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = compose(plain_run(depth=2), with_optimizer([technique(name, density=0.3)]), 6)
+    greedy = next(each for each in run.techniques if each.name == name)
+    keep_all = lambda self, names, layer, step: ((each, layer(each).mask | True) for each in names)  # noqa: E731
+    monkeypatch.setattr(type(greedy), "moved", keep_all)
+    state = run.start()
+    # weights that have just been grown are zero: it is the mask that tells
+    what = "non-zero weights" if name == "sparsity.gradual" else "the mask of .* keeps"
+    with pytest.raises(IntegrityError, match=f"{name}: .*{what}"):
+        advance(run, state)
+    assert state.step == 3  # the update of step 2 moved, and nothing may be trained with what it left
+
+
+@pytest.mark.parametrize("name", ["sparsity.rigl", "sparsity.gradual"])
+def test_in_a_loop_of_ones_own_moments_are_steps_and_masks_move(name: str) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    with pytest.raises(UsageError, match=f"{name}: .* is 0.[0-9]+, a share of a run whose steps are not known here"):
+        techniques.find(name)().update(adamw(lr=1e-2))
+    steps = {"until": 4, "every": 2, "density": 0.25} | ({"start": 1} if name == "sparsity.gradual" else {})
+    sparse = techniques.find(name)(**steps)
+    optimizer = TransformOptimizer(sparse.model(model).named_parameters(), sparse.update(adamw(lr=1e-2)))
+    first = mask_of(model.blocks[0].weight).clone()
+    for step in range(6):
+        sum(block(torch.eye(8) + step).square().sum() for block in model.blocks).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in model.blocks:
+        assert int(block.weight.count_nonzero()) == 16 == int(mask_of(block.weight).sum())
+    assert not torch.equal(first, mask_of(model.blocks[0].weight))
+
+
+@pytest.mark.parametrize("name", ["sparsity.rigl", "sparsity.static"])
+def test_stacks_that_grow_in_another_proportion_break_no_promise(name: str) -> None:
+    """2 and 5 blocks start as 1 and 2: ERK gives the small model other shares than the whole one."""
+
+    def build() -> nn.Module:
+        model = assemble(Shape("t5", 2, 32, 4, 4, 64, VOCABULARY, 24, True, decoder_depth=5))
+        initialize(model, 0)
+        return model
+
+    plain = plain_run()
+    chosen = with_optimizer([technique(name, density=0.3), technique("growth.stacking", at=(2,))])
+    run = compose(Plain(build, plain.source, plain.objective), chosen, 6)
+    state = run.start()
+    state.step = 2
+    run.changes(state)
+    run.verify(state)
+    assert 0.99 * 0.3 <= density(state) <= 1.02 * 0.3

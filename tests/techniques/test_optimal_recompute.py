@@ -13,7 +13,7 @@ from thrifty.core.accounting import StepTrace
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chains import Schedule
 from thrifty.core.compose import compose
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import Infeasible, Refused, UsageError
 from thrifty.core.surgery import find_stacks
 from thrifty.kernels.chain_schedule import periodic_schedule
 from thrifty.models.presets import Shape, assemble
@@ -165,6 +165,25 @@ def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
 def test_a_budget_that_is_none_is_refused(given: float) -> None:
     with pytest.raises(UsageError, match="bytes must be above 0"):
         OptimalRecompute(bytes=given)
+
+
+def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = (x.sum(-1) > 0).nonzero()[:, 0]
+            return x.index_add(0, rows, self.layers[1](self.layers[0](x[rows])))
+
+    model = nn.Sequential()
+    model.blocks = nn.ModuleList([Routed(), Routed()])
+    model.forward = lambda x: model.blocks[1](model.blocks[0](x))
+    Planned(model, list(model.blocks), 0.5)
+    with pytest.raises(Refused, match="what Routed costs cannot be counted by shapes alone") as refused:
+        model(torch.randn(4, 8, requires_grad=True))
+    assert "memory.recompute" in refused.value.fix
 
 
 def test_each_shape_of_a_batch_has_its_own_schedule() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from torch import Tensor
+from torch import Tensor, nn
 
 from optimizer_runs import (
     OPTIMIZERS,
@@ -22,6 +22,7 @@ from optimizer_runs import (
 )
 from pair_runs import pair_run
 from rank_processes import on_ranks
+from thrifty.core import pieces
 from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.transforms import Transform, chain
@@ -327,6 +328,32 @@ def test_sharded_optimizers_are_the_single_one() -> None:
     for name, make in OPTIMIZERS.items():
         found = {key: torch.tensor(value, dtype=torch.float64) for key, value in first[name].items()}
         assert_close(found, trained(make()), 1e-10)
+
+
+def turned(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT if tensor.ndim > 1 else tensor
+
+
+def apart(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
+
+
+# of axes in which no gradient has been, SOAP's decomposition returns what rounding makes of them
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"soap"}))
+@pytest.mark.parametrize(
+    "lie", [(turned, torch.clone), (torch.clone, turned), (turned, turned), (apart, torch.clone), (torch.clone, apart)]
+)
+def test_it_does_not_matter_how_parameters_and_gradients_lie_in_memory(
+    name: str, lie: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "NUMBERS", 16)  # rows of a matrix in pieces of their own
+    held = {key: nn.Parameter(lie[0](value)) for key, value in random_tensors(0).items()}
+    optimizer = TransformOptimizer(held.items(), OPTIMIZERS[name]())
+    for step in range(STEPS):
+        for key, gradient in gradients(step).items():
+            held[key].grad = lie[1](gradient)
+        optimizer.step()
+    assert_close({key: value.detach() for key, value in held.items()}, trained(OPTIMIZERS[name]()), 1e-11)
 
 
 def test_a_schedule_multiplies_the_rates_of_every_optimizer() -> None:

@@ -230,6 +230,7 @@ REFUSED = {
     "growth.compound": "do not make 2 stages",
     "growth.stacking": "do not make 2 stages",
     "memory.activation_budget": "cannot go together",
+    "sparsity.dynamic_heads": "heads of all blocks are known to one rank alone",
     "sparsity.early_bird": "a ticket is drawn of all blocks",
     "sparsity.grasp": "first derivatives only",
 }

@@ -156,6 +156,24 @@ def test_only_the_prefix_is_trained(style: str) -> None:
     assert all(torch.equal(trained[name], value) for name, value in plain_run(style=style).build().named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["falcon", "gpt_bigcode", "gemma2"])
+def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> None:
+    """One for all queries, though their configs say otherwise, or of another width."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, Any] = {"gemma2": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48}}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more.get(kind, {}))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    plain, random = model(input_ids=TOKENS).logits, torch.get_rng_state()
+    model = Prefix(tokens=3, hidden=0).model(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    found = model(input_ids=TOKENS).logits
+    assert found.shape == plain.shape and not torch.allclose(found, plain, atol=1e-3)
+    next_token_loss(found, TOKENS).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 and all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+
+
 def test_what_it_cannot_work_with_is_refused() -> None:
     with pytest.raises(Refused, match="neither attention with a replaceable core nor a cache"):
         Prefix().model(transformers.BertForMaskedLM(transformers.BertConfig(hidden_size=32, num_attention_heads=4)))

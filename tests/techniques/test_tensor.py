@@ -30,6 +30,7 @@ REFUSED = {
     "memory.activation_budget": "those between ranks cannot be made again by one",
     "memory.optimal_recompute": "its layers compute on several",
     "precision.float8": "not computed from its weight alone",
+    "sparsity.dynamic_heads": "heads are compared with each other",
     "sparsity.early_bird": "a ticket is drawn of whole layers",
     "sparsity.n_of_m": "not computed from its weight alone",
     "sparsity.grasp": "the sums over ranks inside a layer have no second derivative",

@@ -80,8 +80,8 @@ def look(source: str, examples: int, as_json: bool, scores: Path | None, out: Pa
     """Show what SOURCE holds: a file, a folder, a known set, or hub:owner/name.
 
     Counts, document lengths, duplicates, which near-duplicates were left out, the statistics of the tokenizer, and
-    decoded examples; of images the labels or captions, and which files cannot be read. A folder that holds nothing
-    but images, or images and their captions, is taken for one of those.
+    decoded examples; of images the labels or captions, and which files cannot be read. A folder that holds
+    images for the most part, or images and their captions, is taken for one of those.
 
     With --scores a page shows the examples that are likely mislabelled, and those with the highest and the lowest
     scores; with --keep and so on also what would be kept.

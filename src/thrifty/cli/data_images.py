@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bool:
-    """Whether a source holds images and nothing else, or images with captions; it has then been told about."""
+    """Whether a source holds images, or images with captions, for the most part; it has then been told about."""
     from thrifty.data.corpus import say_on_stderr
     from thrifty.data.image_pairs import holds_image_pairs
-    from thrifty.data.images import holds_only_images
+    from thrifty.data.images import holds_mainly_images
     from thrifty.data.look_images import look_at_images, look_at_pairs
 
     if holds_image_pairs(settings.source):
@@ -26,7 +26,7 @@ def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bo
         else:
             click.echo("\n".join(_of_pairs(pairs)))
         return True
-    if holds_only_images(settings.source):
+    if holds_mainly_images(settings.source):
         images = look_at_images(settings, say_on_stderr)
         if as_json:
             print_json(asdict(images))
@@ -48,7 +48,7 @@ def _of_images(seen: "ImageLook") -> list[str]:
     else:
         rows.append(f"label entropy    {significant(seen.label_entropy)} nats per image")
     if seen.left_out:
-        rows += [f"left out         {whole(seen.left_out)} files", *(f"  {name}" for name in seen.named)]
+        rows += [f"left out         {whole(seen.left_out)} files", *_named(seen.named, seen.left_out)]
     return rows
 
 
@@ -65,10 +65,18 @@ def _of_pairs(seen: "PairLook") -> list[str]:
     if seen.cut:
         rows.append(f"cut              {percent(seen.cut)} of the captions have more than {seen.length} tokens")
     rows += [f"left out         {kind}: {whole(count)}" for kind, count in seen.left_out.items()]
-    rows += [f"  {name}" for name in seen.named]
+    rows += _named(seen.named, sum(seen.left_out.values()))
     if seen.examples:
         rows += ["", "captions", *(f"  {' | '.join(captions)}" for captions in seen.examples)]
     return rows
+
+
+def _named(names: list[str], count: int) -> list[str]:
+    """The first of the files that are left out, and how the others are to be had."""
+    from thrifty.data.image_listing import TOLD
+
+    more = [f"  and {count - TOLD} more, which --json names"] if count > TOLD else []
+    return [*(f"  {name}" for name in names[:TOLD]), *more]
 
 
 def _counts(seen: "ImageLook | PairLook") -> list[str]:

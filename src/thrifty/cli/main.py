@@ -18,6 +18,7 @@ from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 ABOUT = {
+    "demo": "The whole story in a few minutes: plan, check, race, train, look.",
     "check": "Does a recipe still compute what it promises? Seconds, before it runs.",
     "compare": "Race techniques or recipes against a baseline at equal budget: a verdict.",
     "train": "Train by a recipe, or a study: a name or a TOML file, with anything changed.",

@@ -155,16 +155,16 @@ def fitted(
 def _read(runs: tuple[Path, ...], table: Path | None) -> list[TrainedRun]:
     from thrifty.cli.telling import run_path
     from thrifty.core.errors import UsageError
-    from thrifty.planning.reading_runs import run_from_folder, runs_from_table
+    from thrifty.planning.reading_runs import runs_from_folders, runs_from_table
 
     if bool(runs) == (table is not None):
         what = "both runs and a table are given" if runs else "there is nothing to fit"
         raise UsageError(what, fix="name run folders, or give --csv FILE with the columns parameters,tokens,loss")
-    return runs_from_table(table) if table is not None else [run_from_folder(run_path(run)) for run in runs]
+    return runs_from_table(table) if table is not None else runs_from_folders([run_path(run) for run in runs])
 
 
 def _nearest_preset(parameters: float) -> dict[str, Any]:
-    """The preset whose size is nearest by ratio, with its vocabulary as published."""
+    """The language model among the presets whose size is nearest by ratio, with its vocabulary as published."""
     import math
 
     import torch
@@ -172,7 +172,11 @@ def _nearest_preset(parameters: float) -> dict[str, Any]:
     from thrifty.models.presets import PRESETS, assemble
 
     with torch.device("meta"):
-        counts = {name: sum(p.numel() for p in assemble(shape).parameters()) for name, shape in PRESETS.items()}
+        counts = {
+            name: sum(p.numel() for p in assemble(shape).parameters())
+            for name, shape in PRESETS.items()
+            if shape.style in ("gpt", "llama")
+        }
     name = min(counts, key=lambda name: abs(math.log(counts[name] / parameters)))
     return {"name": name, "parameters": counts[name], "ratio": counts[name] / parameters}
 

@@ -5,6 +5,7 @@ import sys
 
 
 def main() -> None:
+    from thrifty.cli.plan_model import own_model
     from thrifty.core.errors import ThriftyError
     from thrifty.planning.probing import timed
     from thrifty.preparing import prepare
@@ -13,9 +14,10 @@ def main() -> None:
     job = json.load(sys.stdin)
     try:
         recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
-        prepared = prepare(recipe, steps=job["steps"], quiet=True)
+        model = own_model(job["model"]).build if job["model"] else None
+        prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
         held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-        timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"])
+        timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"])
     except ThriftyError as error:
         sys.exit(error.what)
     print(json.dumps(timing.as_dict()))

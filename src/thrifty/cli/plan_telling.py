@@ -11,14 +11,16 @@ import click
 from thrifty.report.units import duration, percent, scaled, significant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from thrifty.planning.ledger import Record
-    from thrifty.planning.plans import Forecast, Plan, Wanted
+    from thrifty.planning.plans import Forecast, Plan
     from thrifty.planning.predict import Estimate
+    from thrifty.planning.reasons import Reason
 
 
-def tell(plan: Plan, wanted: Wanted, written: list[Path]) -> None:
+def tell(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
+    """`command` is what starts what was written."""
     for line in in_words(plan):
         click.echo(line)
     click.echo()
@@ -26,10 +28,10 @@ def tell(plan: Plan, wanted: Wanted, written: list[Path]) -> None:
     for label, why in plan.misfits.items():
         click.echo(f"  {label}: {why}")
     click.echo()
-    _tell_reasons(plan)
+    tell_reasons(plan.reasons)
     click.echo()
     if written:
-        click.echo(f"written: {', '.join(map(str, written))}; start it with thrifty train {written[0]}")
+        click.echo(f"written: {', '.join(map(str, written))}; start it with {command} {written[0]}")
     else:
         click.echo("keep it with --out plan.toml")
 
@@ -43,7 +45,7 @@ def in_words(plan: Plan) -> list[str]:
     memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
     if plan.chosen.timing:
         memory += f" at the peak, {_bytes(forecast.counted)} of it in tensors; {most}{_past(plan.past['memory'])}"
-        step += f"; {_time(forecast)}{_past(plan.past['step'])}"
+        step += f"; {_time(forecast)}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
         memory += f" in tensors at the peak, and what the process takes besides; {most}"
         step += "; not run: by FLOPs and a share of this machine's peak"
@@ -55,6 +57,8 @@ def in_words(plan: Plan) -> list[str]:
         f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, _whole)} steps, "
         f"{scaled(forecast.tokens.value)} tokens",
     ]
+    disk = ", ".join(f"{_bytes(size)} of {name}" for name, size in forecast.disk.items())
+    lines.append(f"disk     {_bytes(sum(forecast.disk.values()))} at most: {disk}")
     if forecast.cost is not None:
         lines.append(f"cost     {_between(forecast.cost, significant)}")
     return lines
@@ -63,6 +67,13 @@ def in_words(plan: Plan) -> list[str]:
 def _time(forecast: Forecast) -> str:
     name, share = forecast.time_is
     return f"{percent(share, 0)} of it {name}"
+
+
+def _disturbed(forecast: Forecast) -> str:
+    if not forecast.others:
+        return ""
+    took = f"other work took {forecast.others:.1f} of {forecast.cores} cores"
+    return f"; measured while {took}: step times are upper bounds, and are not kept"
 
 
 def _past(record: Record) -> str:
@@ -89,12 +100,12 @@ def _tell_alternatives(plan: Plan) -> None:
     _print(table)
 
 
-def _tell_reasons(plan: Plan) -> None:
+def tell_reasons(reasons: Sequence[Reason]) -> None:
     from rich.markup import escape
 
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
     table = _table("technique", "verdict", "why")
-    for reason in sorted(plan.reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
+    for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
         colour = colours.get(reason.verdict, "dim")
         table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
     _print(table)

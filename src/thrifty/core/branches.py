@@ -14,6 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from thrifty.core.errors import Refused
+from thrifty.core.norms import is_norm
 from thrifty.core.parameters import is_matrix
 from thrifty.core.surgery import find_stacks, note, weight_layers
 
@@ -65,6 +66,18 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
         found[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
         kinds = " + ".join(branch.kind for branch in found[stack][0])
         note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
+    return found
+
+
+def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
+    """How many blocks of each stack a forward pass goes through: more than there are where it goes through them again
+    and again, as ALBERT does with its groups."""
+    config = getattr(model, "config", None)
+    groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
+    found = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
+    for stack, blocks in stacks.items():
+        if found[stack] != len(blocks):
+            note(f"the {len(blocks)} of {stack} count as {found[stack]}: so many are gone through")
     return found
 
 
@@ -148,9 +161,18 @@ def _refuse_leftovers(name: str, block: nn.Module, found: list[Branch]) -> None:
     for branch in found:
         if not branch.inner:
             raise Refused(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
-        parent = branch.name.rpartition(".")[0]
+        is_whole = isinstance(branch.writer, nn.MultiheadAttention)
+        parent = branch.name if is_whole else branch.name.rpartition(".")[0]
         if branch.kind != "mlp" and ends.setdefault(parent, branch.name) != branch.name:
             raise Refused(f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=_NAME_THE_ENDS)
+    for path, child in block.named_children():
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        holds_norm = not is_norm(child) and any(map(is_norm, child.modules()))
+        if holds_norm and not is_container and not weight_layers(child):
+            raise Refused(
+                f"{name}.{path} has a norm and no layer with weights: a branch without any cannot be treated",
+                fix="leave this model as it is, or use one whose branches end in linear layers",
+            )
     layers = [layer for branch in found for layer in (*branch.inner.values(), branch.writer)]
     placed = {id(parameter) for layer in layers for parameter in layer.parameters()}
     placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}

@@ -66,7 +66,9 @@ def multiply(table: nn.Embedding, factor: Tensor | float) -> None:
     table.register_forward_hook(_times_multiplier)
 
 
-def _times_multiplier(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):  # rows and their places, as ProphetNet's table of positions gives
+        return (output[0] * module.multiplier.to(output[0].dtype), *output[1:])
     return output * module.multiplier.to(output.dtype)
 
 

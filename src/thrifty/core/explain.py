@@ -17,6 +17,7 @@ from thrifty.core.accounting import StepTrace, count_step, one_thread, settled, 
 from thrifty.core.batches import Batch
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
+from thrifty.core.micro_batches import fewer_alike
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.pieces import InPieces, Piece, Tail, local
 from thrifty.core.surgery import noting
@@ -101,11 +102,12 @@ def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
 def count(run: Composition, techniques: tuple[Technique, ...]) -> tuple[int, Footprint]:
     """The number of parameters, and one step's footprint, of the run with only these techniques."""
     part = replace(run, techniques=techniques, notes={})
-    batch = part.source.at(run.steps - 1)
+    part, batch, times = fewer_alike(part, part.source.at(run.steps - 1))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = part.plain
         part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU)
-        return count_built(part, batch.map(fake.from_tensor))
+        parameters, footprint = count_built(part, batch.map(fake.from_tensor))
+    return parameters, footprint.scale(flops=times)
 
 
 def count_built(run: Composition, batch: Batch) -> tuple[int, Footprint]:

@@ -5,7 +5,8 @@ one pass over memory does all of it and writes the parameters directly. Nothing 
 `tests/core/test_transforms.py` holds the fused and the element-wise result together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -29,6 +30,29 @@ class Fused:
 
     def rate(self, numbers: Numbers) -> float:
         return -product(self.factors, numbers)
+
+
+@contextmanager
+def in_one_layout(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Lists of tensors, one entry per parameter, as torch's kernels must have them: these go through memory as it lies
+    and ask no strides. Where the tensors of a parameter lie in different orders, or apart, copies stand in for them."""
+    odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _lie_alike(own)]
+    if not odd:
+        yield list(lists)
+        return
+    lent = [[tensor.contiguous() if i in odd else tensor for i, tensor in enumerate(tensors)] for tensors in lists]
+    yield lent
+    for tensors, copies in zip(lists, lent, strict=True):
+        for i in odd:
+            if copies[i] is not tensors[i]:
+                tensors[i].copy_(copies[i])
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    strides = {tensor.stride() for tensor in tensors}
+    return len(strides) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0])
 
 
 class FusedAdamW(Fused):
@@ -59,21 +83,19 @@ def fused_adamw(
     """The `count`-th step of AdamW by torch's kernel."""
     # the kernel only reads them, so that one tensor serves all parameters of a device
     counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
-    torch._fused_adamw_(
-        parameters,
-        gradients,
-        mean,
-        square,
-        [],
-        [counts[parameter.device] for parameter in parameters],
-        lr=rate,
-        beta1=adam.beta1,
-        beta2=adam.beta2,
-        weight_decay=weight_decay,
-        eps=adam.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    with in_one_layout(parameters, gradients, mean, square) as lists:
+        torch._fused_adamw_(
+            *lists,
+            [],
+            [counts[parameter.device] for parameter in parameters],
+            lr=rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            weight_decay=weight_decay,
+            eps=adam.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 class AdamByKernel(Transform):
@@ -105,20 +127,22 @@ class FusedSGD(Fused):
         self.key, self.momentum = key, momentum
 
     def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
-        momentum = slots[f"{self.key}.momentum"] if self.momentum else None
+        lists = [parameters, gradients, *([slots[f"{self.key}.momentum"]] if self.momentum else [])]
         for weight_decay, own in self.lists(len(parameters)):
-            torch._fused_sgd_(
-                local([parameters[i] for i in own]),
-                local([gradients[i] for i in own]),
-                local([momentum[i] for i in own] if momentum else []),
-                weight_decay=weight_decay,
-                momentum=self.momentum.decay if self.momentum else 0.0,
-                lr=self.rate(numbers),
-                dampening=0.0,
-                nesterov=self.momentum.nesterov if self.momentum else False,
-                maximize=False,
-                is_first_step=False,  # the sum starts at zero, so that the first step is like any other
-            )
+            chosen = (local([tensors[i] for i in own]) for tensors in lists)
+            with in_one_layout(*chosen) as (moved, given, *momentum):
+                torch._fused_sgd_(
+                    moved,
+                    given,
+                    *(momentum or [[]]),
+                    weight_decay=weight_decay,
+                    momentum=self.momentum.decay if self.momentum else 0.0,
+                    lr=self.rate(numbers),
+                    dampening=0.0,
+                    nesterov=self.momentum.nesterov if self.momentum else False,
+                    maximize=False,
+                    is_first_step=False,  # the sum starts at zero, so that the first step is like any other
+                )
 
 
 def fused_tail(chain: Chain) -> tuple[Chain, Fused] | None:

@@ -16,6 +16,8 @@ from thrifty.core.surgery import find_stacks, is_under, note
 Role = Literal["query", "key", "value", "hidden", "last"]
 _ATTENTION: tuple[Role, ...] = ("query", "key", "value")
 _ROLES: dict[str, Role] = {"q": "query", "k": "key", "v": "value"}
+_MISLEADING = {"GPTNeoSelfAttention": True, "EsmSelfAttention": False}
+"""Whether scores stay unscaled in attentions that do not say so: GPT-Neo's has no factor, ESM's divides queries."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def _sizes(branch: Branch, name: str, layer: nn.Module, rows: int) -> dict[Role,
 
 def _leaves_scores_unscaled(attention: nn.Module) -> bool:
     """Whether an attention says, in the ways of transformers or of our own models, that it multiplies scores by 1."""
-    core = getattr(attention, "core", None)
+    kind, core = type(attention).__name__, getattr(attention, "core", None)
+    if kind in _MISLEADING:
+        return _MISLEADING[kind]
     return 1.0 in (getattr(attention, "scaling", None), getattr(core, "keywords", {}).get("scale"))
 
 

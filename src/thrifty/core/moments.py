@@ -10,6 +10,7 @@ import typing
 from typing import Annotated, Any, TypeVar
 
 from thrifty.core.bounds import Bound
+from thrifty.core.errors import UsageError
 
 Moment = Annotated[int | float, "moment of a run"]
 EffectiveBatch = Annotated[int, "effective batch of a run", Bound(least=0)]
@@ -34,3 +35,14 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
         elif hints[field.name] == EffectiveBatch:
             changes[field.name] = current or batch
     return dataclasses.replace(value, **changes)  # type: ignore[type-var]
+
+
+def refuse_shares(value: object, name: str) -> None:
+    """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
+    hints = typing.get_type_hints(type(value), include_extras=True)
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        if hints[field.name] == Moment and isinstance(current := getattr(value, field.name), float):
+            raise UsageError(
+                f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
+                fix=f"give a number of steps, such as {field.name}=1000",
+            )

@@ -16,8 +16,10 @@ _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: its class says so and it has no modules inside."""
-    return "norm" in type(module).__name__.lower() and not any(module.children())
+    """Whether a module is a norm: its class says so, it has no modules inside, and is none of torch's that act on
+    weights (`torch.nn.utils.parametrizations.weight_norm`)."""
+    of_weights = type(module).__module__.startswith("torch.nn.utils")
+    return "norm" in type(module).__name__.lower() and not any(module.children()) and not of_weights
 
 
 def stream_norms(model: nn.Module) -> Selection:
@@ -37,7 +39,8 @@ def stream_norms(model: nn.Module) -> Selection:
 
 
 def _why_it_stays(name: str, stacks: list[str]) -> str:
-    parent, _, last = name.lower().rpartition(".")
+    # norms may stand in lists of their own beside the blocks, as XLM's do
+    parent, _, last = re.sub(r"(\.\d+)+$", "", name.lower()).rpartition(".")
     if any(is_under(name, stack) for stack in stacks):
         return "it normalises queries or keys" if _OF_HEADS.fullmatch(last) else ""
     around = any(is_under(stack.lower(), parent) for stack in stacks)
@@ -62,7 +65,17 @@ def is_bypassed(module: nn.Module) -> bool:
 
 
 def bypass_norms(model: nn.Module) -> Selection:
-    """Bypass every norm of the residual stream; the norms that were found, and a note of those that stay."""
+    """Bypass every norm of the residual stream; the norms that were found, and a note of those that stay.
+
+    Raises Refused for a norm with modules of its own, such as those that quantise its result for what comes next.
+    """
+    for name, module in model.named_modules():
+        own = any(True for _ in module.parameters(recurse=False))
+        if own and type(module).__name__.endswith("Norm") and any(module.children()):
+            raise Refused(
+                f"the norm {name} has modules inside and cannot be taken out of the computation",
+                fix="use initializations.layer_scale, which keeps norms",
+            )
     norms = stream_norms(model)
     for norm in norms.matched.values():
         bypass(norm)

@@ -50,7 +50,8 @@ class Tokens(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
-    `measured` are the names of what `measures` tells besides the loss; `learns_from` is the kind of data it needs, and
+    `measured` are the names of what `measures` tells besides the loss, `pictured` says in a sentence what `pictures`
+    shows, and is empty where a prediction is nothing to look at; `learns_from` is the kind of data it needs, and
     `needs_labels` whether images must come with labels. `joint` says that the loss of an example depends on the others
     of the effective batch, which then cannot be taken apart.
 
@@ -63,6 +64,7 @@ class Objective:
     """What the loss is a number of."""
     joint: bool = False
     measured: tuple[str, ...] = ()
+    pictured: str = ""
 
     @property
     def plain(self) -> "Objective":
@@ -86,6 +88,11 @@ class Objective:
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """What people judge a model by, per example (b,) by the names in `measured`; its weighted mean is evaluated."""
+        return {}
+
+    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        """What a person can see of a prediction: images (b, c, h, w) by what they are, in the order in which they are
+        looked at, their pixels as a model is given them."""
         return {}
 
     def tokens(self, batch: Batch) -> int:
@@ -128,6 +135,7 @@ class Around(Objective):
     def __init__(self, inner: Objective):
         self.inner = inner
         self.measured, self.joint, self.loss_in = inner.measured, inner.joint, inner.loss_in
+        self.pictured = inner.pictured
         self.learns_from, self.needs_labels = inner.learns_from, inner.needs_labels
 
     @property
@@ -148,6 +156,9 @@ class Around(Objective):
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return self.inner.measures(prediction, batch)
+
+    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return self.inner.pictures(prediction, batch)
 
     def tokens(self, batch: Batch) -> int:
         return self.inner.tokens(batch)

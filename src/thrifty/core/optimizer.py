@@ -13,7 +13,7 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 from thrifty.core.fused import Fused
 from thrifty.core.tails import split
-from thrifty.core.transforms import Chain, Numbers, Slots, Transform, chain
+from thrifty.core.transforms import MOVE, Chain, Numbers, Slots, Transform, chain
 
 
 class Site:
@@ -83,6 +83,10 @@ class TransformOptimizer(torch.optim.Optimizer):
     def numbers(self) -> dict[str, float]:
         """The numbers of the update that comes next."""
         return self.transform.numbers(self.updates, self.updates - self.born)
+
+    def will_move(self) -> bool:
+        """Whether the update that comes next decides anew where there may be values, as when masks move."""
+        return any(value for name, value in self.numbers().items() if name.rpartition(".")[2] == MOVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

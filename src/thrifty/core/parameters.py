@@ -1,5 +1,5 @@
 """What optimizers must know of a parameter, told from names and shapes alone: whether it is decayed, whether it is a
-hidden matrix, and whether it is several layers in one."""
+hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,23 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
     return parameter.ndim == 2 and is_matrix(name, parameter) and not at_an_end
+
+
+def set_own_factor(parameter: Tensor, factor: float) -> None:
+    """Let a parameter know by what its own learning rate is multiplied."""
+    parameter.own_factor = factor  # type: ignore[attr-defined]
+
+
+def own_factor(parameter: Tensor) -> float | None:
+    """By what the learning rate of a parameter is multiplied, None where nobody has said."""
+    return getattr(parameter, "own_factor", None)
+
+
+def standing_for(parameter: Tensor, copy: Tensor) -> Tensor:
+    """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
+    if (factor := own_factor(parameter)) is not None:
+        set_own_factor(copy, factor)
+    return copy
 
 
 @dataclass(frozen=True)

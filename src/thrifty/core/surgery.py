@@ -89,7 +89,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     if not lists:
         raise Refused(
             f"no list of equal blocks was found in {type(model).__name__}",
-            fix="keep the repeated blocks of the model in one nn.ModuleList",
+            fix="keep the repeated blocks of the model in one nn.ModuleList or nn.Sequential",
         )
     name = max(lists, key=lambda key: (len(lists[key]), sum(p.numel() for p in lists[key].parameters())))
     return name, lists[name]
@@ -98,16 +98,20 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
     encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
-    holds are left out.
+    holds are left out. In a model without such lists an `nn.Sequential` of equal blocks is one.
 
     Raises Refused when the model has none.
     """
+    return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
+
+
+def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]:
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(is_under(name, stack) for stack in stacks)
-        if not inside and _is_list_of_equals(module) and len(weight_layers(present(module)[0])) > 1:
+        if not inside and _is_list_of_equals(module, kind) and len(weight_layers(present(module)[0])) > 1:
             stacks[name] = _here(module)
-    return stacks or dict([find_blocks(model)])
+    return stacks
 
 
 def is_under(name: str, module: str) -> bool:
@@ -115,8 +119,8 @@ def is_under(name: str, module: str) -> bool:
     return not module or name.startswith(f"{module}.")
 
 
-def _is_list_of_equals(module: nn.Module) -> TypeGuard[nn.ModuleList]:
-    return isinstance(module, nn.ModuleList) and len({type(child) for child in present(module)}) == 1
+def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList) -> TypeGuard[nn.ModuleList]:
+    return isinstance(module, kind) and len({type(child) for child in present(module)}) == 1  # type: ignore[arg-type]
 
 
 def _here(blocks: nn.ModuleList) -> nn.ModuleList:

@@ -84,4 +84,5 @@ class Technique:
         return model
 
     def holds(self, state: "TrainState") -> None:
-        """Raises `IntegrityError` when a promise is broken; asked at the start, after each change and at the end."""
+        """Raises `IntegrityError` when a promise is broken; asked at the start, after each change, after each
+        update that moves masks, and at the end."""

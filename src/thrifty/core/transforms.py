@@ -29,6 +29,9 @@ Numbers = Mapping[str, float | Tensor]
 Rule = Callable[[str, Tensor], bool]
 Content = Literal["weights", "squares", "moments"]
 T = TypeVar("T")
+MOVE = "move"
+"""A number of this name is not 0 in an update that decides anew where there may be values, after which whoever promised
+something of them is asked."""
 
 
 class Reach(IntEnum):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -29,6 +30,23 @@ def input_names(module: nn.Module) -> list[str]:
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Everything a module was called with, by name."""
     return dict(zip(input_names(module), args, strict=False)) | kwargs
+
+
+def cached_shapes(body: nn.Module) -> list[torch.Size]:
+    """Of the keys that each block of a decoder keeps, (b, g, t, k), as it says itself: configs name heads in many ways,
+    and some share one among all queries. Values are of the same shape, or the model is refused."""
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
+    devices = [tokens.device] if tokens.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices):
+        # by its class, since a prefix that is there already would not let the cache out
+        filled = type(body).forward(body, input_ids=tokens, use_cache=True).past_key_values
+    layers = getattr(filled, "layers", [])
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
+    if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
+        raise Refused(
+            f"{type(body).__name__} keeps something else than keys and values of equal shape", fix="use adapters.lora"
+        )
+    return [keys.shape for keys, _ in pairs]
 
 
 def room_in_masks(given: dict[str, Any], count: int) -> dict[str, Any]:

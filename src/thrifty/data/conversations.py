@@ -1,6 +1,7 @@
 """Conversations to learn answers from: read from the forms in which instruction data are passed around.
 
-    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
+                        a "content" may also be parts of text, [{"type": "text", "text": "…"}]
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; no input needed
     {"prompt": "…", "completion": "…"}
@@ -75,7 +76,14 @@ def _turn(turn: Any, where: str) -> Message:
     speaker = turn[keys[0]]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
-    return {"role": ROLES[speaker], "content": _text(turn, keys[1], where)}
+    return {"role": ROLES[speaker], "content": _text({keys[1]: _joined(turn[keys[1]])}, keys[1], where)}
+
+
+def _joined(content: Any) -> Any:
+    """A turn that is given in parts, as one text if all of them are text: [{"type": "text", "text": "…"}]."""
+    parts = content if isinstance(content, list) else []
+    texts = [each["text"] for each in parts if isinstance(each, Mapping) and isinstance(each.get("text"), str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else content
 
 
 def _asked(instruction: str, given: str) -> Message:

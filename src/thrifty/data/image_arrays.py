@@ -38,6 +38,12 @@ def normalized(images: Tensor, ends: ImageEnds) -> Tensor:
     return images.sub(mean).div_(std)
 
 
+def brightened(images: Tensor, ends: ImageEnds) -> Tensor:
+    """Images (b, c, h, w) of 0 … 1 again, of those that `normalized` gives."""
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
+    return images.mul(std).add_(mean)
+
+
 @dataclass(frozen=True)
 class ImageArrays:
     """The images of one part, each to be had by itself (see `epochs.Examples`)."""

@@ -83,7 +83,7 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     """
     pillow()
     files = image_files(folder, labelled)
-    listing = [str(folder.absolute()), state_of(file.path for file in files), [file.label for file in files]]
+    listing = [str(folder.absolute()), state_of(file.path.absolute() for file in files), [file.label for file in files]]
     key = json.dumps(["images", FORMAT, side, held_out, *listing])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     what = f"the images of {folder}"

@@ -9,8 +9,10 @@ from pathlib import Path
 from thrifty.data.decoding import SUFFIXES
 from thrifty.data.splitting import Part
 
-NAMED = 5
-"""How many of what was left out are named."""
+TOLD = 5
+"""How many of what was left out are named in a message."""
+KEPT = 1000
+"""And at most in all."""
 GIVEN = {"train": Part.TRAIN, "val": Part.HELD_OUT, "valid": Part.HELD_OUT, "validation": Part.HELD_OUT,
          "test": Part.HELD_OUT}  # fmt: skip
 """Folders by which a source says itself what to train and what to test on; of several to test on the first here."""
@@ -18,19 +20,19 @@ GIVEN = {"train": Part.TRAIN, "val": Part.HELD_OUT, "valid": Part.HELD_OUT, "val
 
 @dataclass
 class LeftOut:
-    """What cannot be used: how much of it, and the first few by name."""
+    """What cannot be used: how much of it, and which, each with the reason."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
 
     def add(self, name: object, why: object) -> None:
         self.count += 1
-        if len(self.named) < NAMED:
+        if len(self.named) < KEPT:
             self.named.append(f"{printable(str(name))}: {why}")
 
     def __str__(self) -> str:
-        more = f"; and {self.count - len(self.named)} more" if self.count > len(self.named) else ""
-        return "; ".join(self.named) + more
+        more = f"; and {self.count - TOLD} more" if self.count > TOLD else ""
+        return "; ".join(self.named[:TOLD]) + more
 
 
 def printable(name: str) -> str:
@@ -49,9 +51,10 @@ def has_image_files(folder: Path) -> bool:
     return any(True for _ in images_below(folder))
 
 
-def has_other_files(folder: Path) -> bool:
-    """Whether there is any other file, hidden ones aside, below a folder."""
-    return any(not is_image_name(path.name) for path in files_below(folder))
+def image_share(folder: Path) -> float:
+    """The share of the files below a folder, hidden ones aside, that are called like images; 0 without any files."""
+    called = [is_image_name(path.name) for path in files_below(folder)]
+    return sum(called) / max(len(called), 1)
 
 
 def images_below(folder: Path) -> Iterator[Path]:

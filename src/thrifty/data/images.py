@@ -24,7 +24,7 @@ from thrifty.data.epochs import Epochs, HeldOutByKey, HeldOutExamples, with_held
 from thrifty.data.fetching import origin
 from thrifty.data.image_arrays import Channels, ImageArrays, normalized, open_arrays
 from thrifty.data.image_folder import prepare_folder
-from thrifty.data.image_listing import has_image_files, has_other_files
+from thrifty.data.image_listing import has_image_files, image_share
 from thrifty.data.image_sets import DIGITS as DIGIT_LABELS
 from thrifty.data.kept import keep_images
 from thrifty.data.prepare import check_settings, read_manifest
@@ -43,10 +43,11 @@ def holds_images(source: str) -> bool:
     return source not in entries() and path.is_dir() and has_image_files(path)
 
 
-def holds_only_images(source: str) -> bool:
-    """Whether a source cannot be meant as text: a known set of images, or a folder that has no file of another kind."""
+def holds_mainly_images(source: str) -> bool:
+    """Whether a source is hardly meant as text: a known set of images, or a folder most of whose files are called like
+    images, a licence or a list beside them."""
     path = Path(source).expanduser()
-    return holds_images(source) and (source in (DIGITS, *entries()) or not has_other_files(path))
+    return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
 
 class TrainingImages(Epochs):
@@ -105,7 +106,7 @@ class ImageData:
     left_out: int = 0
     """Image files that cannot be read."""
     named: tuple[str, ...] = ()
-    """The first of them, each with the reason."""
+    """The first thousand of them, each with the reason."""
 
     counted_as = 1
 

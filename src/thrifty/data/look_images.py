@@ -39,7 +39,7 @@ class ImageLook:
     """Why nothing can be learned of labels, where that is so."""
     left_out: int
     named: list[str]
-    """The first of the files that cannot be read, with the reasons."""
+    """The files that cannot be read, the first thousand, with the reasons."""
 
 
 @dataclass(frozen=True)

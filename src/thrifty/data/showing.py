@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from thrifty.core.batches import Choice
-from thrifty.core.ends import ImageEnds
+from thrifty.core.ends import Ends, ImageEnds, PairEnds
 from thrifty.core.errors import Refused
 from thrifty.data.corpus import TextData
 from thrifty.data.epochs import Epochs
-from thrifty.data.image_arrays import ImageArrays
+from thrifty.data.image_arrays import ImageArrays, brightened
 from thrifty.data.packing import Windows
 from thrifty.data.pairs import Pairs
 from thrifty.data.run_data import RunData
@@ -24,6 +24,8 @@ from thrifty.kernels.resizing import resize
 
 LARGEST = 64
 """Pixels of a picture's side; of larger images a smaller version is shown."""
+LARGEST_SEEN = 128
+"""The same of what a model makes of an image, which a person wants to see patch by patch."""
 EACH = 12
 """How many examples of each kind a run keeps for its report."""
 
@@ -70,12 +72,21 @@ def _filled(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
-def picture(image: Tensor) -> str:
-    """An image (c, h, w) of 0 … 1 as an address that holds a PNG of it: colours of three channels, grey of any other
-    number, of which the first is shown."""
+def pictures(images: Tensor, ends: Ends) -> list[str]:
+    """Images (b, c, h, w) as a model is given them, as addresses that hold pictures of them. Raises Refused where the
+    data of a run are no images."""
+    own = ends.images if isinstance(ends, PairEnds) else ends
+    if not isinstance(own, ImageEnds):
+        raise Refused("there are no images in these data", fix="look at images")
+    return [picture(image, LARGEST_SEEN) for image in brightened(images.float().cpu(), own)]
+
+
+def picture(image: Tensor, largest: int = LARGEST) -> str:
+    """An image (c, h, w) of 0 … 1 as an address that holds a PNG of it, no side longer than `largest` pixels: colours
+    of three channels, grey of any other number, of which the first is shown."""
     _, height, width = image.shape
-    if max(height, width) > LARGEST:
-        scale = LARGEST / max(height, width)
+    if max(height, width) > largest:
+        scale = largest / max(height, width)
         image = resize(image[None], max(round(height * scale), 1), max(round(width * scale), 1))[0]
     colours = image if len(image) == 3 else image[:1]
     pixels = (colours.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()

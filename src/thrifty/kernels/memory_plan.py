@@ -1,7 +1,8 @@
 """Which saved tensor is kept, compressed, offloaded or made again, so that a step is fastest within a budget of bytes.
 
 One mixed-integer program over all blocks, solved by HiGHS. For each item of a block's tape at most one of the ways
-holds; what autograd saves needs one, and what an item that is made again is made from needs an exact one. The program
+holds; what autograd saves needs one, and what an item that is made again is made from needs an exact one. Or a whole
+block is made again at once, as recompute does, which costs less than to follow its operations one by one. The program
 of Checkmate (Jain et al. 2020, arXiv 1910.02653), with compression and with offload under a link's bandwidth (after
 Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697) as further ways.
 """
@@ -40,6 +41,8 @@ class BlockCosts:
     forward: float
     backward: float
     """Seconds of computing during which a link may carry something."""
+    whole: float | None = None
+    """Seconds to make all of the call again at once, with no plan to follow; None where that cannot be."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,15 @@ class MemoryPlan:
 
 def peak_when_kept(blocks: Sequence[BlockCosts]) -> float:
     """Bytes at the peak when everything that is saved is kept."""
-    return _peak(blocks, [{item: Way.KEEP for item in _saved(block.tape)} for block in blocks])
+    return peak_of_ways(blocks, [{item: Way.KEEP for item in _saved(block.tape)} for block in blocks])
 
 
 def least_peak(blocks: Sequence[BlockCosts]) -> float:
     """Bytes at the peak when everything that can be is made again: no budget can be below."""
     way = {True: Way.RECOMPUTE, False: Way.KEEP}
-    return _peak(blocks, [{n: way[block.tape.items[n].repeatable] for n in _saved(block.tape)} for block in blocks])
+    return peak_of_ways(
+        blocks, [{n: way[block.tape.items[n].repeatable] for n in _saved(block.tape)} for block in blocks]
+    )
 
 
 def fastest_plan(
@@ -98,7 +103,12 @@ def fastest_plan(
     if found is None:
         return None
     chosen, seconds, distance = found
-    return MemoryPlan(tuple(chosen), seconds, _peak(blocks, chosen, program.bits), distance)
+    return MemoryPlan(tuple(chosen), seconds, peak_of_ways(blocks, chosen, program.bits), distance)
+
+
+def is_whole(block: BlockCosts, ways: Mapping[int, Way]) -> bool:
+    """Whether a block with these ways is made again all at once: nothing of it is stored, nothing is left out."""
+    return block.whole is not None and bool(ways) and all(ways.get(n) is Way.RECOMPUTE for n in block.tape.items)
 
 
 @contextmanager
@@ -121,7 +131,7 @@ def _saved(tape: Tape) -> list[int]:
     return [number for number, item in tape.items.items() if item.saved]
 
 
-def _peak(blocks: Sequence[BlockCosts], chosen: Sequence[Mapping[int, Way]], bits: float = 0.0) -> float:
+def peak_of_ways(blocks: Sequence[BlockCosts], chosen: Sequence[Mapping[int, Way]], bits: float = 0.0) -> float:
     """At the backward pass of each block: what all blocks up to it have stored, and all that it saves."""
     stored, peak, coming = 0.0, 0.0, 0.0
     for block, ways in zip(blocks, chosen, strict=True):
@@ -146,8 +156,8 @@ def _stored_bytes(item: Item, way: Way, bits: float) -> float:
 
 
 class _Program:
-    """Columns: for each block and item its ways, then for each block whether it follows a plan at all, then the seconds
-    that either pass waits for the link."""
+    """Columns: for each block and item its ways, then for each block whether it follows a plan at all, then for some
+    whether they are made again as a whole, then the seconds that either pass waits for the link."""
 
     def __init__(
         self,
@@ -164,6 +174,11 @@ class _Program:
         for block in blocks:
             self.columns.append({n: self._ways_of(item) for n, item in block.tape.items.items()})
         self.planned = [self._column(block.overhead) for block in blocks]
+        self.whole = {
+            place: self._column(block.whole)
+            for place, block in enumerate(blocks)
+            if block.whole is not None and Way.RECOMPUTE in self.allowed
+        }
         self.waits = [self._column(1.0), self._column(1.0)] if link else []
         self.rows: list[dict[int, float]] = []
         self.lower: list[float] = []
@@ -207,13 +222,14 @@ class _Program:
         return {way: self._column(cost[way]) for way in allowed}
 
     def _needs(self) -> None:
-        for block, columns, planned in zip(self.blocks, self.columns, self.planned, strict=True):
+        for place, (block, columns, planned) in enumerate(zip(self.blocks, self.columns, self.planned, strict=True)):
+            whole = {self.whole[place]: 1.0} if place in self.whole else {}
             for number, item in block.tape.items.items():
                 ways = columns[number]
                 held = {column: 1.0 for column in ways.values()}
-                self._row(held, 1.0 if item.saved else 0.0, 1.0)
+                self._row(held | whole, 1.0 if item.saved else 0.0, 1.0)
                 if item.saved:
-                    self._row({ways[Way.KEEP]: 1.0, planned: 1.0}, 1.0, np.inf)
+                    self._row({ways[Way.KEEP]: 1.0, planned: 1.0} | whole, 1.0, np.inf)
                 if not item.storable:  # autograd itself can keep it, where nothing is planned
                     self._row({ways[Way.KEEP]: 1.0, planned: 1.0}, 0.0, 1.0)
                 if Way.RECOMPUTE not in ways:
@@ -240,10 +256,12 @@ class _Program:
         stored: dict[int, float] = {}
         coming: dict[int, float] = {}
         inputs = 0.0
-        for block, columns, planned in zip(self.blocks, self.columns, self.planned, strict=True):
+        for place, (block, columns, planned) in enumerate(zip(self.blocks, self.columns, self.planned, strict=True)):
             beside = _beside_saved(block.tape)
             inputs += block.tape.input_bytes - beside
             stored[planned] = beside
+            if place in self.whole:
+                stored[self.whole[place]] = beside
             again: dict[int, float] = {}
             offloaded: dict[int, float] = {}
             for number, ways in columns.items():
@@ -269,7 +287,10 @@ class _Program:
         return coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.cost))).tocsr()
 
     def _chosen(self, x: np.ndarray) -> list[dict[int, Way]]:
+        again = {place for place, column in self.whole.items() if x[column] > 0.5}
         return [
-            {n: way for n, ways in columns.items() for way, column in ways.items() if x[column] > 0.5}
-            for columns in self.columns
+            dict.fromkeys(columns, Way.RECOMPUTE)
+            if place in again
+            else {n: way for n, ways in columns.items() for way, column in ways.items() if x[column] > 0.5}
+            for place, columns in enumerate(self.columns)
         ]

@@ -26,6 +26,12 @@ def standardized(pixels: Tensor) -> Tensor:
     return (pixels - mean) / (variance + 1e-6).sqrt()
 
 
+def as_bright_as(pixels: Tensor, like: Tensor) -> Tensor:
+    """Standardised patches (…, m) at the mean and the deviation of others: `standardized` undone."""
+    variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
+    return pixels * (variance + 1e-6).sqrt() + mean
+
+
 def blanked(images: Tensor, visible: Tensor, patch: int) -> Tensor:
     """Images (b, c, h, w) with zeros in every patch but those at the places `visible` (b, n)."""
     rows, columns = images.shape[-2] // patch, images.shape[-1] // patch

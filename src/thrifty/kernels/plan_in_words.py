@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from thrifty.core.activations.tape import Item
-from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way, peak_when_kept
+from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way, is_whole, peak_when_kept
 
 
 def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
@@ -33,7 +33,10 @@ def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPl
     lines = []
     for places in alike.values():
         together = _span([names[place] for place in places])
-        items, ways = blocks[places[0]].tape.items, plan.ways[places[0]]
+        block, ways = blocks[places[0]], plan.ways[places[0]]
+        items = block.tape.items
+        if is_whole(block, ways):
+            lines.append(f"{together}: made again as a whole; costs {block.forward * 1e3:.2f} ms")
         lines += [f"{together}: {_decision(items[number], way)}" for number, way in ways.items()]
     return lines
 

@@ -1,5 +1,7 @@
-"""Images in fewer pixels. Shapes: (…, h, w), channels and examples in front."""
+"""Images in fewer pixels, and what cuts them into patches at another size. Shapes: (…, h, w), channels and examples in
+front."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,3 +19,33 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 def scaled_side(side: int, share: float, multiple: int) -> int:
     """A side times `share`, in multiples of `multiple`; at least one multiple and at most what there is."""
     return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)
+
+
+def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
+    """Positions (1, before + s · s, d) of a square grid, for a grid of other height and width: those of the `before`
+    tokens stay, those of the patches are interpolated bicubically."""
+    s = round((positions.shape[1] - before) ** 0.5)
+    if grid == (s, s):
+        return positions
+    first, patches = positions.split([before, s * s], dim=1)
+    square = patches.unflatten(1, (s, s)).permute(0, 3, 1, 2)
+    other = F.interpolate(square.float(), size=grid, mode="bicubic", align_corners=False).to(positions.dtype)
+    return torch.cat((first, other.flatten(2).mT), 1)
+
+
+def resized_patches(kernel: Tensor, side: int) -> Tensor:
+    """The weight (d, c, p, p) that makes tokens of patches, for patches of another side.
+
+    A smaller patch gives what it would give enlarged (bilinearly) under the old weight. For a larger side it is the
+    smallest weight of which that is true the other way round (Beyer et al. 2022, FlexiViT, arXiv 2212.08013: there all
+    resizing is by the pseudo-inverse), so that what is made larger and then smaller again is as it was.
+    """
+    old = kernel.shape[-1]
+    if side == old:
+        return kernel
+    small, large = sorted((side, old))
+    basis = torch.eye(small * small, dtype=torch.float64).view(-1, 1, small, small)
+    enlarging = F.interpolate(basis, size=(large, large), mode="bilinear", align_corners=False).flatten(1)
+    by = enlarging.T if side < old else torch.linalg.pinv(enlarging.T)
+    flat = kernel.flatten(2).double() @ by.to(kernel.device)
+    return flat.unflatten(2, (side, side)).to(kernel.dtype)

@@ -130,7 +130,12 @@ def own_patch(settings: ModelSettings) -> int | None:
 
 def _own_shape(settings: ModelSettings) -> Shape:
     if not settings.folder:
-        return shape_of(settings)
+        shape = shape_of(replace(settings, patch=None))
+        if not settings.patch or shape.style not in _SEEING:
+            return shape_of(settings)
+        # where nobody else says how large images are: as many whole patches as those of the preset have room for
+        side = max(shape.image // settings.patch, 1) * settings.patch
+        return replace(shape, patch=settings.patch, image=side)
     shape = folder_shape(Path(settings.folder), fresh=True)
     return resized(shape, replace(settings, pool=None)) if settings.fresh else shape
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from thrifty.kernels.patches import blanked
 from thrifty.kernels.places import put_back, taken
+from thrifty.kernels.resizing import resized_positions
 from thrifty.models.first_values import Law, mae_uniform
-from thrifty.models.vision import PatchEmbedding, Pool, VisionTransformer, resized_positions
+from thrifty.models.vision import PatchEmbedding, Pool, VisionTransformer
 
 
 class PatchDecoder(nn.Module):

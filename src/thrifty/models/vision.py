@@ -11,28 +11,16 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.places import taken
+from thrifty.kernels.resizing import resized_positions
 from thrifty.models.first_values import Law, vit_uniform
 
 Pool = Literal["class", "mean", "patches"]
 """What the head is given: the class token; the mean over all patches of a model without one; or that mean in a model
 that has a class token too."""
-
-
-def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Positions (1, before + s · s, d) of a square grid, for a grid of other height and width: those of the `before`
-    tokens stay, those of the patches are interpolated bicubically."""
-    s = round((positions.shape[1] - before) ** 0.5)
-    if grid == (s, s):
-        return positions
-    first, patches = positions.split([before, s * s], dim=1)
-    square = patches.unflatten(1, (s, s)).permute(0, 3, 1, 2)
-    other = F.interpolate(square.float(), size=grid, mode="bicubic", align_corners=False).to(positions.dtype)
-    return torch.cat((first, other.flatten(2).mT), 1)
 
 
 class PatchEmbedding(nn.Module):

@@ -23,8 +23,8 @@ from thrifty.core.bounds import Bound, check_bounds
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction
 from thrifty.data.draws import chosen, drawn
-from thrifty.kernels.patches import patchify, standardized
-from thrifty.kernels.places import taken
+from thrifty.kernels.patches import as_bright_as, blanked, patchify, standardized, unpatchify
+from thrifty.kernels.places import put_back, taken
 
 
 def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.ndarray]:
@@ -106,6 +106,26 @@ class Reconstruct(Objective):
         """The pixels of removed patches (b, m, p · p · c), float32."""
         pixels = taken(patchify(batch["inputs"].float(), self.patch), batch["removed"])
         return standardized(pixels) if self.normalize else pixels
+
+    @property
+    def pictured(self) -> str:  # type: ignore[override]
+        """What `pictures` shows."""
+        lent = ", each at the mean and the deviation of the true one, which the loss does not ask for"
+        seen = "Images as they are, what the model sees of them, and with the removed patches as it gives them back"
+        return f"{seen}{lent if self.normalize else ''}."
+
+    @torch.no_grad()
+    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        images, removed = batch["inputs"].float(), batch["removed"]
+        pixels, given = patchify(images, self.patch), prediction.logits.float()
+        if self.normalize:
+            given = as_bright_as(given, taken(pixels, removed))
+        together = put_back(given, removed, pixels, pixels.shape[1])
+        return {
+            "original": images,
+            "masked": blanked(images, batch["visible"], self.patch),
+            "reconstructed": unpatchify(together, self.patch, *images.shape[-2:]),
+        }
 
     @torch.no_grad()
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:

@@ -3,6 +3,7 @@
 A kind of adapter is one class (`folder.Format`), found here by the `peft_type` that its folders state.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -38,7 +39,8 @@ def save_adapter(
         if form.is_on(model, name):
             stored = form.take(model, name, shape)
             origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-            config = {"peft_type": form.peft_type, "task_type": _task(model), "base_model_name_or_path": origin}
+            task = _task(model, stored.config.get("modules_to_save") or [])
+            config = {"peft_type": form.peft_type, "task_type": task, "base_model_name_or_path": origin}
             write_adapter(Path(folder), Stored(config | stored.config, stored.tensors), dtype)
             return
     raise UsageError(f"the model has no adapter {name!r} that PEFT has a format for", fix="put one on it first")
@@ -61,10 +63,19 @@ def _inside(model: nn.Module) -> nn.Module:
 
 _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 _TASKS |= {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+_HEADS = ("classifier", "score")
+"""How the names of modules end that PEFT saves whole wherever the task is to classify."""
 _OUR_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 
 
-def _task(model: nn.Module) -> str | None:
-    """PEFT's word for what a model is for, by its own word or the name of its class."""
-    by_name = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
-    return _OUR_TASKS.get(str(getattr(model, "task", "")), by_name)
+def _task(model: nn.Module, saved: Collection[str]) -> str | None:
+    """PEFT's word for what a model is for, by its own word or the name of its class; none where with that word PEFT
+    would ask for a head that is not among what is `saved`, or for tokens that the model does not take."""
+    task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
+    if task == "SEQ_2_SEQ_LM":
+        both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        task = task if both and getattr(model, "main_input_name", "input_ids") == "input_ids" else None
+    if task in ("SEQ_CLS", "TOKEN_CLS"):
+        heads = {name for name, _ in model.named_modules() if name.endswith(_HEADS)}
+        task = task if heads <= {*saved} else None
+    return _OUR_TASKS.get(str(getattr(model, "task", "")), task)

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from thrifty.core.accounting import one_thread
 from thrifty.core.compose import Composition
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.pieces import local
 from thrifty.training.loop import train
 
 STEP, UPDATE = "thrifty: a step", "thrifty: its update begins"
@@ -71,7 +72,7 @@ def allocated(run: Composition, seed: int = 0) -> Allocated:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {tensor.untyped_storage().data_ptr() for tensor in local([*tensors])}
 
 
 def _replayed(

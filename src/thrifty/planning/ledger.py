@@ -30,6 +30,8 @@ ENOUGH = 5
 COVERAGE = 0.9
 PATIENCE = 5.0
 """Seconds that a run waits for others that write."""
+CROWDED = 0.5
+"""The share of the cores by which more may be wanted: a load average counts threads that stand in line for a moment."""
 TAIL = 1 << 20
 """Bytes at the end of a run's records that are read: its last thousands of steps."""
 
@@ -77,13 +79,22 @@ def keep(folder: Path, summary: Mapping[str, Any]) -> None:
         with suppress(OSError, ValueError):
             predicted |= json.loads(forecast_file(recipe).read_text(encoding="utf-8"))
         measured = {"memory": float(summary["peak_memory"])}
-        if seconds := _step_seconds(folder / "records.jsonl"):
-            measured["step"] = statistics.median(seconds)
         environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        kind = str(environment["device"]).partition(":")[0]
+        seconds = _step_seconds(folder / "records.jsonl")
+        if seconds and not (kind == "cpu" and _is_crowded()):
+            measured["step"] = statistics.median(seconds)
         if environment.get("ranks", 1) == 1:
             _append({"run": folder.name, "predicted": predicted, "measured": measured,
-                     "machine": machine(str(environment["device"]).partition(":")[0]),
+                     "machine": machine(kind),
                      "finished": datetime.now(UTC).isoformat(timespec="seconds")})  # fmt: skip
+
+
+def _is_crowded() -> bool:
+    """Whether more than a run's own threads wanted this machine's cores over the last minute: steps were slower than
+    forecasts are of."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return os.getloadavg()[0] > cores * (1 + CROWDED)
 
 
 def _step_seconds(records: Path) -> list[float]:

@@ -1,8 +1,8 @@
 """A plan: the recipe to run, what it is forecast to take, what came next, and why each technique is in it or not."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,68 +25,14 @@ from thrifty.planning.axes import (
     ways_along,
 )
 from thrifty.planning.candidates import Candidate
+from thrifty.planning.forecasts import MARGIN, Expecting, Forecast, Wanted
 from thrifty.planning.ledger import Entry, Record, record_of
-from thrifty.planning.predict import COUNTED_HIGH, Estimate, largest_part
 from thrifty.planning.reasons import Reason, Reasons
 from thrifty.planning.search import FINALISTS, Search, TimeOf
 
 STEPS = 1000
 """Of a run whose budget is none in steps, for what depends on them."""
-SURE, UNSURE = 0.15, 3.0
-"""How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
 OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
-MARGIN = 1.1
-"""By how much a run may hold more than its probe did, until the ledger knows better."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a plan is asked for. Bytes, seconds, FLOP, money per hour."""
-
-    allow: Numerics = Numerics.EXACT
-    memory: float = math.inf
-    seconds: float | None = None
-    """The budget, or, beside tokens or FLOPs, the time they may take."""
-    tokens: float | None = None
-    flops: float | None = None
-    price: float | None = None
-
-    def budget(self, given: Budget, flops_per_step: float) -> Budget:
-        if self.tokens is not None:
-            return Budget(tokens=self.tokens)
-        if self.flops is not None:
-            steps = int(self.flops // flops_per_step)
-            if steps < 1:
-                raise Infeasible(
-                    f"{self.flops:.3g} FLOP do not pay for one step of {flops_per_step:.3g}",
-                    fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
-                )
-            return Budget(steps=steps)
-        return Budget(seconds=self.seconds) if self.seconds is not None else given
-
-
-@dataclass(frozen=True)
-class Forecast:
-    counted: float
-    """Bytes of tensors at the peak."""
-    memory: Estimate
-    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor; of tensors alone
-    where nothing was run."""
-    step: Estimate
-    tokens_per_second: Estimate
-    seconds: Estimate
-    """Until the budget is used up, evaluations and checkpoints included."""
-    steps: Estimate
-    tokens: Estimate
-    cost: Estimate | None
-    memory_is: tuple[str, float]
-    """What most of the peak is, and its share."""
-    time_is: tuple[str, float]
-
-    def as_dict(self) -> dict[str, Any]:
-        plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
-        dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
-        return {"counted": self.counted, "cost": None, **plain, "dominant": dominant}
 
 
 @dataclass(frozen=True)
@@ -144,6 +90,8 @@ class Planner:
     wanted: Wanted
     device: torch.device
     tokens: int
+    data: float = 0.0
+    """Bytes of the data as prepared."""
     rate: float = 1e12
     time: TimeOf | None = None
     kept: Sequence[Entry] = ()
@@ -171,14 +119,15 @@ class Planner:
             free,
             self.wanted.memory,
             margin,
-            self.device,
             self.time,
-            self.say,
+            self.finalists,
+            partial(self.no_room, past),
+            device=self.device,
+            say=self.say,
         )
-        search.finalists = self.finalists
         chosen = search.run()
-        _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
-        budget = self.wanted.budget(self.recipe.budget, bare.flops)
+        flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
+        budget = self.wanted.budget(self.recipe.budget, flops)
         forecasts = {c.ways: self.forecast(c, budget, past) for c in search.tried}
         self._refuse_late(forecasts, search)
         told = Reasons(
@@ -195,45 +144,24 @@ class Planner:
             past=past,
         )
 
+    def expecting(self, past: Mapping[str, Record]) -> Expecting:
+        return Expecting(self.recipe, self.wanted, self.tokens, self.rate, past, self.data)
+
     def forecast(self, candidate: Candidate, budget: Budget, past: Mapping[str, Record]) -> Forecast:
-        timing, footprint = candidate.timing, candidate.footprint
-        assert footprint is not None
-        if timing is None:
-            step = Estimate.within(footprint.flops / self.rate, 1 / UNSURE, UNSURE)
-            memory, started, aside = Estimate.within(footprint.memory, 0.9, COUNTED_HIGH), 0.0, 0.0
-            time_is = ("not measured", 0.0)
-        else:
-            off = max(SURE, 2 * timing.spread)
-            step = past["step"].around(candidate.step, 1 / (1 + off), 1 + off)
-            held = max(timing.memory, footprint.memory)
-            # a compiler's own memory is in what was seen, and is not taken again where its results are cached
-            low = footprint.memory / held if candidate.is_compiled else 1.0
-            memory = past["memory"].around(held, 0.9 * low, MARGIN)
-            aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
-            share = timing.update / candidate.step
-            time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
-            started = timing.startup + timing.evaluation + timing.save
-        per_step = candidate.batch * self.tokens
-        if budget.seconds is not None:
-            steps = step.over(max(budget.seconds - started, 0.0))
-            # as training does, the budget is divided among steps alone: evaluations and checkpoints come on top
-            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
-        else:
-            number = budget.steps or math.floor((budget.tokens or 0) / per_step)
-            steps = Estimate(number, number, number)
-            seconds = step.plus(aside).times(number).plus(started)
-        return Forecast(
-            counted=footprint.memory,
-            memory=memory,
-            step=step,
-            tokens_per_second=step.over(per_step),
-            seconds=seconds,
-            steps=steps,
-            tokens=steps.times(per_step),
-            cost=seconds.times(self.wanted.price / 3600) if self.wanted.price is not None else None,
-            memory_is=largest_part(footprint),
-            time_is=time_is,
-        )
+        return self.expecting(past).forecast(candidate, budget)
+
+    def no_room(self, past: Mapping[str, Record], candidate: Candidate) -> str:
+        """Why a candidate does not fit the disk; "" where it does."""
+        taken = self.expecting(past).disk(candidate)
+        if sum(taken.values()) <= self.wanted.disk:
+            return ""
+        parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())
+        return f"does not fit the disk: {parts}"
+
+    def _plain_flops(self, steps: int) -> float:
+        """Of a step without techniques."""
+        _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
+        return bare.flops
 
     def _refuse_late(self, forecasts: Mapping[tuple[Way, ...], Forecast], search: Search) -> None:
         """Raises Infeasible where the fastest candidate takes longer than it may."""

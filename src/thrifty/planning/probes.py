@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,20 +41,33 @@ class Job:
     counted: tuple[float, float]
     """Bytes and FLOPs of the candidate: they tell models apart that are called alike, such as two folders of one name
     in different places."""
+    model: str = ""
+    """A function of the user's own that builds the model in place of the recipe's, as package.module:function, ..."""
+    code: str = ""
+    """... and the sha256 of the file that it is in."""
+    bar: float = math.inf
+    """Seconds of a step from which on the smaller sizes are of no use."""
 
     def as_dict(self) -> dict[str, Any]:
         relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
-        return {**vars(self), "recipe": relevant}
+        return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
+
+    def is_answered_by(self, timing: Timing) -> bool:
+        """Whether nothing is missing there, but what the bar leaves out."""
+        batch = self.parts * self.rows[-1]
+        return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
 
 
 Probe = Callable[[Job], Timing]
 """Raises ProbeFailed."""
 
 
-def sizes(batch: int, parts: int, compiled: bool) -> tuple[int, ...]:
+def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
     """The micro-batches to try for a step of `batch` examples in so many parts: that of the plan, its half, and its
-    quarter where no compiler asks for seconds at each new shape."""
+    quarter where no compiler asks for seconds at each new shape; the plan's alone where they are `fixed`."""
     rows = -(-batch // parts)
+    if fixed:
+        return (rows,)
     return tuple(sorted({-(-rows // divisor) for divisor in ((1, 2) if compiled else (1, 2, 4))}))
 
 
@@ -65,15 +80,20 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def kept(probe: Probe, device: str) -> Probe:
-    """A probe whose results are kept for this machine, and not made again."""
+    """A probe whose results are kept for this machine, and not made again; but for those that other work disturbed."""
     here = machine(device)
 
     def found_or_made(job: Job) -> Timing:
-        asked = json.dumps(job.as_dict() | here, sort_keys=True, default=str)
+        same = {name: value for name, value in job.as_dict().items() if name != "bar"}
+        asked = json.dumps(same | here, sort_keys=True, default=str)
         path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
         with suppress(OSError, ValueError, TypeError, LookupError):  # not there, or damaged
-            return Timing.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+            timing = Timing.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+            if job.is_answered_by(timing):
+                return timing
         timing = probe(job)
+        if timing.is_disturbed:
+            return timing
         with suppress(OSError):  # no room, or not allowed to: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:

@@ -1,5 +1,6 @@
 """Whole steps of a run, timed: what a probe does in its process."""
 
+import math
 import statistics
 import tempfile
 import time
@@ -15,17 +16,25 @@ from thrifty.core.compose import Composition
 from thrifty.core.elements import global_norm
 from thrifty.core.errors import UsageError
 from thrifty.core.state import TrainState
+from thrifty.planning.other_work import OtherWork
 from thrifty.planning.predict import Timing, counted
 from thrifty.training import checkpoint
 from thrifty.training.evaluate import evaluate
 from thrifty.training.memory import MemoryMeter
 
 LEAST, MOST = 3, 12
-"""Steps timed of each size, after one that is not."""
+"""Steps timed of each size, after one that is not: more than the least until they agree."""
+AGREE, SECONDS = 1.03, 1.0
+"""By how much the median may be above the fastest where steps agree, and what they take together at least."""
+JUDGED = 2
+"""Batches by which the time of an evaluation is told, after one that may compile."""
 
 
-def timed(run: Composition, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float) -> Timing:
-    """Train steps in micro-batches of each of these sizes, about `seconds` long in all, then evaluate and save once.
+def timed(
+    run: Composition, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
+) -> Timing:
+    """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
+    and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
 
     `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
     several `parts`, so that gradients stand beside activations as they will.
@@ -33,32 +42,36 @@ def timed(run: Composition, rows: Sequence[int], parts: int, held_out: Sequence[
     counted(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
     meter, began = MemoryMeter(run.device), time.perf_counter()
     state = run.place()
-    passes: list[float] = []
-    least: list[float] = []
+    passes: dict[int, list[float]] = {}
     updates: list[float] = []
     spreads: list[float] = []
-    startup = 0.0
-    for size in rows:
-        together = 2 if parts > 1 and size == rows[-1] else 1
+    largest, startup, others = max(rows), 0.0, None
+    for size in sorted(rows, reverse=True):
+        together = 2 if parts > 1 and size == largest else 1
         _step(run, state, size, together, 0)
         startup = startup or time.perf_counter() - began
-        backward, update = _repeated(run, state, size, together, seconds / len(rows))
-        passes.append(statistics.median(backward))
-        least.append(min(backward))
+        others = others or OtherWork()
+        passes[size], update = _repeated(run, state, size, together, seconds / len(rows))
         updates += update
-        spreads.append(_spread([a + b for a, b in zip(backward, update, strict=True)]))
-    memory = meter.peak()
-    evaluation = _timed_evaluation(run, state, held_out)
+        spreads.append(_spread([a + b for a, b in zip(passes[size], update, strict=True)]))
+        if run.source.batch / size * min(passes[size]) + min(update) > bar:
+            break
+    assert others is not None
+    memory, taken = meter.peak(), others.taken()
+    first, evaluation = _timed_evaluation(run, state, held_out)
+    sizes = sorted(passes)
     return Timing(
-        rows=tuple(rows),
-        passes=tuple(passes),
-        least=tuple(least),
+        rows=tuple(sizes),
+        passes=tuple(statistics.median(passes[size]) for size in sizes),
+        least=tuple(min(passes[size]) for size in sizes),
         update=statistics.median(updates),
         spread=max(spreads),
-        startup=startup,
+        startup=startup + first,
         evaluation=evaluation,
         save=_timed_save(state),
         memory=max(memory, meter.peak()),
+        others=taken if run.device.type == "cpu" else 0.0,
+        cores=len(others.cores),
     )
 
 
@@ -69,11 +82,16 @@ def _repeated(
     backward: list[float] = []
     update: list[float] = []
     began = time.perf_counter()
-    while len(backward) < LEAST or (len(backward) < MOST and time.perf_counter() - began < seconds):
+    while len(backward) < LEAST or (len(backward) < MOST and not _is_enough(backward, began, seconds)):
         one, other = _step(run, state, rows, together, 1 + len(backward))
         backward.append(one / together)
         update.append(other)
     return backward, update
+
+
+def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
+    so_far = time.perf_counter() - began
+    return so_far > seconds or (so_far > SECONDS and statistics.median(passes) <= AGREE * min(passes))
 
 
 def _step(run: Composition, state: TrainState, rows: int, together: int, number: int) -> tuple[float, float]:
@@ -102,11 +120,17 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Batch]) -> float:
-    assert state.model is not None
-    start = time.perf_counter()
-    evaluate(state.model, run.judged_by, held_out, run.device)
-    return time.perf_counter() - start
+def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
+    """Seconds of the first batch, compilation included, and of all of them, told by the next few."""
+
+    def judged(batches: Sequence[Batch]) -> float:
+        assert state.model is not None
+        start = time.perf_counter()
+        evaluate(state.model, run.judged_by, batches, run.device)
+        return time.perf_counter() - start
+
+    first, few = judged(held_out[:1]), held_out[1 : 1 + JUDGED] or held_out[:1]
+    return first, judged(few) / len(few) * len(held_out)
 
 
 def _timed_save(state: TrainState) -> float:

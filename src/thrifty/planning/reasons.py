@@ -79,7 +79,7 @@ class Reasons:
     def _effect(self, name: str) -> str:
         """What the way that brought it in, or out, does by itself and in the plan."""
         way = next(w for w in self.chosen.ways if name in w.drops or name in {t.name for t in w.techniques})
-        alone = self.search.singles[way]
+        alone = self.search.alone(way)
         saved = 1 - alone.memory / self.search.plainest.memory
         said = (
             [f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} at the peak by itself"]

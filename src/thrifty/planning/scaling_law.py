@@ -186,6 +186,9 @@ def recommend(
         many = None if draws is None else size(draws.law)
     if not np.isfinite(sizing.flops * sizing.tokens_per_parameter):
         raise UsageError(f"this law has no finite best size: {law}", fix="fit it to runs of a wider range")
+    if min(sizing.parameters, sizing.tokens) < 1:
+        what = f"the best sizes would be {sizing.parameters:.2g} parameters and {sizing.tokens:.2g} tokens"
+        raise UsageError(f"{what}: no law speaks of so little", fix="give an amount that some model is trained with")
     answered = ("parameters", "flops" if flops is None else "tokens", "tokens_per_parameter", "loss")
     if draws is None:
         return Recommendation(sizing, dict.fromkeys(answered))

@@ -5,56 +5,48 @@ Estimates only decide what is looked at first. What is proposed was counted to f
 run its steps within the memory that was asked for.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from math import inf, prod
 
-import torch
-
-from thrifty.core.compose import CPU, Composition, Plain, compose, refuse_illegal
+from thrifty.core.compose import refuse_illegal
 from thrifty.core.errors import Infeasible, ThriftyError
 from thrifty.core.footprint import Footprint
-from thrifty.core.technique import Technique
 from thrifty.planning.axes import MICRO_BATCHES, Way, applied
 from thrifty.planning.candidates import Candidate
-from thrifty.planning.predict import COUNTED_HIGH, Timing, counted
+from thrifty.planning.predict import COUNTED_HIGH, Timing
 from thrifty.planning.probes import ProbeFailed
+from thrifty.planning.singles import Singles
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
 """Candidates that are run beside the recipe as it is; most combinations counted; most probes; most candidates that
 differ in micro-batches alone."""
 TOO_HIGH = 1.25
 """By how much an estimate of what a combination holds may exceed what is counted then."""
+NEAR = 1.25
+"""By how much a step may be expected to take longer than the best that was run, and still be run."""
 NO_DIFFERENCE = 0.03
 """A candidate that changes more must be faster by more than this share, and by more than its own noise."""
-COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
 
-TimeOf = Callable[[Candidate], Timing]
-"""The timing of a candidate by a probe. Raises ProbeFailed."""
+TimeOf = Callable[[Candidate, float], Timing]
+"""The timing of a candidate by a probe, which may leave out what is of no use where its step takes longer than so many
+seconds. Raises ProbeFailed."""
 
 
 @dataclass
-class Search:
-    """`ways` are those that may be gone, by axis. `memory` is in bytes; `margin` is by how much resident memory may
-    exceed what a probe saw."""
+class Search(Singles):
+    """`memory` is in bytes; `margin` is by how much resident memory may exceed what a probe saw."""
 
-    plain: Plain
-    base: tuple[Technique, ...]
-    steps: int
-    ways: Mapping[str, Sequence[Way]]
     memory: float = inf
     margin: float = 1.1
-    device: torch.device = CPU
     time: TimeOf | None = None
-    say: Callable[[str], None] = lambda text: None
-    count: Callable[[Composition], Footprint] = counted
     finalists: int = FINALISTS
+    no_room: Callable[[Candidate], str] = lambda candidate: ""
+    """Why something else than memory does not suffice for a candidate that was counted; "" where all does."""
 
     def __post_init__(self) -> None:
-        self.refused: dict[Way, str] = {}
-        self.singles: dict[Way, Footprint] = {}
+        super().__post_init__()
         self.tried: list[Candidate] = []
         """Those that were run, or, without probes, counted to fit."""
         self.misfits: dict[tuple[Way, ...], str] = {}
@@ -63,24 +55,17 @@ class Search:
         """Those of them whose probe failed."""
         self.surpluses: dict[bool, list[float]] = {False: [], True: []}
         """Bytes that processes were seen to hold beyond their tensors, without and with compiled code."""
-        self.counts = self.probes = 0
-
-    @cached_property
-    def plainest(self) -> Footprint:
-        """Of the recipe as it is."""
-        return self.counted(self.base)
-
-    def counted(self, techniques: Sequence[Technique]) -> Footprint:
-        self.counts += 1
-        return self.count(compose(self.plain, techniques, self.steps, self.device))
+        self.probes = 0
 
     def run(self) -> Candidate:
         """The best candidate; raises Infeasible, saying what to relax and by how much, where none fits."""
         self.look_at_singles()
+        self.counts = 0
         for candidate in self._promising():
             if self._has_enough():
                 break
-            self.try_out(candidate)
+            if not self._is_behind(candidate):
+                self.try_out(candidate)
         if not self.tried:
             self._raise_infeasible()
         return self.best()
@@ -94,22 +79,22 @@ class Search:
         kinds = len({*map(self.kind, self.tried)})
         return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
 
+    def _is_behind(self, candidate: Candidate) -> bool:
+        """Whether it is expected far from the best, even if it does as well as the luckiest of those that were run."""
+        run = [other for other in self.tried if other.timing]
+        luckiest = min((other.least_step / other.relative for other in run), default=0.0)
+        return candidate.relative * luckiest > NEAR * self.bar
+
+    @property
+    def bar(self) -> float:
+        """Seconds of the fastest step so far."""
+        return min((candidate.least_step for candidate in self.tried if candidate.timing), default=inf)
+
     def kind(self, candidate: Candidate) -> frozenset[Way]:
         """Its ways but for the micro-batches: candidates of a kind share a probe. A joint loss is computed in another
         manner when its batch is cut."""
         joint = self.plain.objective.joint
         return frozenset(way for way in candidate.ways if joint or way.axis != MICRO_BATCHES)
-
-    def look_at_singles(self) -> None:
-        """The footprint of every way by itself, or why it is refused."""
-        self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
-        for way in (way for some in self.ways.values() for way in some):
-            try:
-                self.singles[way] = self.counted(way.apply(self.base))
-                self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")
-            except ThriftyError as refusal:
-                self.refused[way] = refusal.what
-        self.counts = 0
 
     def combinations(self) -> Iterator[Candidate]:
         """All that may go together, the recipe as it is first."""
@@ -122,19 +107,6 @@ class Search:
             except ThriftyError:
                 continue
             yield Candidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
-
-    def relative(self, way: Way) -> float:
-        """What a way is expected to make of a step's time: by its card, and by the FLOPs that were counted."""
-        return way.factor * self.singles[way].flops / max(self.plainest.flops, 1.0)
-
-    def estimated(self, ways: Sequence[Way]) -> float:
-        """Bytes at the peak, as if what each way does to each part did not depend on the others."""
-        base, parts = self.plainest, {}
-        for name in COUNTED_PARTS:
-            whole = getattr(base, name)
-            ratios = [getattr(self.singles[way], name) / whole for way in ways] if whole else [1.0]
-            parts[name] = whole * prod(ratios)
-        return replace(base, **parts).memory
 
     def _promising(self) -> Iterator[Candidate]:
         """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
@@ -162,6 +134,9 @@ class Search:
             besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
             self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
             return
+        if lacks := self.no_room(candidate):
+            self.misfits[candidate.ways] = lacks
+            return
         if self.time is not None:
             candidate = self._timed(candidate)
             if candidate.timing is None:
@@ -171,7 +146,7 @@ class Search:
     def _footprint(self, candidate: Candidate) -> Footprint:
         if not candidate.ways:
             return self.plainest
-        return self.singles[candidate.ways[0]] if len(candidate.ways) == 1 else self.counted(candidate.techniques)
+        return self.alone(candidate.ways[0]) if len(candidate.ways) == 1 else self.counted(candidate.techniques)
 
     def _only_costs(self, candidate: Candidate, other: Candidate) -> bool:
         more = {*candidate.ways} - {*other.ways}
@@ -189,7 +164,7 @@ class Search:
         self.say(f"running {candidate.label}")
         self.probes += 1
         try:
-            timing = self.time(candidate)
+            timing = self.time(candidate, NEAR * self.bar)
         except ProbeFailed as failure:
             self.misfits[candidate.ways] = failure.what
             self.failed.add(candidate.ways)
@@ -232,6 +207,8 @@ class Search:
                 f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
                 fix="thrifty train RECIPE --budget 5steps shows the whole error; --no-probe plans by counts alone",
             )
+        if full := next((why for why in self.misfits.values() if "disk" in why), ""):
+            raise Infeasible(f"nothing that was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
         least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
         needed = self.estimated(least.ways) * COUNTED_HIGH + self.beyond(least) * self.margin
         why = self.misfits.get(least.ways, "")

@@ -15,7 +15,7 @@ from thrifty.recipes.toml import read_tables, recipe_to_data
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        text.text, text.masked, masked.mask_more, text.spans, masked.mass, text.kjv, text.stdlib,
+        text.text, text.masked, masked.mask_more, text.spans, masked.mass, text.kjv, text.stdlib, text.plain,
         instruct.instruct, instruct.instruct_kjv, vision.vit_digits, vision.vit_cifar10, autoencoder.mae_digits,
         autoencoder.mae_cifar10, images_and_text.flip_emoji,
     )

@@ -32,6 +32,7 @@ def mae_digits() -> Recipe:
     Command   thrifty train mae-digits && thrifty export mae-digits mae-digits-model
               thrifty train vit-digits --model mae-digits-model --set model.pool=patches --with adapters.head_only
               --set techniques.optimizers.adamw.lr=2e-2
+              thrifty train vit-digits --model mae-digits-model --with optimizers.layer_decay
     Expect    a held-out loss of 0.41 after 2000 steps, from 0.52 after 200 (seed 0), in a minute or two of one core;
               91 % of the test images told right by a head on the frozen encoder.
     """
@@ -52,7 +53,8 @@ def mae_cifar10() -> Recipe:
     """A masked autoencoder of 0.9M parameters, most of them the encoder's, on CIFAR-10 without its labels.
 
     Command   thrifty data get cifar10 && thrifty train mae-cifar10
-    Expect    it was not run. 20,000 steps are 51 epochs; MAE's own runs are of 800 and more, of larger images.
+    Expect    a held-out loss of 0.82 after a run of 300 steps (seed 0); `thrifty report` shows what is given back. The
+              whole was not run: 20,000 steps are 51 epochs, and MAE's own runs are of 800 and more, of larger images.
     """
     return Recipe(
         name="mae-cifar10",

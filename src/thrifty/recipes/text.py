@@ -47,6 +47,23 @@ def text() -> Recipe:
     )
 
 
+def plain() -> Recipe:
+    """What techniques are held against: a small Llama-style model in plain PyTorch, with AdamW and nothing else that
+    would save anything.
+
+    Command   thrifty compare plain +precision.mixed
+    """
+    return Recipe(
+        name="plain",
+        about="A small Llama-style model on the King James Bible in plain PyTorch.",
+        model=ModelSettings(preset="llama-nano"),
+        data=DataSettings(source="kjv", length=256, batch=8),
+        budget=Budget(seconds=60),
+        evaluation=Evaluation(every=200),
+        techniques=(AdamW(lr=3e-3), Linear(), Clip()),
+    )
+
+
 def masked() -> Recipe:
     """A small BERT-style encoder on any text, by masked tokens.
 

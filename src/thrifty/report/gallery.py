@@ -23,6 +23,16 @@ class Card:
     remarks: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Row:
+    """Pictures that belong side by side."""
+
+    title: str
+    pictures: tuple[tuple[str, str], ...]
+    """What each is, and its address."""
+    remark: str = ""
+
+
 def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> Card:
     """An example as `data.showing.Shown` spells it; what cannot be a picture is none."""
     picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
@@ -64,6 +74,29 @@ def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[Card]]]:
         cards = [card(each, remarks=_scored(each)) for each in examples or () if isinstance(each, Mapping)]
         if cards:
             made.append((redact_text(str(name)), cards))
+    return made
+
+
+def seen(pictures: Mapping[str, Any]) -> str:
+    """What the pictures of a run's predictions show, in words."""
+    step, about = whole(number(pictures.get("step"))), redact_text(str(pictures.get("about") or ""))
+    return f"{about} Held-out examples after step {step}.".strip()
+
+
+def rows(pictures: Mapping[str, Any]) -> list[Row]:
+    """The pictures of a run's predictions, those of an example in a row."""
+    shown = pictures.get("shown")
+    made = []
+    for place, each in enumerate(shown if isinstance(shown, list) else (), start=1):
+        given = each.get("pictures") if isinstance(each, Mapping) else None
+        found = [
+            (redact_text(str(name)), str(address))
+            for name, address in (given.items() if isinstance(given, Mapping) else ())
+            if _PICTURE.fullmatch(str(address))
+        ]
+        if found:
+            loss = number(each.get("loss"))
+            made.append(Row(f"Example {place}", tuple(found), "" if loss is None else f"loss {significant(loss)}"))
     return made
 
 

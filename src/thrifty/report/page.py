@@ -22,6 +22,7 @@ from thrifty.report.templates import asset, template
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SECTIONS = [
     ("curves", "Curves"),
+    ("predictions", "Predictions"),
     ("techniques", "Techniques"),
     ("examples", "Examples"),
     ("timeline", "Timeline"),
@@ -53,15 +54,19 @@ def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
     """The page as text. The same record gives the same page."""
     key = key_figures(record)
     vega, script = vega_bundle(), script_of_reports()
+    predictions = gallery.rows(record.pictures)
+    absent = {name for name, found in (("examples", record.selection), ("predictions", predictions)) if not found}
     return template("report.html").render(
         record=record,
         key=key,
         verdict=verdict(key),
-        sections=[section for section in SECTIONS if section[0] != "examples" or record.selection],
+        sections=[section for section in SECTIONS if section[0] not in absent],
         tiles=tables.tiles(key),
         figures=[(figure, tables.chart_table(figure)) for figure in drawn],
         techniques=tables.techniques(record, key),
         parts=tables.predicted_parts(record),
+        seen=gallery.seen(record.pictures),
+        predictions=predictions,
         selected=gallery.sentence(record.selection),
         kept=gallery.kept_by_label(record.selection),
         groups=gallery.groups(record.selection),

@@ -35,6 +35,8 @@ class RunRecord:
     """Sentences about what could not be read."""
     selection: Mapping[str, Any] = field(default_factory=dict)
     """Of a run on some of its examples: which, as `gallery` shows them. Not redacted yet, since pictures are text."""
+    pictures: Mapping[str, Any] = field(default_factory=dict)
+    """What can be seen of a model's predictions, likewise."""
 
     @property
     def name(self) -> str:
@@ -104,6 +106,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
         recipe=recipe,
         **files,
         selection=_read_object(folder / "selection.json", damage),
+        pictures=_read_object(folder / "pictures.json", damage),
         steps=kinds["step"],
         evaluations=kinds["evaluation"],
         events=tuple(redact(record) for record in records if record["kind"] in EVENTS),

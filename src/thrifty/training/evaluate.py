@@ -1,37 +1,65 @@
-"""Loss, and whatever else an objective measures, on held-out data."""
+"""Loss, whatever else an objective measures, and what can be seen of its predictions, on held-out data."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 
 
-@torch.no_grad()
+@contextmanager
+def _judged(model: nn.Module) -> Iterator[None]:
+    """Without gradients and without randomness (dropout), and then as it was."""
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(was_training)
+
+
 def evaluate(
     model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device
 ) -> dict[str, float]:
     """The means over all examples of the batches by their weights: the "loss", in nats per prediction, and what the
     objective `measures`. Every rank evaluates the same data, so that all agree to the last bit; randomness (dropout) is
     off."""
-    was_training = model.training
-    model.eval()
     totals, weights = dict.fromkeys(("loss", *objective.measured), 0.0), 0.0
-    for batch in batches:
-        here, weight = batch.to(device), batch.weight.double()
-        prediction = objective.predict(model, here)
-        found = {"loss": objective.losses(prediction, here)}
-        if objective.measured:
-            found |= objective.measures(prediction, here)
-        for name in totals:
-            totals[name] += float(found[name].double().cpu() @ weight)
-        weights += float(weight.sum())
-    model.train(was_training)
+    with _judged(model):
+        for batch in batches:
+            here, weight = batch.to(device), batch.weight.double()
+            prediction = objective.predict(model, here)
+            found = {"loss": objective.losses(prediction, here)}
+            if objective.measured:
+                found |= objective.measures(prediction, here)
+            for name in totals:
+                totals[name] += float(found[name].double().cpu() @ weight)
+            weights += float(weight.sum())
     return {name: total / weights for name, total in totals.items()}
 
 
 def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:
     """The loss alone, see `evaluate`."""
     return evaluate(model, objective, batches, device)["loss"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What can be seen of a model's predictions of some examples."""
+
+    pictures: dict[str, Tensor]
+    """Images (b, c, h, w), pixels as the model is given them, by what they are."""
+    losses: list[float]
+    """Of each example."""
+
+
+def see(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> Seen:
+    """Predictions to look at, of an objective that has such (`pictured`). Every rank must ask for them."""
+    with _judged(model):
+        here = batch.to(device)
+        prediction = objective.predict(model, here)
+        losses = objective.losses(prediction, here)
+        return Seen(objective.pictures(prediction, here), losses.tolist())

@@ -70,10 +70,13 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
         loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
         learning_rate = optimizer.learning_rate()
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
+        moved = finite and optimizer.will_move()
         if finite:
             optimizer.step()
         optimizer.zero_grad()
         state.step += 1
+        if moved:
+            run.verify(state)
         if not outcome.answered:
             skipped = 0 if finite else skipped + 1
         tokens = run.objective.tokens(batch) * axis("data").size

@@ -4,10 +4,12 @@ Each record is written, shown, and followed by whatever is due: an evaluation, a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from thrifty.core.batches import Batch
 from thrifty.core.compose import Composition
@@ -19,11 +21,14 @@ from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.agreement import Alone, Together
 from thrifty.training.display import Display, Progress
-from thrifty.training.evaluate import evaluate
+from thrifty.training.evaluate import evaluate, see
 from thrifty.training.loop import Record, train
 from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.signals import StopRequest
+
+SHOWN = 8
+"""Held-out examples of which predictions are shown."""
 
 
 @dataclass
@@ -41,6 +46,9 @@ class Session:
     notices: Sequence[str] = ()
     """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
     quiet: bool = False
+    drawn: Callable[[Tensor], list[str]] | None = None
+    """How images (b, c, h, w), as a model is given them, become addresses that hold pictures of them; None where there
+    are none to show."""
 
     def run_to_end(self, state: TrainState, meter: MemoryMeter) -> dict[str, Any]:
         """Train, evaluate, save; returns the summary, which is also in the folder. A stop by signal is not an error:
@@ -150,6 +158,7 @@ class _Observer:
         assert self.state.optimizer is not None
         with self.state.optimizer.judging():
             self.measured = self.measure()
+            self.show_predictions()
         self.held_out = self.measured.pop("loss")
         self.evaluated_step = self.state.step
         best = self.state.counters.get("best_held_out_loss", math.inf)
@@ -163,6 +172,23 @@ class _Observer:
         run = self.session.run
         batches = heartbeat.through(self.session.held_out, f"the evaluation after step {self.state.step}")
         return evaluate(self.state.model, run.judged_by, batches, run.device)
+
+    def show_predictions(self) -> None:
+        """Keep for the report what the objective has to show of the first held-out examples."""
+        objective, draw = self.session.run.judged_by, self.session.drawn
+        if not objective.pictured or draw is None:
+            return
+        assert self.state.model is not None
+        batch = self.session.held_out[0]
+        found = see(self.state.model, objective, batch.rows(0, min(SHOWN, len(batch))), self.session.run.device)
+        if rank() > 0 or not found.pictures:
+            return
+        drawn = {name: draw(images) for name, images in found.pictures.items()}
+        shown = [
+            {"pictures": {name: addresses[row] for name, addresses in drawn.items()}, "loss": _finite(loss)}
+            for row, loss in enumerate(found.losses)
+        ]
+        self.folder.write_json("pictures", {"step": self.state.step, "about": objective.pictured, "shown": shown})
 
     def _is_best_saved(self) -> bool:
         """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from thrifty.core.accounting import StepTrace, uncollected
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chains import ChainCost, StageCost
+from thrifty.core.errors import Refused, ThriftyError
 from thrifty.core.ranks import mean_over_ranks
 
 WORTH_OF_A_BYTE = 30
@@ -55,7 +56,16 @@ class Survey:
         tensors = _tensors((args, kwargs))
         own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
         self.given |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
-        cost, result = block_cost(module, args, kwargs)
+        try:
+            cost, result = block_cost(module, args, kwargs)
+        except ThriftyError:
+            raise
+        except Exception as error:  # what a block does with fake tensors is not for us to know
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise Refused(
+                f"what {type(module).__name__} costs cannot be counted by shapes alone: {why}",
+                fix="use memory.recompute or memory.activation_budget, which run it",
+            ) from error
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             cost = in_seconds(cost, forward_seconds(inner, args, kwargs))
         self.stages.append(cost)

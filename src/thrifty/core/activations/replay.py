@@ -41,6 +41,11 @@ class BlockPlan:
         """Whether autograd's own way is the plan: everything saved is kept."""
         return all(self.stored.get(item.number) is keep for item in self.tape.items.values() if item.saved)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the block is made again at once: nothing is stored, left out or written beside it."""
+        return not self.stored and not self.tape.outside and self.again == self.tape.items.keys()
+
 
 def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Run a block forward by its plan; its backward pass follows the plan too.
@@ -49,6 +54,9 @@ def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwar
     """
     if plan.is_plain:
         return function(*args, **kwargs)
+    if plan.is_whole:  # no single operation needs to be followed
+        with same_casts():
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
     held = _Held()
 
     def contexts() -> tuple[_Following, _Following]:

@@ -1,5 +1,6 @@
 """What techniques that keep weights under masks have in common, beside what each decides (`Masking`)."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from thrifty.core.batches import Batch
 from thrifty.core.bounds import Positive, Probability, Share, check_pattern
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.mesh import axis
-from thrifty.core.moments import Moment
+from thrifty.core.moments import Moment, refuse_shares
 from thrifty.core.objective import Objective
 from thrifty.core.parallel.transit import over_stages
-from thrifty.core.sparse.masks import Layer, Masking, Masks, check_masks, mask_of
+from thrifty.core.sparse.masks import Layer, Masking, Masks, check_masks, mask_of, masks_in
 from thrifty.core.sparse.sparsity import (
     Shapes,
     drop_fraction,
@@ -80,6 +81,7 @@ class UnderMasks(Technique):
         return Telling(backward)
 
     def update(self, transform: Transform) -> Transform:
+        refuse_shares(self, self.name)  # in a loop of one's own
         return Masks(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -109,10 +111,23 @@ class MaskedWeights(UnderMasks):
         check_pattern(self, self.name, "where")
 
     def model(self, model: nn.Module) -> nn.Module:
-        found = self.masked(masked_shapes(dict(model.named_parameters())))
+        parameters = dict(model.named_parameters())
+        found = self.masked(masked_shapes(parameters))
         if not found:
             raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
-        note(f"{len(found)} matrices; embeddings, norms, biases and the head stay dense")
+        tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        if self.where == type(self).where and (inside := tables.intersection(found)):
+            raise Refused(
+                f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
+                "would be pruned first",
+                fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
+            )
+        dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in found]
+        left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
+        note(
+            f"{len(found)} matrices, such as {found[0]}; norms and biases stay dense"
+            + (f", and {left}" if left else "")
+        )
         return model
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -127,9 +142,18 @@ class MaskedWeights(UnderMasks):
         found = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
         return {name: found[name] for name in self.masked(found)}
 
+    def allowed(self, state: TrainState, density: float, distribution: str) -> dict[str, int]:
+        """How many weights each layer may keep. Masks that a growth has carried along are those of the smaller model,
+        of which ERK would give other shares where stacks have grown in another proportion: up to a tenth more is
+        taken for that."""
+        counts = layer_counts(self.shapes(state), density, distribution)
+        if distribution == "erk" and any(entry.step for entry in state.log):
+            return {name: math.ceil(1.1 * count) for name, count in counts.items()}
+        return counts
+
     def check_total(self, state: TrainState, density: float) -> None:
-        """Raises IntegrityError where all masked weights together have more non-zero values than this density of them,
-        unless a change of structure has carried masks along since: then the share is what came of that."""
+        """Raises IntegrityError where all masked weights together have more values, or their masks more places, than
+        this density, unless a change of structure has carried masks along since: then the share is what came of it."""
         assert state.optimizer is not None
         if any(entry.step for entry in state.log):
             return
@@ -138,6 +162,11 @@ class MaskedWeights(UnderMasks):
         found = sum(over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values())
         if found > (most := global_count(shapes, density)):
             raise IntegrityError(f"{self.name}: {found} weights are not zero, at most {most} promised")
+        places = sum(
+            over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
+        )
+        if places > most:
+            raise IntegrityError(f"{self.name}: masks keep {places} weights, at most {most} promised")
 
 
 @dataclass(frozen=True)
@@ -147,6 +176,7 @@ class MovingMasks(MaskedWeights):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it moves weights that adapters keep frozen"}
 
     distribution: Literal["erk", "uniform"] = "erk"
+    """How the density is spread over layers; "erk" is for matrices that of Erdős and Rényi (ER)."""
     every: Positive = 100
     """Steps between moves."""
     alpha: Probability = 0.3
@@ -171,7 +201,7 @@ class MovingMasks(MaskedWeights):
         return drop_fraction(step, self.alpha, int(self.until))
 
     def holds(self, state: TrainState) -> None:
-        check_masks(self.name, state, layer_counts(self.shapes(state), self.density, self.distribution))
+        check_masks(self.name, state, self.allowed(state, self.density, self.distribution))
 
 
 class ScoredMasks(Masks):

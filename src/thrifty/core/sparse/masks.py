@@ -17,7 +17,7 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.layout import order_of
 from thrifty.core.sparse.sparsity import masked_shapes
 from thrifty.core.state import TrainState, fill_tensor, full_value
-from thrifty.core.transforms import Content, Numbers, Slots, Transform, above, under
+from thrifty.core.transforms import MOVE, Content, Numbers, Slots, Transform, above, under
 
 SLOT = "masks.mask"
 """Where the state of an optimizer has the masks: booleans in the shape of the weight, empty for what is not masked."""
@@ -71,7 +71,7 @@ class Masks(Transform):
     def numbers(self, step: int, age: int) -> dict[str, float]:
         # the step counted from 1, so that 0 is a step in which masks stay
         move = float(step + 1) if self.masking.due(step) else 0.0
-        return {"move": move, **above("rest", self.rest.numbers(step, age))}
+        return {MOVE: move, **above("rest", self.rest.numbers(step, age))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         named = dict(zip(names, parameters, strict=True))
@@ -93,8 +93,8 @@ class Masks(Transform):
         self.rest.impose(under("rest", slots), parameters)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        if numbers["move"]:
-            self.move(updates, slots, parameters, int(numbers["move"]) - 1)
+        if numbers[MOVE]:
+            self.move(updates, slots, parameters, int(numbers[MOVE]) - 1)
             if self.masking.instead:
                 return [torch.zeros_like(parameter) for parameter in parameters]
         self._apply(updates, slots["mask"])
@@ -142,15 +142,18 @@ def mask_of(parameter: Tensor) -> Tensor | None:
 
 
 def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -> None:
-    """Raises IntegrityError where a weight has more non-zero values than `allowed`, or where anything of the optimizer
-    that has a weight's shape, the weight itself or the values that are judged, is not zero outside its mask."""
+    """Raises IntegrityError where a weight has more values, or its mask more places, than `allowed`, or where anything
+    of the optimizer that has a weight's shape, the weight itself or the values that are judged, is not zero outside its
+    mask."""
     assert state.model is not None and state.optimizer is not None
-    parameters, optimizer = dict(state.model.named_parameters()), state.optimizer
+    parameters, optimizer, masks = dict(state.model.named_parameters()), state.optimizer, masks_in(state)
     for name, most in allowed.items():
         found = int(full_value(parameters[name]).count_nonzero())
         if found > most:
             raise IntegrityError(f"{technique}: {name} has {found} non-zero weights, at most {most} promised")
-    masks = masks_in(state)
+        # a place that has just been grown is zero until the next update
+        if name in masks and (places := int(full_value(masks[name]).sum())) > most:
+            raise IntegrityError(f"{technique}: the mask of {name} keeps {places} weights, at most {most} promised")
     kept = {slot: tensors for slot, tensors in optimizer.slots.items() if not slot.endswith(SLOT)}
     if not optimizer.site.behind:
         kept["the value"] = optimizer.parameters

@@ -4,6 +4,7 @@ By rows (Gustavson 1978): each row of the result adds up the rows of B that a ro
 (OuterSPACE, Pal et al. 2018): each column of A times the row of B of the same number, all partial products first, then
 merged by rows. Both read every number of B as often as A points to it; the second reads A and B in one go each, and
 writes its partial products in between. Both add up in the same order and in float64, so their results are the same.
+They have no gradient.
 """
 
 from collections.abc import Sequence

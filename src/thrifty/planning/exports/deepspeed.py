@@ -22,13 +22,13 @@ def configuration(run: Elsewhere) -> dict[str, Any]:
         "gradient_accumulation_steps": run.parts,
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": {"stage": stage},
+        # unless told otherwise it clips at 1
+        "gradient_clipping": run.clip or 0.0,
         "bf16": {"enabled": run.dtype == "bfloat16"},
         "fp16": {"enabled": run.dtype == "float16"},
     }
     if run.offload_optimizer:
         values["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": run.device != "cpu"}
-    if run.clip is not None:
-        values["gradient_clipping"] = run.clip
     if run.schedule != "constant":
         values["scheduler"] = _schedule(run)
     if run.recompute != "none":
@@ -39,6 +39,7 @@ def configuration(run: Elsewhere) -> dict[str, Any]:
 def _schedule(run: Elsewhere) -> dict[str, Any]:
     if run.schedule == "cosine":
         shape = {"warmup_num_steps": run.warmup, "total_num_steps": run.until, "cos_min_ratio": run.floor}
-        return {"type": "WarmupCosineLR", "params": shape | {"warmup_min_ratio": 0.0}}
+        # its warm-up is logarithmic unless said otherwise
+        return {"type": "WarmupCosineLR", "params": shape | {"warmup_min_ratio": 0.0, "warmup_type": "linear"}}
     shape = {"warmup_min_lr": 0.0, "warmup_max_lr": run.lr, "warmup_num_steps": run.warmup, "warmup_type": "linear"}
     return {"type": "WarmupDecayLR", "params": shape | {"total_num_steps": run.until}}

@@ -137,7 +137,7 @@ def label_of(model: str, method: str, setting: str = "") -> str:
 
 
 def attention_filters(
-    seeds: int = 3, steps: int = 120, depth: int = 3, width: int = 64, batch: int = 16, length: int = 64
+    seeds: int = 3, steps: int = 500, depth: int = 3, width: int = 64, batch: int = 16, length: int = 64
 ) -> Study:
     """Eight filters, each wide and narrow, in a 3-block decoder of bytes and a 3-block ViT of handwritten digits.
 
@@ -207,5 +207,5 @@ def attention_filters(
             Plot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
             Plot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),
         ],
-        minutes=10,
+        minutes=30,
     )

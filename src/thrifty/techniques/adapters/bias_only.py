@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.adapters import Adapter, head_names, names_ending, train_only
-from thrifty.core.branches import out_width
+from thrifty.core.branches import is_transposed, out_width
 from thrifty.core.errors import Refused
 from thrifty.core.surgery import find_stacks, is_under, note, weight_layers
 
@@ -67,16 +67,19 @@ class BiasOnly(Adapter):
 
     def _add(self, model: nn.Module) -> None:
         stacks = find_stacks(model)
-        without = [
-            layer
+        without = {
+            name: layer
             for name, layer in weight_layers(model).items()
             if any(is_under(name, stack) for stack in stacks)
             and not isinstance(layer, nn.MultiheadAttention)
             and getattr(layer, "bias", None) is None
-        ]
-        for layer in without:
+        }
+        given = [layer for layer in without.values() if isinstance(layer, nn.Linear) or is_transposed(layer)]
+        for layer in given:
             add_bias(layer)
-        note(f"{len(without)} layers were given a bias")
+        kinds = {type(layer).__name__ for layer in without.values() if layer not in given}
+        unknown = f"; what a {' or a '.join(sorted(kinds))} computes is not known, so those were given none"
+        note(f"{len(given)} layers were given a bias{unknown if kinds else ''}")
 
     def finish(self, model: nn.Module) -> nn.Module:
         if names_ending(model, ADDED):

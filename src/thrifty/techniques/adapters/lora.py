@@ -45,8 +45,8 @@ class Lora(Adapter):
     alpha: float = 16.0
     dropout: Probability = 0.0
     """Of what A is given; the frozen layer is given all of it."""
-    where: str = r"attention|attn|mlp|fc|dense|proj"
-    """Pattern that the name of a layer must contain; `embed` finds most embeddings."""
+    where: str = r"(?i:attention|attn|mlp|fc|dense|proj)"
+    """Pattern that the name of a layer must contain, here in letters of either case; `embed` finds most embeddings."""
     slices: str = "qkv"
     """Which of queries, keys and values get factors, whether fused in one layer or not. In a fused layer each has its
     own A; with an empty text such a layer counts as one."""

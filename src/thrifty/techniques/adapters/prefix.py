@@ -32,6 +32,7 @@ from thrifty.core.errors import Refused
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.virtual_tokens import (
+    cached_shapes,
     input_names,
     named_inputs,
     position_limit,
@@ -160,9 +161,16 @@ def _cached_blocks(model: nn.Module) -> Places:
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
             fix="use a model of ours or a decoder of transformers, or adapters.lora",
         )
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {f"{name}.{index}": Place(block, heads, width) for index, block in enumerate(blocks)}
+    shapes = cached_shapes(body)
+    if len(shapes) != len(blocks):
+        raise Refused(
+            f"{type(model).__name__} has {len(blocks)} blocks and keeps keys and values of {len(shapes)}",
+            fix="use adapters.lora",
+        )
+    return {
+        f"{name}.{index}": Place(block, shape[1], shape[3])
+        for index, (block, shape) in enumerate(zip(blocks, shapes, strict=True))
+    }
 
 
 def put_in_front(model: nn.Module, places: Places, tokens: int) -> None:

@@ -9,7 +9,8 @@ Promise   fewer blocks a step: in the long run (3 L - 1) / 4 of L with theta = 0
 Cost      a step's gradient is noisier. A block that is dropped has a gradient of zero: moments and decay go on.
 Avoid     when compute is the budget: at equal block-steps 8 blocks of width 64 gained nothing (1.865 against 1.856 nats
           at a constant rate and 2.042 against 1.965 with a decayed one in 800 steps, 1.425 against 1.423 in 4000). Not
-          for post-norm models, whose blocks are not the identity when their branches give nothing: they are refused.
+          for post-norm models, whose blocks are not the identity when their branches give nothing, nor for those with a
+          norm behind each branch (Gemma 2, OLMo 2), which undoes the factor: they are refused.
 Note      the gates of a step are a function of (seed, step, block), the same for all ranks, micro-batches and
           recomputed passes. The code that was published with the paper draws block l with p_l and multiplies by
           1 / p_(l+1), the next block's: up to 1.083 times too much in 12 blocks. DeepSpeed counts blocks from 0, so
@@ -29,7 +30,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.bounds import Share
 from thrifty.core.branches import find_branches
 from thrifty.core.growth.gates import add_gates, gated_blocks, gates
-from thrifty.core.growth.residuals import refuse_normed_sums
+from thrifty.core.growth.residuals import refuse_normed_branches, refuse_normed_sums
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
@@ -126,6 +127,7 @@ class LayerDrop(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         refuse_normed_sums(model, "to drop one is not to leave out what it adds")
+        refuse_normed_branches(model, "what is kept could not be multiplied to make up for what is dropped")
         for blocks in find_branches(model).values():
             for branch in (branch for block in blocks for branch in block):
                 add_factor(branch.writer, next(branch.writer.parameters()))

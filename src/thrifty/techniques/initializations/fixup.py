@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.bounds import Rate, Share
-from thrifty.core.branches import Blocks, Branch, add_gain, biases, find_branches, is_decoder
+from thrifty.core.branches import Blocks, Branch, add_gain, biases, depths, find_branches, is_decoder
 from thrifty.core.elements import ScaleParameters
 from thrifty.core.embeddings import find_head, is_tied, size_stream, token_tables
 from thrifty.core.matrices import draw_xavier, matrices
@@ -41,12 +41,18 @@ def depth_factor(branches: int, matrices: int) -> float:
     return branches ** (-1 / (2 * matrices - 2)) if matrices > 1 else 1.0
 
 
-def branches_in_path(stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """For each stack the number L of branches on the way through the model: those of all stacks where one attends to
-    another, its own where stacks are apart."""
-    counts = {stack: sum(map(len, blocks)) for stack, blocks in stacks.items()}
-    joined = any(is_decoder(blocks) for blocks in stacks.values())
-    return dict.fromkeys(counts, sum(counts.values())) if joined else counts
+def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) -> dict[str, int]:
+    """For each stack the number L of branches on the way through the model, which goes through so many of its blocks:
+    those of all stacks where one attends to another, its own where stacks are apart."""
+    counts = {stack: sum(map(len, blocks)) * depths[stack] // len(blocks) for stack, blocks in stacks.items()}
+    return dict.fromkeys(counts, sum(counts.values())) if are_joined(stacks) else counts
+
+
+def are_joined(stacks: Mapping[str, Blocks]) -> bool:
+    """Whether the stacks are one path: there is one of them, or one attends to another, or each is half of the blocks,
+    as where attentions stand in one list and mlps in another."""
+    halves = all(len(blocks[0]) == 1 for blocks in stacks.values())
+    return len(stacks) == 1 or halves or any(is_decoder(blocks) for blocks in stacks.values())
 
 
 @torch.no_grad()
@@ -113,13 +119,16 @@ class Fixup(WithoutNorms):
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_branches(model, self.where)
-        lengths = branches_in_path(stacks)
+        lengths = branches_in_path(stacks, depths(model, stacks))
         for stack, blocks in stacks.items():
             for branch in (branch for branches in blocks for branch in branches):
                 draw(branch, lengths[stack], self.seed)
                 add_scalars(branch)
         note(f"L is {' and '.join(map(str, sorted(set(lengths.values()))))}")
-        _start_head_at_zero(model)
+        if are_joined(stacks):
+            _start_head_at_zero(model)
+        else:
+            note("stacks that are apart have no head of logits in common; none starts at 0")
         size_stream(model, self.multiplier)
         for name, norm in bypass_norms(model).matched.items():
             if not any(is_under(name, stack) for stack in stacks) and "embed" not in name.lower():

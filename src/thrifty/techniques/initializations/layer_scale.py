@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from thrifty.core.bounds import Rate
-from thrifty.core.branches import add_gain, find_branches, is_transposed, out_width
+from thrifty.core.branches import add_gain, depths, find_branches, is_transposed, out_width
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
@@ -54,8 +54,9 @@ class LayerScale(Technique):
     """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        for blocks in find_branches(model, self.where).values():
-            start = self.start or initial_gain(len(blocks))
+        stacks = find_branches(model, self.where)
+        for stack, depth in depths(model, stacks).items():
+            blocks, start = stacks[stack], self.start or initial_gain(depth)
             for branch in (branch for branches in blocks for branch in branches):
                 device = branch.last.weight.device
                 add_gain(branch.writer, nn.Parameter(torch.full((out_width(branch.last),), start, device=device)))

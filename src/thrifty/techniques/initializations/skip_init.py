@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from thrifty.core.bounds import Rate
-from thrifty.core.branches import add_gain, find_branches
+from thrifty.core.branches import add_gain, depths, find_branches
 from thrifty.core.embeddings import size_stream
 from thrifty.core.errors import Refused
 from thrifty.core.norms import WithoutNorms, bypass_norms
@@ -47,13 +47,14 @@ class SkipInit(WithoutNorms):
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0
-        for blocks in find_branches(model, self.where).values():
-            if self.start > largest_start(len(blocks)):
+        stacks = find_branches(model, self.where)
+        for stack, depth in depths(model, stacks).items():
+            if self.start > largest_start(depth):
                 raise Refused(
-                    f"a start of {self.start:g} is more than 1 / sqrt({len(blocks)} blocks)",
-                    fix=f"start at {largest_start(len(blocks)):.3g} or less",
+                    f"a start of {self.start:g} is more than 1 / sqrt({depth} blocks)",
+                    fix=f"start at {largest_start(depth):.3g} or less",
                 )
-            for branch in (branch for branches in blocks for branch in branches):
+            for branch in (branch for branches in stacks[stack] for branch in branches):
                 start = torch.full((1,), self.start, device=branch.last.weight.device)
                 add_gain(branch.writer, nn.Parameter(start))
                 count += 1

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from thrifty.core.bounds import Rate
-from thrifty.core.branches import Blocks, biases, find_branches, is_decoder
+from thrifty.core.branches import Blocks, biases, depths, find_branches, is_decoder
 from thrifty.core.embeddings import multiply, own_multiplier, stack_behind, token_tables
 from thrifty.core.matrices import draw_xavier, matrices, outer_matrices
 from thrifty.core.norms import WithoutNorms, bypass_norms
@@ -44,10 +44,12 @@ def decoder_factor(depth: int) -> float:
 @torch.no_grad()
 def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
     """First values of every matrix and token table; biases of what is drawn become zero."""
-    for blocks in stacks.values():
-        scale = decoder_factor(len(blocks)) if is_decoder(blocks) else encoder_factor(len(blocks))
+    deep = depths(model, stacks)
+    for stack, blocks in stacks.items():
+        rule, scale = ("decoder", decoder_factor) if is_decoder(blocks) else ("encoder", encoder_factor)
+        note(f"{stack or 'the model'} takes the {rule}'s factor, {scale(deep[stack]):.3g}")
         for branch in (branch for branches in blocks for branch in branches):
-            draw_xavier(matrices(branch), seed, scale, unscaled=("query", "key"))
+            draw_xavier(matrices(branch), seed, scale(deep[stack]), unscaled=("query", "key"))
     draw_xavier(outer_matrices(model), seed)
     for layer in weight_layers(model).values():
         for bias in biases(layer):
@@ -56,7 +58,7 @@ def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
     for name, table in token_tables(model).items():
         if id(table.weight) not in drawn:
             drawn.add(id(table.weight))
-            std = table.embedding_dim**-0.5 * decoder_factor(len(stacks[stack_behind(name, stacks)]))
+            std = table.embedding_dim**-0.5 * decoder_factor(deep[stack_behind(name, stacks)])
             table.weight.normal_(0.0, std, generator=keyed_generator(f"{seed}/{name}.weight", table.weight))
 
 
@@ -85,9 +87,6 @@ class TFixup(WithoutNorms):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_branches(model, self.where)
         draw(model, stacks, self.seed)
-        for stack, blocks in stacks.items():
-            rule, scale = ("decoder", decoder_factor) if is_decoder(blocks) else ("encoder", encoder_factor)
-            note(f"{stack or 'the model'} takes the {rule}'s factor, {scale(len(blocks)):.3g}")
         multiply_embeddings(model, self.multiplier)
         bypass_norms(model)
         return model

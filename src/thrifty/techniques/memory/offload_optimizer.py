@@ -33,6 +33,7 @@ from thrifty.core.memories.tickets import on_part
 from thrifty.core.memories.tiers import Beside, Ticket, Tier, Where, tier_for
 from thrifty.core.moments import Moment
 from thrifty.core.optimizer import Site
+from thrifty.core.parameters import standing_for
 from thrifty.core.pieces import local
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
@@ -70,7 +71,8 @@ class OnCopies(Site):
     """
 
     def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Beside):
-        super().__init__(transform, names, tier.placed([parameter.detach() for parameter in parameters]))
+        copies = tier.placed([parameter.detach() for parameter in parameters])
+        super().__init__(transform, names, [*map(standing_for, parameters, copies)])
         self.tier, self.on_device = tier, parameters
         self.head_remembers = any(slot.startswith(f"{key}.") for key in self.head.elements for slot in self.state)
         keys = [key for key, element in transform.elements.items() if moves(element) and key not in self.head.elements]

@@ -127,6 +127,9 @@ class Through(Around):
 
         return {name: self._told(find(name), prediction, batch) for name in self.measured}
 
+    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return {}  # the last stage alone has something to show
+
     def _told(self, find: Any, prediction: Prediction, batch: Batch) -> Tensor:
         assert self.line is not None
         if self.line.running:

@@ -28,6 +28,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.elements import Selective
 from thrifty.core.fused import Fused, by_kernels, fused_tail
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.parameters import standing_for
 from thrifty.core.pieces import local
 from thrifty.core.randomness import seed_of
 from thrifty.core.stages import Stage
@@ -78,7 +79,7 @@ class InFloat32(Transform):
         return {**self.inner.numbers(step, age), "rounding_seed": float(chance)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        slots = self.inner.init(names, [parameter.detach().float() for parameter in parameters])
+        slots = self.inner.init(names, [standing_for(each, each.detach().float()) for each in parameters])
         if self.rounding == "kahan":
             slots["compensation"] = [torch.zeros_like(parameter) for parameter in parameters]
         return slots

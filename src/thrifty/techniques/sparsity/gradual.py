@@ -96,6 +96,6 @@ class Gradual(MaskedWeights):
         pruned = [step for step in range(state.optimizer.updates) if self.due(step)]
         density = self.density_at(pruned[-1]) if pruned else 1.0
         by_layer = self.distribution != "global"
-        check_masks(self.name, state, layer_counts(self.shapes(state), density, self.distribution) if by_layer else {})
+        check_masks(self.name, state, self.allowed(state, density, self.distribution) if by_layer else {})
         if not by_layer:
             self.check_total(state, density)

@@ -52,8 +52,6 @@ from thrifty.kernels.sparse.products import sparse_linear
 
 WORTH = 0.9
 """Of the time of dense products that sparse ones may take at most to be chosen."""
-MOVE = "masks.move"
-"""The number of an update that is not 0 when masks move in it."""
 UNMASKED = "dense: its weight is under no mask"
 Lines = dict[torch.dtype, dict[Form, Line]]
 """Times of products over density, by their dtype and by form."""
@@ -215,7 +213,7 @@ class SparseProducts(Technique):
             return None
         masks = {} if state.optimizer.site.behind else masks_in(state)
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
-        moving = any(value for name, value in state.optimizer.numbers().items() if name.endswith(MOVE))
+        moving = state.optimizer.will_move()
         for _, layer in products_of(state.model):
             layer.sparse_product.follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
             layer.sparse_product.dense_gradient = moving

@@ -65,4 +65,4 @@ class Static(MaskedWeights):
             check_masks(self.name, state, {})
             self.check_total(state, self.density)
         else:
-            check_masks(self.name, state, layer_counts(self.shapes(state), self.density, self.distribution))
+            check_masks(self.name, state, self.allowed(state, self.density, self.distribution))

@@ -1,0 +1,130 @@
+"""The plan for a recipe on this machine: its data opened, its candidates run in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from thrifty.cli.plan_model import OwnModel
+    from thrifty.core.recipe import Recipe
+    from thrifty.planning.forecasts import Wanted
+    from thrifty.planning.plans import Plan
+    from thrifty.planning.search import TimeOf
+    from thrifty.preparing import Prepared
+
+
+def planned(
+    recipe: Recipe,
+    wanted: Wanted,
+    model: OwnModel | None = None,
+    probe: bool = True,
+    seconds: float = 20.0,
+    finalists: int = 4,
+    quiet: bool = False,
+) -> Plan:
+    """The plan for a recipe on this machine, with a `model` in place of the recipe's. Raises Infeasible where nothing
+    fits."""
+    from dataclasses import replace
+    from math import isinf
+
+    from thrifty import techniques
+    from thrifty.core.errors import UsageError
+    from thrifty.core.technique import Numerics
+    from thrifty.planning.ledger import entries, expect
+    from thrifty.planning.plans import STEPS, Planner
+    from thrifty.planning.probe import free_memory
+    from thrifty.planning.throughput import measure_throughput
+    from thrifty.preparing import prepare
+    from thrifty.recipes.toml import recipe_to_data
+
+    if recipe.mesh.least_ranks > 1:
+        raise UsageError(
+            "a plan is made for one rank, or finds the mesh of a cluster",
+            fix="leave the mesh out: --cluster looks for one",
+        )
+    build = model.build if model else None
+    prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    run = prepared.run
+    if isinf(wanted.memory):
+        wanted = replace(wanted, memory=free_memory(run.device))
+    outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
+    catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
+    plan = Planner(
+        recipe=recipe,
+        plain=run.plain,
+        catalogue=catalogue,
+        wanted=wanted,
+        device=run.device,
+        tokens=prepared.data.counted_as,
+        data=_prepared_bytes(prepared),
+        rate=measure_throughput(0.4).sustained if not probe else 1.0,
+        time=_probing(prepared, seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
+        kept=entries(run.device.type),
+        outside=sorted(outside),
+        evidence=_evidence(catalogue),
+        say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
+        finalists=finalists,
+    ).plan()
+    if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
+        expect(recipe_to_data(plan.recipe), _expected(plan))
+    return plan
+
+
+def _expected(plan: Plan) -> dict[str, float]:
+    """What the ledger is to hold a run against: nothing that was only counted, no time that other work disturbed."""
+    timing, forecast = plan.chosen.timing, plan.forecast
+    if timing is None:
+        return {}
+    memory = {"memory": forecast.memory.value}
+    return memory if timing.is_disturbed else memory | {"step": forecast.step.value}
+
+
+def _prepared_bytes(prepared: Prepared) -> float:
+    """Of the data as prepared, where they lie in a folder of files."""
+    tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
+    file = getattr(tokens, "filename", None)
+    return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
+
+
+def _evidence(names: Iterable[str]) -> dict[str, str]:
+    """What was measured of techniques, in a line each: a comparison in which nothing else changed, else any, else a
+    study."""
+    from thrifty.comparing.evidence import evidence, study_results
+
+    found = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: one.alone)}
+    of_studies = {name: study_results(name) for name in names if name not in found}
+    return found | {name: results[0].in_words() for name, results in of_studies.items() if results}
+
+
+def _probing(prepared: Prepared, seconds: float, fixed: bool, model: OwnModel | None) -> TimeOf:
+    """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
+    changes."""
+    from dataclasses import replace
+
+    from thrifty.planning.axes import MICRO_BATCHES
+    from thrifty.planning.candidates import Candidate
+    from thrifty.planning.predict import Timing
+    from thrifty.planning.probes import Job, in_process, kept, sizes
+    from thrifty.recipes.toml import recipe_to_data
+
+    probe = kept(in_process([sys.executable, "-m", "thrifty.cli.plan_probe"]), prepared.run.device.type)
+    joint = prepared.run.plain.objective.joint
+    own = (model.name, model.code) if model else ("", "")
+
+    def time(candidate: Candidate, bar: float) -> Timing:
+        whole = tuple(t for t in candidate.techniques if joint or MICRO_BATCHES not in t.claims)
+        tables = recipe_to_data(replace(prepared.recipe, techniques=whole))
+        batch, compiled = candidate.batch, candidate.is_compiled
+        rows = (batch,) if joint else sizes(batch, candidate.parts, compiled, fixed)
+        parts = 1 if joint else candidate.parts
+        assert candidate.footprint is not None
+        counted = (candidate.footprint.memory, candidate.footprint.flops)
+        return probe(Job(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))
+
+    return time

@@ -1,0 +1,51 @@
+"""A model of the user's own on the command line: `package.module:function`, which builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    name: str
+    build: Callable[[], nn.Module]
+    code: str
+    """sha256 of the file that the function is in."""
+
+
+def is_own(model: str | None) -> bool:
+    """Whether a word names a function, and neither a preset nor a folder."""
+    module, colon, function = (model or "").partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def own_model(name: str) -> OwnModel:
+    """Imports the module, from the working folder too. Raises UsageError where there is no such function."""
+    import hashlib
+    import importlib
+    import sys
+    from pathlib import Path
+
+    from thrifty.core.errors import UsageError, did_you_mean
+
+    module_name, _, function = name.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"--model {name}: {module_name} cannot be imported: {error}", fix="start where `import` finds it"
+        ) from error
+    build = getattr(module, function, None)
+    if not callable(build):
+        near = [word for word, thing in vars(module).items() if callable(thing)]
+        raise UsageError(f"{module_name} has no function {function!r}", fix=did_you_mean(function, near))
+    file = getattr(module, "__file__", None)
+    return OwnModel(name, build, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")

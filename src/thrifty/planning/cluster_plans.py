@@ -1,0 +1,253 @@
+"""A plan for a cluster that is not here: which axes to divide the work along, by simulated steps and counted memory.
+
+Every layout of the mesh is simulated; of the fastest the footprint of a rank is counted with the techniques themselves,
+until enough are known to fit. Nothing is run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from thrifty.cluster.links import Cluster
+from thrifty.cluster.published import RUNS
+from thrifty.cluster.workload import Recompute, Workload
+from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import Mesh
+from thrifty.core.parallel.absent_ranks import as_rank
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Numerics, Technique
+from thrifty.planning.axes import MICRO_BATCHES, Catalogue
+from thrifty.planning.cluster_reasons import ClusterReasons
+from thrifty.planning.forecasts import Wanted
+from thrifty.planning.layouts import TECHNIQUES, Layout, layouts
+from thrifty.planning.predict import OVER_MESH_HIGH, Estimate, counted, largest_part
+from thrifty.planning.reasons import Reason
+
+ALTERNATIVES, COUNTS = 4, 24
+"""Layouts told beside the fastest that fits; most that are counted."""
+TOO_MUCH = 2.0
+"""How many times the memory a layout may take by simulation, and still be counted."""
+PARTS = {
+    "compute": "computing",
+    "tensor": "collectives of tensor groups",
+    "bubble": "the pipeline's bubble",
+    "transfers": "messages between stages",
+    "data": "collectives of data ranks",
+    "optimizer": "the update",
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout that was counted to fit, and the recipe's techniques for it."""
+
+    layout: Layout
+    techniques: tuple[Technique, ...]
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    recipe: Recipe
+    place: str
+    limit: float
+    """Bytes that a rank may hold."""
+    chosen: Placed
+    alternatives: tuple[Placed, ...]
+    misfits: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    tokens: float
+    """Of a step."""
+    steps: float
+    price: float | None
+
+    def step(self, placed: Placed) -> Estimate:
+        """Seconds, simulated: as far off as published runs may be from what is simulated of them."""
+        off = max(run.tolerance or 0.0 for run in RUNS.values())
+        return Estimate.within(placed.layout.seconds, 1 - off, 1 + off)
+
+    @property
+    def seconds(self) -> Estimate:
+        return self.step(self.chosen).times(self.steps)
+
+    @property
+    def cost(self) -> Estimate | None:
+        return None if self.price is None else self.seconds.times(self.price / 3600)
+
+    @property
+    def dominant(self) -> dict[str, tuple[str, float]]:
+        spent = vars(self.chosen.layout.report.seconds)
+        name = max(spent, key=lambda part: spent[part])
+        return {
+            "memory": largest_part(self.chosen.footprint),
+            "time": (PARTS[name], spent[name] / self.chosen.layout.seconds),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.name,
+            "cluster": self.place,
+            "simulated": True,
+            "mesh": vars(self.recipe.mesh),
+            "limit": self.limit,
+            "steps": self.steps,
+            "seconds": self.seconds.as_dict(),
+            "cost": self.cost and self.cost.as_dict(),
+            "dominant": {name: [*found] for name, found in self.dominant.items()},
+            "alternatives": [
+                {
+                    "layout": placed.layout.label,
+                    "memory": placed.footprint.memory,
+                    "step": self.step(placed).as_dict(),
+                    "tokens_per_second": self.tokens / placed.layout.seconds,
+                }
+                for placed in (self.chosen, *self.alternatives)
+            ],
+            "misfits": dict(self.misfits),
+            "techniques": [reason.as_dict() for reason in self.reasons],
+        }
+
+
+@dataclass(frozen=True)
+class ClusterPlanner:
+    """Plans for a recipe on a cluster, of all of whose ranks it makes use. `tokens` are those of an example."""
+
+    recipe: Recipe
+    plain: Plain
+    workload: Workload
+    cluster: Cluster
+    place: str
+    catalogue: Catalogue
+    wanted: Wanted
+    tokens: int
+    steps: int
+    say: Callable[[str], None] = lambda text: None
+
+    def plan(self) -> ClusterPlan:
+        """Raises UsageError where only exact changes are allowed, Infeasible where nothing fits."""
+        if self.wanted.allow is Numerics.EXACT and self.cluster.ranks > 1:
+            raise UsageError(
+                "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+            )
+        found = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
+        if not found:
+            raise Infeasible(
+                f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
+                fix=f"--set data.batch={self.cluster.ranks}, or fewer --ranks",
+            )
+        self.say(f"{len(found)} layouts of {self.cluster.ranks:,} ranks simulated")
+        placed, misfits = self._counted(found)
+        if not placed:
+            self._raise_infeasible(found, misfits)
+        chosen, mesh = placed[0], placed[0].layout.mesh
+        sizes = {axis: getattr(mesh, axis) for axis in TECHNIQUES}
+        budget = self._budget()
+        per_step = self.plain.source.batch * self.tokens
+        before, allow = self.recipe.techniques, self.wanted.allow
+        reasons = ClusterReasons(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
+        return ClusterPlan(
+            recipe=replace(
+                self.recipe,
+                name=f"{self.recipe.name}-planned",
+                techniques=chosen.techniques,
+                mesh=Mesh(**sizes),
+                budget=budget,
+            ),
+            place=self.place,
+            limit=self._limit,
+            chosen=chosen,
+            alternatives=tuple(placed[1:]),
+            misfits=misfits,
+            reasons=tuple(reasons.all()),
+            tokens=per_step,
+            steps=_steps(budget, chosen.layout.seconds, per_step),
+            price=self.wanted.price,
+        )
+
+    def _raise_infeasible(self, found: list[Layout], misfits: Mapping[str, str]) -> NoReturn:
+        least = min(found, key=lambda layout: layout.report.fullest.total)
+        needed = least.report.fullest.total
+        why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
+        raise Infeasible(
+            f"no layout fits {self._limit / 1e9:,.1f} GB a rank; that which takes least is {least.label}: {why}",
+            fix="more --ranks, a larger --memory, or a smaller model or data.length",
+        )
+
+    @property
+    def _limit(self) -> float:
+        return min(self.wanted.memory, self.cluster.device.memory)
+
+    def _budget(self) -> Budget:
+        return self.wanted.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
+
+    def _format(self) -> str:
+        """Of products: what the recipe computes in, or the device's nearest to it."""
+        mixed = any(technique.name.startswith("precision.") for technique in self.recipe.techniques)
+        wished = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
+        return next(name for name in (*wished, *self.cluster.device.flops) if name in self.cluster.device.flops)
+
+    def _again(self) -> Recompute | None:
+        """What the recipe runs again already; None where that may be chosen."""
+        again = next((t for t in self.recipe.techniques if "recomputation" in t.claims), None)
+        if again is None:
+            return None
+        return "selective" if getattr(again, "schedule", "") == "selective" else "every"
+
+    def _counted(self, found: list[Layout]) -> tuple[list[Placed], dict[str, str]]:
+        """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
+        placed: list[Placed] = []
+        misfits: dict[str, str] = {}
+        for layout in found:
+            if layout.report.fullest.total > TOO_MUCH * self._limit or layout.mesh in (p.layout.mesh for p in placed):
+                continue
+            if len(placed) > ALTERNATIVES or len(placed) + len(misfits) >= COUNTS:
+                break
+            try:
+                techniques = self._techniques(layout)
+                footprint = self._footprint(layout, techniques)
+            except ThriftyError as refusal:
+                misfits[layout.label] = refusal.what
+                continue
+            if footprint.memory * OVER_MESH_HIGH > self._limit:
+                misfits[layout.label] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted on a rank"
+                continue
+            self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
+            placed.append(Placed(layout, techniques, footprint))
+        return placed, misfits
+
+    def _techniques(self, layout: Layout) -> tuple[Technique, ...]:
+        mesh, parts = layout.mesh, layout.report.micro_batches
+        cut = {*TECHNIQUES.values()}
+        kept = [t for t in self.recipe.techniques if t.name not in cut and MICRO_BATCHES not in t.claims]
+        if mesh.shard > 1:
+            kept.append(self._made(TECHNIQUES["shard"], zero=layout.settings.zero))
+        elif mesh.replicate > 1:
+            kept.append(self._made(TECHNIQUES["replicate"]))
+        if mesh.tensor > 1:
+            kept.append(self._made(TECHNIQUES["tensor"]))
+        if mesh.pipeline > 1:
+            kept.append(self._made(TECHNIQUES["pipeline"], parts=parts))
+        elif parts > 1:
+            kept.append(self._made("large_batch.accumulate", parts=parts))
+        if self._again() is None and layout.settings.recompute != "none":
+            kept.append(self._made("memory.recompute", schedule=layout.settings.recompute))
+        return tuple(kept)
+
+    def _made(self, name: str, **settings: Any) -> Technique:
+        return self.catalogue[name](**settings)
+
+    def _footprint(self, layout: Layout, techniques: tuple[Technique, ...]) -> Footprint:
+        """Of the first rank, as techniques claim it over the mesh."""
+        if layout.mesh.ranks == 1:
+            return counted(compose(self.plain, techniques, self.steps))
+        # in the order of the mesh: ranks are told by their place along its axes
+        with as_rank(0, {axis: getattr(layout.mesh, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}):
+            return counted(compose(self.plain, techniques, self.steps))
+
+
+def _steps(budget: Budget, seconds: float, tokens: float) -> float:
+    if budget.seconds is not None:
+        return budget.seconds // seconds
+    return float(budget.steps or (budget.tokens or 0) // tokens)

@@ -1,0 +1,27 @@
+"""What a run takes on disk: its checkpoints, the optimizer state that lies in a file, the data as prepared."""
+
+from collections.abc import Iterable
+
+from thrifty.core.footprint import Footprint
+from thrifty.core.recipe import Checkpoints
+from thrifty.core.technique import Technique
+
+BEST, NEXT = 1, 1
+"""Checkpoints beside the newest ones: the best stays, and the next is whole before the oldest goes."""
+ADAM = 2.0
+"""Moments for each parameter, where the footprint says nothing of a state that was moved out of memory."""
+
+
+def disk_bytes(
+    checkpoints: Checkpoints, footprint: Footprint, techniques: Iterable[Technique], data: float
+) -> dict[str, float]:
+    """Bytes by what takes them, at most at any time. A checkpoint holds parameters, buffers and optimizer state."""
+    is_outside = any(technique.name == "memory.offload_optimizer" for technique in techniques)
+    state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
+    each = footprint.parameters + footprint.buffers + state
+    found = {"checkpoints": (checkpoints.keep + BEST + NEXT + len(checkpoints.also)) * each}
+    if is_outside:
+        found["optimizer state"] = state
+    if data:
+        found["prepared data"] = data
+    return found

@@ -1,0 +1,145 @@
+"""What is asked of a plan, and what a candidate is forecast to take."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thrifty.core.errors import Infeasible
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Numerics
+from thrifty.planning.candidates import Candidate
+from thrifty.planning.disk import disk_bytes
+from thrifty.planning.ledger import Record
+from thrifty.planning.predict import COUNTED_HIGH, Estimate, Timing, largest_part
+
+SURE, UNSURE = 0.15, 3.0
+"""How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
+MARGIN = 1.1
+"""By how much a run may hold more than its probe did, until the ledger knows better."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is asked for. Bytes, seconds, FLOP, money per hour."""
+
+    allow: Numerics = Numerics.EXACT
+    memory: float = math.inf
+    disk: float = math.inf
+    seconds: float | None = None
+    """The budget, or, beside tokens or FLOPs, the time they may take."""
+    tokens: float | None = None
+    flops: float | None = None
+    price: float | None = None
+
+    def budget(self, given: Budget, flops_per_step: float) -> Budget:
+        if self.tokens is not None:
+            return Budget(tokens=self.tokens)
+        if self.flops is not None:
+            steps = int(self.flops // flops_per_step)
+            if steps < 1:
+                raise Infeasible(
+                    f"{self.flops:.3g} FLOP do not pay for one step of {flops_per_step:.3g}",
+                    fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
+                )
+            return Budget(steps=steps)
+        return Budget(seconds=self.seconds) if self.seconds is not None else given
+
+
+@dataclass(frozen=True)
+class Forecast:
+    counted: float
+    """Bytes of tensors at the peak."""
+    memory: Estimate
+    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor; of tensors alone
+    where nothing was run."""
+    step: Estimate
+    tokens_per_second: Estimate
+    seconds: Estimate
+    """Until the budget is used up, evaluations and checkpoints included."""
+    steps: Estimate
+    tokens: Estimate
+    cost: Estimate | None
+    memory_is: tuple[str, float]
+    """What most of the peak is, and its share."""
+    time_is: tuple[str, float]
+    disk: Mapping[str, float]
+    """Bytes that a run takes on disk, by what takes them."""
+    others: float = 0.0
+    """How many of the cores other work took while the step was measured, where it was enough to disturb it, ..."""
+    cores: int = 1
+    """... and how many there are."""
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
+        dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
+        besides = {"disk": dict(self.disk), "other_work": {"cores": self.others, "of": self.cores}}
+        return {"counted": self.counted, "cost": None, **plain, "dominant": dominant, **besides}
+
+
+@dataclass(frozen=True)
+class Expecting:
+    """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches here, for those that were not run;
+    `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of prepared
+    data."""
+
+    recipe: Recipe
+    wanted: Wanted
+    tokens: int
+    rate: float
+    past: Mapping[str, Record]
+    data: float = 0.0
+
+    def forecast(self, candidate: Candidate, budget: Budget) -> Forecast:
+        timing, footprint = candidate.timing, candidate.footprint
+        assert footprint is not None
+        if timing is None:
+            step = Estimate.within(footprint.flops / self.rate, 1 / UNSURE, UNSURE)
+            memory, started, aside = Estimate.within(footprint.memory, 0.9, COUNTED_HIGH), 0.0, 0.0
+            time_is = ("not measured", 0.0)
+        else:
+            step = self._step(candidate.step, timing)
+            held = max(timing.memory, footprint.memory)
+            # a compiler's own memory is in what was seen, and is not taken again where its results are cached
+            low = footprint.memory / held if candidate.is_compiled else 1.0
+            memory = self.past["memory"].around(held, 0.9 * low, MARGIN)
+            aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
+            share = timing.update / candidate.step
+            time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
+            started = timing.startup + timing.evaluation + timing.save
+        per_step = candidate.batch * self.tokens
+        if budget.seconds is not None:
+            steps = step.over(max(budget.seconds - started, 0.0))
+            # as training does, the budget is divided among steps alone: evaluations and checkpoints come on top
+            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
+        else:
+            number = budget.steps or math.floor((budget.tokens or 0) / per_step)
+            steps = Estimate(number, number, number)
+            seconds = step.plus(aside).times(number).plus(started)
+        return Forecast(
+            counted=footprint.memory,
+            memory=memory,
+            step=step,
+            tokens_per_second=step.over(per_step),
+            seconds=seconds,
+            steps=steps,
+            tokens=steps.times(per_step),
+            cost=seconds.times(self.wanted.price / 3600) if self.wanted.price is not None else None,
+            memory_is=largest_part(footprint),
+            time_is=time_is,
+            disk=self.disk(candidate),
+            others=timing.others if timing and timing.is_disturbed else 0.0,
+            cores=timing.cores if timing else 1,
+        )
+
+    def _step(self, seconds: float, timing: Timing) -> Estimate:
+        """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
+        off = max(SURE, 2 * timing.spread)
+        step = self.past["step"].around(seconds, 1 / (1 + off), 1 + off)
+        if not timing.is_disturbed:
+            return step
+        return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)
+
+    def disk(self, candidate: Candidate) -> dict[str, float]:
+        assert candidate.footprint is not None
+        return disk_bytes(self.recipe.checkpoints, candidate.footprint, candidate.techniques, self.data)

@@ -1,0 +1,57 @@
+"""How much of this machine's processors other programs take meanwhile."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import psutil
+
+LEAST = 0.3
+"""Seconds below which the ticks of the system's clocks say nothing."""
+
+
+class OtherWork:
+    """Counts from when it is made: what all programs worked on the processors that this process may use, less what it
+    and those that it started did."""
+
+    def __init__(self) -> None:
+        self.cores = _usable()
+        self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work()
+
+    def taken(self) -> float:
+        """Cores that others kept busy since then; 0 where that was too short a while to tell."""
+        seconds = time.perf_counter() - self.began
+        if seconds < LEAST:
+            return 0.0
+        others = (_all_work(self.cores) - self.all) - (_own_work() - self.own)
+        return min(max(others / seconds, 0.0), float(len(self.cores)))
+
+
+def _usable() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
+
+
+def _all_work(cores: list[int]) -> float:
+    """Seconds of work on these processors since the machine was started; what a host took away counts as well."""
+    times = psutil.cpu_times(percpu=True)
+    kinds = ("user", "nice", "system", "irq", "softirq", "steal")
+    return sum(getattr(times[core], kind, 0.0) for core in cores if core < len(times) for kind in kinds)
+
+
+def _own_work() -> float:
+    return sum(_of(process) for process in _family())
+
+
+def _family() -> Iterator[psutil.Process]:
+    here = psutil.Process()
+    yield here
+    yield from here.children(recursive=True)
+
+
+def _of(process: psutil.Process) -> float:
+    """Its own seconds and those of its children that have ended."""
+    with suppress(psutil.Error):  # it ended meanwhile
+        spent = process.cpu_times()
+        return spent.user + spent.system + spent.children_user + spent.children_system
+    return 0.0

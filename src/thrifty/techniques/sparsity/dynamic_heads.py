@@ -1,0 +1,139 @@
+"""Dynamic heads: train with a share of the heads of each block, and replace those that matter least by others.
+
+Paper     Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533): S²ViTE, the structured half of
+          SViTE; moves as in RigL (Evci et al. 2020, arXiv 1911.11134). From memory, not verified, in its details.
+Promise   the same number of heads in each block at every step, of which some move: dropped are those with the smallest
+          |sum of weight · gradient|, which is Taylor's first order of what the loss would lose with the head; grown,
+          at zero, those whose weights in front of the stream have the largest dense gradient. The model ends
+          without the other heads, its matrices smaller, and computes the same within rounding; a Hugging Face format
+          that has no word for fewer heads (GPT-2, BERT, ViT) has zeros in their place.
+Cost      while it trains all heads are computed, as growth must look at those that are not there: only the product in
+          front of the stream can leave them out (sparsity.sparse_products). The smaller model is what it is for.
+Does not  touch queries, keys and values: those of a dropped head have no gradient and wait, decaying, for its return.
+Avoid     with few heads a block: a move is a whole head, so with alpha · density · heads below a half none ever moves,
+          which is noted. sparsity.early_bird chooses once, and then trains the smaller model.
+Note      a head is a group of columns of the layer that writes into the stream, masked by the one mechanism of masks;
+          heads that share a key and a value go together. `neurons` below 1 does the same to the feed-forward networks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.bounds import Positive, Probability, Share
+from thrifty.core.errors import IntegrityError
+from thrifty.core.layout import order_of
+from thrifty.core.moments import Moment
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.sparse.masked_weights import UnderMasks
+from thrifty.core.sparse.masks import Layer, check_masks, masks_in
+from thrifty.core.sparse.slimming import Pieces, arrange, find_pieces
+from thrifty.core.sparse.sparsity import Shapes, drop_fraction, largest, like_parameter, replaced
+from thrifty.core.state import TrainState, full_value
+from thrifty.core.surgery import note
+
+
+def by_piece(values: Tensor, pieces: int) -> Tensor:
+    """The numbers of a writer's weight (out, in) that belong to each piece: (pieces, out · in / pieces)."""
+    return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
+
+
+def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
+    """A mask of pieces (n,) as one of the writer's weight, in its shape."""
+    return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
+
+
+def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
+    """The mask of pieces (n,) after dropping the `fraction` of the kept ones with the least |sum of weight · gradient|
+    and growing as many with the largest norm of the gradient. Weight and gradient are the writer's (out, in)."""
+    worth = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
+    return replaced(kept, worth, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
+
+
+@dataclass(frozen=True)
+class DynamicHeads(UnderMasks):
+    claims = frozenset({"weight masks", "heads and neurons"})
+    clashes: ClassVar[Mapping[str, str]] = {
+        "frozen base weights": "it moves weights that adapters keep frozen",
+        "distribution of layers": "heads are compared with each other, and each rank has some",
+        "distribution of blocks": "heads of all blocks are known to one rank alone",
+        "parameters of several blocks": "each block keeps heads of its own",
+        "width": "both decide how wide the blocks are",
+    }
+
+    density: Share = 0.5
+    """Share of the heads of each block that is kept; one at least."""
+    neurons: Share = 1.0
+    """The same of the neurons of its feed-forward network."""
+    every: Positive = 100
+    """Steps between moves."""
+    alpha: Probability = 0.5
+    """Share of the kept heads moved at first; it anneals by cosine."""
+    until: Moment = 0.8
+    seed: int = 0
+
+    @cached_property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """By the name of a masked weight how many pieces it has, and how many are kept; known once there is a model."""
+        return {}
+
+    def model(self, model: nn.Module) -> nn.Module:
+        for pieces in self._masked(model):
+            left = self.left(pieces)
+            self.counts[f"{pieces.name}.weight"] = pieces.count, left
+            moves = self.due(self.every) and round(self.fraction(self.every) * left)
+            note(f"{left} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
+        return model
+
+    def _masked(self, model: nn.Module) -> list[Pieces]:
+        return [pieces for pieces in find_pieces(model).values() if self.left(pieces) < pieces.count]
+
+    def left(self, pieces: Pieces) -> int:
+        """How many of the pieces of a branch are kept."""
+        return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
+
+    def due(self, step: int) -> bool:
+        return 0 < step < int(self.until) and step % self.every == 0 and self.alpha > 0
+
+    def fraction(self, step: int) -> float:
+        """Of the kept pieces that move at this step."""
+        return drop_fraction(step, self.alpha, int(self.until))
+
+    def masked(self, shapes: Shapes) -> list[str]:
+        return [name for name in shapes if name in self.counts]
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        masks = {}
+        for name, parameter in parameters.items():
+            count, left = self.counts[name]
+            drawn = torch.rand(count, generator=keyed_generator(f"{self.seed}/{name}"))
+            masks[name] = like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
+        return masks
+
+    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            found = layer(name)
+            kept = by_piece(found.mask, self.counts[name][0]).any(1)
+            pieces = moved_pieces(kept, found.weight, found.gradient, self.fraction(step))
+            yield name, columns_of(pieces, found.mask.shape)
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        """Without the heads that were dropped: what they would write is zero."""
+        for pieces in self._masked(model):
+            sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
+            arrange(pieces, largest(sizes, self.left(pieces)).nonzero().flatten().tolist())
+        return model
+
+    def holds(self, state: TrainState) -> None:
+        assert state.model is not None
+        masks, found = masks_in(state), {f"{each.name}.weight": each for each in self._masked(state.model)}
+        for name, pieces in found.items():
+            mask = by_piece(full_value(masks[name], order_of(masks[name])), pieces.count)
+            if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.left(pieces):
+                kept = f"{int(mask.any(1).sum())} {pieces.kind}, not all whole"
+                raise IntegrityError(f"{self.name}: {name} keeps {kept}, {self.left(pieces)} whole ones were promised")
+        check_masks(self.name, state, {})

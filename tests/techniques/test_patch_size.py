@@ -1,0 +1,115 @@
+"""Patches that become smaller: what each gives when it is enlarged, and a plain model at the end."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from image_runs import PIXELS, autoencoder_run, image_run
+from pair_runs import pair_run
+from thrifty.core.compose import Plain, compose
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.kernels.resizing import resized_patches
+from thrifty.techniques.growth.patch_size import PatchSize
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+
+HALVING = PatchSize(at=(1, 3))
+
+
+def run_of(*others: str, plain: Plain | None = None, one: PatchSize = HALVING):
+    return compose(plain or image_run(depth=2), with_optimizer([one, *map(technique, others)]), 5)
+
+
+@given(st.integers(1, 5), st.integers(2, 3), st.integers(1, 3), st.integers(0, 9))
+def test_a_smaller_patch_gives_what_it_gave_enlarged(side: int, times: int, channels: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(4, channels, side * times, side * times, generator=generator, dtype=torch.float64)
+    patch = torch.randn(1, channels, side, side, generator=generator, dtype=torch.float64)
+    enlarged = F.interpolate(patch, scale_factor=times, mode="bilinear", align_corners=False)
+    smaller = resized_patches(weight, side)
+    torch.testing.assert_close(F.conv2d(patch, smaller), F.conv2d(enlarged, weight))
+    torch.testing.assert_close(resized_patches(resized_patches(smaller, side * times), side), smaller)
+
+
+def test_patches_start_large_and_end_as_the_recipe_says() -> None:
+    run = run_of()
+    state = run.start()
+    seen = []
+    for step in range(1, 6):
+        record = advance(run, state, step)[-1]
+        run.verify(state)
+        embedding = state.model.embedding
+        seen.append((embedding.patch_size, embedding.position.shape[1], len(record.changes)))
+    assert seen == [(8, 2, 0), (4, 5, 1), (4, 5, 0), (2, 17, 1), (2, 17, 0)]
+    plain = image_run(depth=2).build()
+    assert {n: p.shape for n, p in state.model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+
+
+def test_a_model_that_never_trained_grows_into_the_plain_one_but_for_positions() -> None:
+    run = run_of()
+    state = run.start()
+    assert state.model.embedding.patch.weight.shape[-1] == 8
+    plain = image_run(depth=2).build()
+    finished = HALVING.finish(state.model)
+    found = dict(finished.named_parameters())
+    for name, parameter in plain.named_parameters():
+        assert found[name].shape == parameter.shape
+        if name != "embedding.position":
+            torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
+    assert finished.logits(PIXELS).shape == (2, 10)
+
+
+def test_at_a_change_tokens_of_smooth_images_hardly_change() -> None:
+    run = run_of()
+    state = run.start()
+    advance(run, state, 1)
+    weight = state.model.embedding.patch.weight.detach().clone()
+    run.changes(state)
+    assert torch.equal(state.model.embedding.patch.weight, resized_patches(weight, 4))
+    level = torch.full((1, 1, 8, 8), 0.7)
+    large, small = F.conv2d(level, weight, stride=8), state.model.embedding.patch(level) - _bias(state.model)
+    torch.testing.assert_close(small, large.expand_as(small), rtol=1e-4, atol=1e-5)
+
+
+def _bias(model: nn.Module) -> torch.Tensor:
+    return model.embedding.patch.bias.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("others", [(), ("growth.stacking", "large_batch.exponential_average"), ("sparsity.rigl",)])
+@pytest.mark.parametrize("saved", [1, 2, 3])
+def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple[str, ...]) -> None:
+    whole, stopped, again = run_of(*others), run_of(*others), run_of(*others)
+    end, half = whole.start(), stopped.start()
+    advance(whole, end)
+    advance(stopped, half, saved)
+    state = restored(again, snapshot(half))
+    advance(again, state)
+    assert_same(snapshot(state), snapshot(end))
+
+
+def test_the_image_tower_of_a_contrastive_model_has_patches_too() -> None:
+    run = run_of(plain=pair_run(), one=PatchSize(at=(2,)))
+    state = run.start()
+    first = advance(run, state, 1)[-1]
+    assert state.model.image.embedding.patch_size == 2 * pair_run().build().image.embedding.patch_size
+    assert advance(run, state)[-1].loss < 2 * first.loss
+    run.verify(state)
+
+
+def test_what_has_no_patches_to_change_is_refused() -> None:
+    with pytest.raises(Refused, match="texts have no patches"):
+        run_of(plain=plain_run()).objective  # noqa: B018
+    with pytest.raises(Refused, match="no model of ours that reads images"):
+        run_of(plain=autoencoder_run()).start()
+    with pytest.raises(Refused, match="8 x 8 pixels cannot be cut into patches of 16 x 16"):
+        run_of(one=PatchSize(at=(1, 2, 3))).start()
+
+
+def test_patches_of_another_size_than_the_log_says_are_noticed() -> None:
+    run = run_of()
+    state = run.start()
+    state.model.embedding.patch_size = 2
+    with pytest.raises(IntegrityError, match="a side of 2, the run's log says 4 times the final 2"):
+        run.verify(state)
