@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
+from thrifty.core.operations import FLOPS_OF
 from thrifty.kernels.attention import segment_mask
 from thrifty.kernels.attention_filters.patterns import pairs_of
 from thrifty.kernels.sparse_attention.blocks import block_attention

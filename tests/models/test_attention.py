@@ -8,6 +8,7 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.surgery import noting
 from thrifty.models.attention import (
     Attention,
     CrossAttention,
@@ -98,6 +99,16 @@ def test_only_plain_causal_cores_are_tiled():
     Tiled().model(model)
     assert [attention.core is core for attention, core in zip(model, cores, strict=False)] == [False, True, True, False]
     assert model[4].core is full_attention
+
+
+def test_where_it_is_optional_a_model_without_such_attention_stays_as_it_is_and_that_is_said():
+    model = nn.ModuleList([Attention(8, heads=2, core=full_attention)])
+    with pytest.raises(Refused, match="no plain causal attention"):
+        Tiled().model(model)
+    with noting() as notes:
+        Tiled(optional=True).model(model)
+    assert model[0].core is full_attention
+    assert "nothing" in "".join(notes)
 
 
 def test_the_kernel_in_triton_is_refused_away_from_a_gpu():

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thrifty.cluster.workload import Divided, Work
-from thrifty.core.accounting import FLOPS_OF, tensor_bytes
+from thrifty.core.accounting import tensor_bytes
+from thrifty.core.operations import FLOPS_OF
 
 COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
 """Elementwise beside what torch itself tags so, or done by the same kernel as what is."""

@@ -11,34 +11,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.operations import FLOPS_OF, call
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
 from thrifty.core.surgery import find_stacks
-
-
-def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
-    """Scores and weighted values, a causal mask not taken off, as torch counts its other attention kernels."""
-    b, h, t, k = query
-    return 4 * b * h * t * key[2] * k
-
-
-def _attention_backward_flops(of_output: torch.Size, query: torch.Size, key: torch.Size, *others: Any, **_: Any) -> int:
-    return _attention_flops(query, key) // 2 * 5  # the scores again, and two products for each of the two
-
-
-FLOPS_OF = {
-    **flop_registry,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
-}
-"""torch's own formulas, and those of kernels that it does not know."""
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -120,7 +102,7 @@ class StepTrace(TorchDispatchMode):
         _open_traces.remove(self)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = call(func, args, kwargs or {})
         if self.paused:
             return result
         formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))

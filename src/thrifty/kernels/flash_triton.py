@@ -16,8 +16,8 @@ import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
 
-from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
+from thrifty.core.operations import FLOPS_OF
 from thrifty.kernels.sparse_attention.layout import as_autocast
 
 TILE = 64

@@ -15,14 +15,14 @@ from thrifty.techniques.schedules.linear import Linear
 
 def fast(lr: float) -> tuple[Technique, ...]:
     """What pays on nearly every run: AdamW with a rate decayed to the end and clipping; bfloat16 where there are units
-    for it; compiled blocks where there is a compiler, on CPUs with tiled attention."""
+    for it; compiled blocks where there is a compiler, on CPUs with tiled attention in models that allow it."""
     chosen: list[Technique] = [AdamW(lr=lr), Linear(), Clip()]
     if has_fast_bfloat16():
         chosen.append(Mixed())
     if can_compile():
         chosen.append(Compile())
         if not torch.cuda.is_available():
-            chosen.append(Tiled())
+            chosen.append(Tiled(optional=True))
     return tuple(chosen)
 
 

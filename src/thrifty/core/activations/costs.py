@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thrifty.core.accounting import FLOPS_OF
+from thrifty.core.operations import FLOPS_OF
 
 FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
 BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}

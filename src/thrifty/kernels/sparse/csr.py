@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thrifty.core.accounting import FLOPS_OF
+from thrifty.core.operations import FLOPS_OF
 from thrifty.kernels.sparse import native
 from thrifty.kernels.sparse.patterns import Turned
 

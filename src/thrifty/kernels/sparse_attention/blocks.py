@@ -13,8 +13,8 @@ gradients are in no fixed order.
 import torch
 from torch import Tensor
 
-from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
+from thrifty.core.operations import FLOPS_OF
 from thrifty.kernels.sparse_attention.grids import BlockGrid, check_grid
 from thrifty.kernels.sparse_attention.layout import as_autocast, by_blocks, by_tokens, chunks, laid_out
 from thrifty.kernels.sparse_attention.sight import Sight

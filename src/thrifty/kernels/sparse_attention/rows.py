@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.errors import UsageError
+from thrifty.core.operations import FLOPS_OF
 from thrifty.kernels.sparse.csr import Csr
 from thrifty.kernels.sparse_attention.layout import as_autocast
 

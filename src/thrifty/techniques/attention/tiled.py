@@ -45,10 +45,15 @@ class Tiled(Technique):
     """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512, and 64 in Triton."""
     kernel: Literal["torch", "triton"] = "torch"
     """What computes it: torch's operations, or a kernel in Triton, on a GPU alone."""
+    optional: bool = False
+    """Leave a model without such attention as it is and say so, in a recipe for models of many kinds."""
 
     def model(self, model: nn.Module) -> nn.Module:
         attentions = [module for module in model.modules() if hasattr(module, "core")]
         causal = [module for module in attentions if module.core is causal_attention_reference]
+        if not causal and self.optional:
+            note("nothing: the model has no plain causal attention with a replaceable core")
+            return model
         if not causal:
             raise Refused(
                 f"no plain causal attention with a replaceable core was found, of {len(attentions)} with a core",

@@ -21,11 +21,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from thrifty.core.accounting import FLOPS_OF
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chains import Schedule
 from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.operations import FLOPS_OF
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique

@@ -1,0 +1,55 @@
+"""What torch does not tell of its operations: FLOPs of some, and shapes that its fake kernels refuse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
+    """Scores and weighted values, a causal mask not taken off, as torch counts its other attention kernels."""
+    b, h, t, k = query
+    return 4 * b * h * t * key[2] * k
+
+
+def _attention_backward_flops(of_output: torch.Size, query: torch.Size, key: torch.Size, *others: Any, **_: Any) -> int:
+    return _attention_flops(query, key) // 2 * 5  # the scores again, and two products for each of the two
+
+
+def _grouped_flops(a: torch.Size, b: torch.Size, *others: Any, **_: Any) -> int:
+    products = a[0] if len(a) == len(b) == 3 else 1  # else groups share the rows, the columns or the sums
+    return 2 * products * a[-2] * a[-1] * b[-1]
+
+
+FLOPS_OF = {
+    **flop_registry,
+    torch.ops.aten._grouped_mm: shape_wrapper(_grouped_flops),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
+}
+"""torch's own formulas, and those of kernels that it does not know."""
+
+
+def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """An operation as a dispatch mode is given it. torch's fake product of groups takes bfloat16 alone, the real one
+    what a processor multiplies; experts of a mixture are computed by it."""
+    if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+        return _grouped_product(*args, **kwargs)
+    return func(*args, **kwargs)
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Rows in groups (m, k) by (e, k, n), columns in groups (e, m, k) by (k, n), sums in groups (m, k) by (k, n), or
+    one product a group."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.ndim == b.ndim == 2:
+        assert offs is not None
+        shape: tuple[int, ...] = (len(offs), rows, columns)
+    else:
+        shape = (rows, columns) if 2 in (a.ndim, b.ndim) else (len(a), rows, columns)
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
