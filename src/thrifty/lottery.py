@@ -94,11 +94,16 @@ def play(
             fix="rewind to an earlier step",
         )
     if not (Path(runs) / f"{recipe.name}-round-0").exists():  # nothing has been spent yet
-        dense = replace(recipe, techniques=(*recipe.techniques, Ticket()))
-        built = prepare(dense, model, steps=recipe.budget.steps or 1000, quiet=True).run.build_model()
-        _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
+        _refuse_nothing_to_prune(recipe, lottery, model, quiet)
     with _claimed(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
         return _Rounds(recipe, lottery, Path(runs), folder, model, dict(origins or {}), quiet, say).to_the_end()
+
+
+def _refuse_nothing_to_prune(recipe: Recipe, lottery: Lottery, model: BuildModel | None, quiet: bool) -> None:
+    """Also what no ticket can go with. The model that is built to see it is let go again."""
+    dense = replace(recipe, techniques=(*recipe.techniques, Ticket()))
+    built = prepare(dense, model, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
+    _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
 
 
 def draw(run: Path, step: int, lottery: Lottery) -> tuple[bytes, float]:

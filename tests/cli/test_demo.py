@@ -1,6 +1,7 @@
 """The demo gives commands that anybody could give, in an order that makes sense, and ends where one of them fails."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,10 @@ from click.testing import CliRunner
 
 from thrifty.cli import demo
 from thrifty.cli.main import thrifty
+from thrifty.core.technique import Technique
+from thrifty.recipes.text import plain
+from thrifty.recipes.toml import write_recipe
+from tiny_runs import technique
 
 
 @pytest.fixture
@@ -20,6 +25,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert command[1:3] == ["-m", "thrifty"]
         words.append(command[3:])
+        if command[3] == "plan":
+            Path(command[command.index("--out") + 1]).write_text(
+                write_recipe(replace(plain(), techniques=PLANNED["techniques"]))
+            )
         return subprocess.CompletedProcess(command, FAILING.get(command[3], 0))
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -27,6 +36,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 FAILING: dict[str, int] = {}
+PLANNED: dict[str, tuple[Technique, ...]] = {"techniques": (*plain().techniques, technique("memory.recompute"))}
+"""What is in the plan that is made."""
 
 
 def test_every_command_of_it_is_one_that_the_verb_understands(given: list[list[str]], tmp_path: Path) -> None:
@@ -46,6 +57,16 @@ def test_without_a_network_the_text_is_this_python(
     done = CliRunner().invoke(demo.command, ["--runs", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert all("python-stdlib" in words for words in given if words[0] in ("plan", "compare"))
+
+
+def test_a_plan_that_changes_nothing_is_trained_and_not_raced(
+    given: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLANNED, "techniques", plain().techniques)
+    done = CliRunner().invoke(demo.command, ["--runs", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert [words[0] for words in given] == ["data", "plan", "check", "train", "report", "sample"]
+    assert "nothing to race" in done.output and "verdict" not in done.output
 
 
 def test_it_ends_where_a_verb_fails_with_its_exit_code(

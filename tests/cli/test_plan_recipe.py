@@ -6,11 +6,13 @@ import os
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from click.testing import CliRunner, Result
 
@@ -18,7 +20,8 @@ from end_to_end.command_line import TINY, write_corpus
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
 from thrifty.cli.plan import command
-from thrifty.cli.plan_recipe import read_size
+from thrifty.cli.plan_model import OwnModel
+from thrifty.cli.plan_recipe import _start, read_size
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.recipe import Budget
 from thrifty.planning import ledger, plans
@@ -176,6 +179,11 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     assert not expected  # a run of the recipe alone is a run of another model
 
 
+def test_what_builds_a_model_needs_no_name_of_its_own() -> None:
+    made = OwnModel("models:small", partial(torch.nn.Linear, 2, 2), "")
+    assert "model=small" in _start(made) and _start(None) == "thrifty train"
+
+
 @pytest.mark.usefixtures("one_axis")
 def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: str) -> None:
     found = plan(recipe, "--cluster", "h100-box", "--ranks", "2", "--allow", "rounding", "--out", "mesh.toml")
@@ -203,6 +211,12 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("text", "--model", "json:dmps"), "json has no function 'dmps'", "dumps"),
         (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "leave the mesh out"),
         (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
+        (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk is for plans of one device", "leave it out"),
+        (
+            ("text", "--model", "json:dumps", "--out", "x.toml", "--export", "script"),
+            "--model names one of your own",
+            "the other exports work",
+        ),
         (("text", "--cluster", "nowhere"), "unknown cluster 'nowhere'", ""),
         (("text", "--ranks", "2"), "--ranks is for --cluster", "--cluster cpu-gloo"),
         (("text", "--disk", "much"), "--disk 'much' is no size", "400MB"),

@@ -101,6 +101,16 @@ def test_a_list_of_single_layers_is_a_stack_only_where_there_is_no_other() -> No
     assert list(find_stacks(alone)) == [""]
 
 
+def test_a_sequence_around_a_model_is_no_stack_and_hides_none() -> None:
+    block = lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
+    model = nn.Module()
+    model.encoder = nn.Sequential(nn.ModuleDict({"norm": nn.LayerNorm(2), "blocks": nn.Sequential(block(), block())}))
+    assert {name: len(blocks) for name, blocks in find_stacks(model).items()} == {"encoder.0.blocks": 2}
+    model.encoder = nn.Sequential(block())
+    with pytest.raises(Refused, match="no list of equal blocks"):
+        find_stacks(model)
+
+
 def test_weight_layers_are_those_that_are_called() -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.MultiheadAttention(4, 2), nn.LayerNorm(4), nn.Linear(4, 2))
     assert list(weight_layers(model)) == ["1", "3"]

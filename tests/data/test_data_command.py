@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from data.image_files import write_folder, write_image
 from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
+from thrifty.data import image_listing
 from thrifty.data.look import document_lengths, histogram
 
 
@@ -54,6 +55,14 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
     (tmp_path / "short.txt").write_text("A short text, but a text.")
     seen = json.loads(run("look", tmp_path / "short.txt", "--json").stdout)
     assert len(seen["examples"]) == 1 and seen["examples"][0].startswith("A short")
+
+
+def test_look_does_not_promise_more_names_than_were_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(image_listing, "KEPT", 6)
+    folder = write_folder(tmp_path / "set")
+    for number in range(8):
+        (folder / "dark" / f"{number}.jpg").write_text("no image")
+    assert "and 3 more, of which --json names 1" in run("look", folder, "--size", "8", "--held-out", "0.3").stdout
 
 
 def test_look_describes_images_with_labels_and_says_why_others_have_none(tmp_path):

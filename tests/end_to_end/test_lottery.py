@@ -1,13 +1,15 @@
 """The lottery: rounds, rewinding and controls as promised; killed anywhere, the same command ends at the same bits."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.core.errors import UsageError
@@ -156,6 +158,25 @@ def test_what_no_ticket_can_be_drawn_of_is_refused_before_anything_is_written(re
     with pytest.raises(UsageError, match="both decide the weight masks"):
         play(replace(recipe, techniques=(*recipe.techniques, Rigl())), LOTTERY, tmp_path, quiet=True)
     assert not any(tmp_path.iterdir())
+
+
+def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[weakref.ref[nn.Module]] = []
+
+    def build() -> nn.Module:
+        model = prepare(recipe, steps=1, quiet=True).run.plain.build()
+        built.append(weakref.ref(model))
+        return model
+
+    def look(*args: Any) -> dict[str, Any]:
+        gc.collect()
+        return {"kept": [model() for model in built if model() is not None]}
+
+    monkeypatch.setattr("thrifty.lottery._Rounds.to_the_end", look)
+    assert play(recipe, LOTTERY, tmp_path, model=build, quiet=True) == {"kept": []}
+    assert len(built) == 1
 
 
 def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:

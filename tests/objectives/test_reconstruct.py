@@ -17,6 +17,7 @@ from thrifty.kernels.patches import patchify, unpatchify
 from thrifty.objectives import chosen_objective, find_objective
 from thrifty.objectives.reconstruct import Reconstruct, patch_losses, split
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
+from thrifty.training.evaluate import see
 
 KEYS = example_keys(0, np.arange(4))
 
@@ -182,3 +183,16 @@ def test_a_technique_around_it_shows_what_it_shows():
     assert around.pictured == plain.pictured
     for name, images in around.pictures(prediction, batch).items():
         assert torch.equal(images, plain.pictures(prediction, batch)[name])
+
+
+def test_the_first_examples_are_seen_in_a_batch_of_the_size_that_is_evaluated():
+    objective, model, sizes = Reconstruct(patch=2), tiny_mae(dropout=0.5).train(), []
+    model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
+    batch = objective.examples(pictures())
+    found = see(model, objective, batch, 3, torch.device("cpu"))
+    assert sizes == [4] and model.training
+    with torch.no_grad():
+        prediction = objective.predict(model.eval(), batch)
+    assert found.losses == objective.losses(prediction, batch)[:3].tolist()
+    for name, images in objective.pictures(prediction, batch).items():
+        assert torch.equal(found.pictures[name], images[:3])

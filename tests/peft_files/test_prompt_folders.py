@@ -1,5 +1,6 @@
 """Prompts and prefixes in PEFT's folders: ours load there, theirs load here, with equal logits."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -78,6 +80,26 @@ def test_those_that_peft_trained_load_here_with_equal_logits(kind: str, adapter:
         assert names == {adapter.split()[0]}
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_of_a_classifier_peft_does_not_leave_them_out(adapter: str, tmp_path: Path) -> None:
+    """Its word for classifying asks for a head in the folder, and without a word it takes no virtual tokens."""
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            pad_token_id=299,
+        )  # fmt: skip
+        return transformers.LlamaForSequenceClassification(config).eval()
+
+    model = ADAPTERS[adapter].model(base())
+    save_adapter(model, tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(base(), str(tmp_path / "adapter")).eval()
+    plain, wanted = logits_here(base()), logits_here(model)
+    assert not torch.allclose(wanted, plain, atol=1e-3)
+    torch.testing.assert_close(loaded(input_ids=TOKENS).logits, wanted, rtol=1e-4, atol=2e-5)
+
+
 def stored(tmp_path: Path, technique: Prompt | Prefix) -> Path:
     save_adapter(technique.model(theirs("gpt2")), tmp_path / "adapter")
     return tmp_path / "adapter"
@@ -110,3 +132,14 @@ def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
     encoder = assemble(Shape("bert", 2, 32, 4, 4, 64, 300, 64, True))
     with pytest.raises(Refused, match="prefixes for the blocks of a decoder"):
         save_adapter(Prefix(tokens=3, hidden=0).model(encoder), tmp_path / "other")
+
+
+def test_prefixes_of_several_widths_are_refused(tmp_path: Path) -> None:
+    model = theirs("llama")
+    other = copy.deepcopy(model.config)
+    other.num_key_value_heads = 1
+    block = model.model.layers[1]
+    block.self_attn = type(block.self_attn)(other, 1)
+    model = Prefix(tokens=3, hidden=0).model(model)
+    with pytest.raises(Refused, match="of one width for all blocks"):
+        save_adapter(model, tmp_path / "adapter")

@@ -1,5 +1,6 @@
 """Plans for clusters that are not here: layouts that use all ranks, the fastest that fits, and reasons for all."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,13 +16,14 @@ from thrifty.cluster.closed_form import Sizes, transformer
 from thrifty.cluster.links import CLUSTERS, LINKS
 from thrifty.cluster.step import simulate
 from thrifty.core.compose import compose
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import Infeasible, Refused, UsageError
+from thrifty.core.footprint import Footprint
 from thrifty.core.parallel.absent_ranks import as_rank
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cluster_file import read_cluster
-from thrifty.planning.cluster_plans import ClusterPlanner
+from thrifty.planning.cluster_plans import COUNTS, MOST_COUNTS, TOO_MUCH, ClusterPlanner
 from thrifty.planning.forecasts import Wanted
-from thrifty.planning.layouts import layouts, meshes
+from thrifty.planning.layouts import Layout, layouts, meshes
 from thrifty.planning.predict import OVER_MESH_HIGH, counted
 from tiny_runs import plain_run, technique
 
@@ -118,6 +120,53 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planner(cluster=CLUSTERS["h100-roce"].of(2048), workload=replace(LARGE, blocks=LARGE.blocks[:1])).plan()
 
 
+def test_what_takes_longer_than_it_may_is_refused() -> None:
+    asked = Wanted(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
+    with pytest.raises(Infeasible, match=r"the fastest that fits takes .* and may take 1 h"):
+        planner(wanted=asked).plan()
+    assert planner(wanted=replace(asked, seconds=1e15)).plan().recipe.budget.tokens == 1e12
+
+
+def test_one_rank_that_may_change_nothing_keeps_the_recipe_s_micro_batches() -> None:
+    twice = technique("large_batch.accumulate", parts=2)
+    for own in ((), (twice,)):
+        plan = planner(own, cluster=BOX.of(1), wanted=Wanted()).plan()
+        placed = (plan.chosen, *plan.alternatives)
+        assert {each.layout.report.micro_batches for each in placed} == {2 if own else 1}
+
+
+def test_where_many_of_the_fastest_hold_too_much_slower_ones_that_fit_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster, plain = CLUSTERS["h100-roce"].of(16), plain_run(batch=32)
+    found = layouts(LARGE, cluster, 32, "float32")
+    held = sorted(layout.report.fullest.total for layout in found)
+    limit = OVER_MESH_HIGH * held[len(held) // 20]
+    before = itertools.takewhile(lambda layout: OVER_MESH_HIGH * layout.report.fullest.total > limit, found)
+    assert sum(layout.report.fullest.total <= TOO_MUCH * limit for layout in before) > COUNTS
+
+    def simulated(self: ClusterPlanner, layout: Layout, techniques: object) -> Footprint:
+        return Footprint(parameters=layout.report.fullest.total)
+
+    monkeypatch.setattr(ClusterPlanner, "_footprint", simulated)
+    monkeypatch.setattr(ClusterPlanner, "_techniques", lambda self, layout: ())
+    wanted = Wanted(allow=Numerics.ROUNDING, memory=limit)
+    placed, misfits = planner(cluster=cluster, plain=plain, wanted=wanted)._counted(found)
+    assert placed and len(misfits) < MOST_COUNTS
+    assert all(each.footprint.memory * OVER_MESH_HIGH <= limit for each in placed)
+
+
+def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(self: ClusterPlanner, layout: Layout, techniques: object) -> Footprint:
+        raise Refused("a technique: not over a mesh")
+
+    monkeypatch.setattr(ClusterPlanner, "_footprint", refused)
+    with pytest.raises(Infeasible, match=r"no layout goes with the recipe; .*: a technique: not over a mesh"):
+        planner().plan()
+
+
 def test_time_and_cost_follow_from_the_budget() -> None:
     plan = planner(wanted=Wanted(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
     assert plan.steps == 50 and plan.recipe.budget.tokens == 16 * BATCH * 50
@@ -156,6 +205,8 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         ('"nvlink4"', '"nvlink9"', "unknown link 'nvlink9'"),
         ("memory = 8e10", "", "is no device"),
         ("latency = 5e-6", 'latency = "low"', "is no link"),
+        ("latency = 5e-6", "latency = -1.0", "is no link"),
+        ("bandwidth = 5e10", "bandwidth = 0.0", "is no link"),
         ("memory = 8e10", "memory = -1.0", "above zero"),
         ("per_node = 2", "per_node =", "cannot be read"),
     ],

@@ -53,10 +53,10 @@ def test_what_takes_longer_than_it_may_is_refused_with_what_would_do() -> None:
     planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=36.0))
     forecast = planner.forecast(search.run(), Budget(tokens=1e12), NONE)
     with pytest.raises(Infeasible, match=r"and may take 0\.01 h") as error:
-        planner._refuse_late({search.best().ways: forecast}, search)
+        planner.wanted.refuse_late(forecast.seconds)
     assert "--hours" in error.value.fix
     planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=1.1 * forecast.seconds.value))
-    planner._refuse_late({search.best().ways: forecast}, search)
+    planner.wanted.refuse_late(forecast.seconds)
 
 
 def test_what_was_only_counted_is_not_judged_by_what_processes_held() -> None:

@@ -205,7 +205,7 @@ def test_what_does_not_fit_the_disk_is_not_proposed_and_where_nothing_does_that_
         return "" if "optimizer_state" in candidate.label else "does not fit the disk: 9 MB of checkpoints"
 
     assert "optimizer_state" in searching(2000.0, Numerics.DIFFERENT, no_room=cramped).run().label
-    with pytest.raises(Infeasible, match="does not fit the disk: 9 MB of checkpoints") as error:
+    with pytest.raises(Infeasible, match="what was counted does not fit the disk: 9 MB of checkpoints") as error:
         searching(2000.0, Numerics.EXACT, no_room=cramped).run()
     assert "--disk" in error.value.fix
 

@@ -112,11 +112,11 @@ def test_the_model_without_the_dropped_heads_computes_the_same(style: str) -> No
     run = run_of(DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5), plain=plain)
     state = run.start()
     advance(run, state)
-    model = state.model.eval()
+    model = state.model.eval().double()  # in which order a machine adds does not matter then
     smaller = finished(model, DynamicHeads(neurons=0.5))
-    given = image_run().source.at(9)["inputs"] if style == "vit" else torch.arange(12).view(1, 12)
+    given = image_run().source.at(9)["inputs"].double() if style == "vit" else torch.arange(12).view(1, 12)
     with torch.no_grad():
-        assert float((smaller(given) - model(given)).abs().max()) < 1e-6
+        assert float((smaller(given) - model(given)).abs().max()) < 1e-12
     counts = {(pieces.kind, pieces.count) for pieces in find_pieces(smaller).values()}
     assert counts == {("heads", 1 if style == "llama" else 2), ("neurons", 32)}
     parameters = [sum(p.numel() for p in each.parameters()) for each in (smaller, model)]

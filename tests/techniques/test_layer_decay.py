@@ -13,6 +13,7 @@ from thrifty.core.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parallel.elsewhere import Elsewhere
+from thrifty.core.technique import Technique
 from thrifty.core.transforms import chain
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.layer_decay import LayerDecay, ScaleEach, depth_factor, depths
@@ -126,14 +127,11 @@ def test_training_is_that_of_torchs_adamw_with_a_group_for_each_depth() -> None:
             torch.testing.assert_close(mine, their, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def moved(*chosen: str, **settings: Any) -> dict[str, float]:
-    """How far each parameter is from where it started after one step of SGD, per unit of the plain run's way."""
+def moved(optimizer: Technique, decay: float) -> dict[str, float]:
+    """How far each parameter is from where it started after one step, per unit of the plain run's way."""
     ways = []
-    for techniques in (["optimizers.layer_decay"], []):
-        names = [*techniques, *chosen]
-        given = [technique(name, **(settings if name == "optimizers.layer_decay" else {})) for name in names]
-        given.append(technique("optimizers.sgd", lr=0.1, momentum=0.0, weight_decay=0.0))
-        run = compose(plain_run(), given, 1)
+    for more in ([LayerDecay(decay=decay)], []):
+        run = compose(plain_run(), [optimizer, *more], 1)
         state = run.start()
         assert state.model is not None
         before = {name: value.detach().clone() for name, value in state.model.named_parameters()}
@@ -143,8 +141,16 @@ def moved(*chosen: str, **settings: Any) -> dict[str, float]:
     return {name: ways[0][name] / ways[1][name] for name in ways[0] if ways[1][name] > 1e-6}
 
 
-def test_a_step_of_a_run_goes_as_far_as_the_table_says() -> None:
-    found = moved(decay=0.5)
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        ("sgd", {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}),
+        ("adamw", {"weight_decay": 0.1}),  # which gradients that are half as large move as far
+        ("schedule_free", {"warmup": 0}),
+    ],
+)
+def test_a_step_of_a_run_goes_as_far_as_the_table_says(optimizer: str, settings: dict[str, float]) -> None:
+    found = moved(technique(f"optimizers.{optimizer}", **settings), decay=0.5)
     for name, share in found.items():
         depth = 0 if name.startswith("embedding") else 5 if name.startswith("norm") else 1 + int(name.split(".")[1])
         assert share == pytest.approx(0.5 ** (5 - depth), rel=1e-3), name

@@ -203,6 +203,33 @@ def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
         DROPPING.model(Model())
 
 
+@pytest.mark.parametrize("error", ["KeyError", "AssertionError"])
+def test_a_block_that_misses_what_its_model_gives_is_tried_on_that(error: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor, **given: Tensor) -> Tensor:
+            assert error == "KeyError" or "places" in given
+            return x + self.down(self.up(self.norm(x) + given["places"]).relu())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(16, 8), nn.ModuleList([Block(), Block()])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x, places=torch.zeros_like(x))
+            return x
+
+    with noting() as notes:
+        DROPPING.model(Model())
+    assert not any("could not be tried" in text for text in notes)
+
+
 def test_where_nothing_might_be_left_to_train_it_is_refused() -> None:
     with pytest.raises(UsageError, match="nothing to train"):
         compose(plain_run(), [DROPPING, technique("adapters.lora"), technique("optimizers.adamw")], 4)

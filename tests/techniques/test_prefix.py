@@ -235,3 +235,22 @@ def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
     with pytest.raises(UsageError, match="several texts share one") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
     assert refused.value.fix == "--set objective.packed=false"
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_a_model_in_training_says_what_it_keeps_and_stays_in_training(kind: str) -> None:
+    """Even where it leaves blocks out, makes them again, or gives tuples."""
+    torch.manual_seed(0)
+    if kind == "opt":
+        sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 4}
+        config = transformers.OPTConfig(vocab_size=300, num_attention_heads=4, layerdrop=0.9, **sizes)
+    else:
+        config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=4, n_head=4, return_dict=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    if kind == "gpt2":
+        model.gradient_checkpointing_enable()
+    model.base_model.get_input_embeddings().eval()
+    modes = [module.training for module in model.modules()]
+    model = Prefix(tokens=3, hidden=0).model(model)
+    assert sum(hasattr(module, "prefix") for module in model.modules()) == 4
+    assert [module.training for module in model.modules()] == modes

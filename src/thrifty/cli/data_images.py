@@ -75,7 +75,8 @@ def _named(names: list[str], count: int) -> list[str]:
     """The first of the files that are left out, and how the others are to be had."""
     from thrifty.data.image_listing import TOLD
 
-    more = [f"  and {count - TOLD} more, which --json names"] if count > TOLD else []
+    where = "which --json names" if len(names) == count else f"of which --json names {len(names) - TOLD:,}"
+    more = [f"  and {count - TOLD:,} more, {where}"] if count > TOLD else []
     return [*(f"  {name}" for name in names[:TOLD]), *more]
 
 

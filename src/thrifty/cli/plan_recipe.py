@@ -90,6 +90,11 @@ def of_recipe(
     chosen = put_together(recipe, **options).recipe()
     if ranks is not None and cluster is None:
         raise UsageError("--ranks is for --cluster", fix="--cluster cpu-gloo, or another of thrifty simulate cluster")
+    if model is not None and "script" in exports:
+        raise UsageError(
+            "--export script writes the model that a recipe names, and --model names one of your own",
+            fix="leave --export script out; the other exports work",
+        )
     if cluster is not None:
         _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
         return
@@ -104,7 +109,10 @@ def of_recipe(
 
 def _start(model: OwnModel | None) -> str:
     """What starts a written plan: a recipe cannot name a model of the user's own."""
-    return "thrifty train" if model is None else f"thrifty.run.train(…, model={model.build.__name__}) in Python, from"
+    if model is None:
+        return "thrifty train"
+    function = model.name.partition(":")[2]
+    return f"thrifty.run.train(…, model={function}) in Python, from"
 
 
 def _named(model: OwnModel | None) -> list[str]:
@@ -121,10 +129,14 @@ def _on_cluster(
     exports: tuple[str, ...],
     as_json: bool,
 ) -> None:
+    from math import isinf
+
     from thrifty.cli.plan_cluster import in_words, planned_on_cluster, tell
     from thrifty.cli.telling import print_json
     from thrifty.core.errors import UsageError
 
+    if not isinf(wanted.disk):
+        raise UsageError("--disk is for plans of one device", fix="leave it out: nothing is told of a cluster's disks")
     if exports:
         raise UsageError(
             "--export is for plans of one device",

@@ -98,7 +98,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
     encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
-    holds are left out. In a model without such lists an `nn.Sequential` of equal blocks is one.
+    holds are left out. In a model without such lists an `nn.Sequential` of several equal blocks is one.
 
     Raises Refused when the model has none.
     """
@@ -120,7 +120,9 @@ def is_under(name: str, module: str) -> bool:
 
 
 def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList) -> TypeGuard[nn.ModuleList]:
-    return isinstance(module, kind) and len({type(child) for child in present(module)}) == 1  # type: ignore[arg-type]
+    if not isinstance(module, kind) or (kind is nn.Sequential and len(module) == 1):  # type: ignore[arg-type]
+        return False  # a sequence of one is something around a model, not a list of blocks
+    return len({type(child) for child in present(module)}) == 1
 
 
 def _here(blocks: nn.ModuleList) -> nn.ModuleList:

@@ -37,9 +37,13 @@ def cached_shapes(body: nn.Module) -> list[torch.Size]:
     and some share one among all queries. Values are of the same shape, or the model is refused."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
     devices = [tokens.device] if tokens.device.type == "cuda" else []
+    in_training = [module for module in body.modules() if module.training]
+    body.eval()  # in training a model may leave blocks out, or keep nothing because it makes its blocks again
     with torch.no_grad(), torch.random.fork_rng(devices):
         # by its class, since a prefix that is there already would not let the cache out
-        filled = type(body).forward(body, input_ids=tokens, use_cache=True).past_key_values
+        filled = type(body).forward(body, input_ids=tokens, use_cache=True, return_dict=True).past_key_values
+    for module in in_training:
+        module.training = True
     layers = getattr(filled, "layers", [])
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):

@@ -39,7 +39,7 @@ def save_adapter(
         if form.is_on(model, name):
             stored = form.take(model, name, shape)
             origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
-            task = _task(model, stored.config.get("modules_to_save") or [])
+            task = _task(model, stored.config.get("modules_to_save") or []) or form.other_task
             config = {"peft_type": form.peft_type, "task_type": task, "base_model_name_or_path": origin}
             write_adapter(Path(folder), Stored(config | stored.config, stored.tensors), dtype)
             return

@@ -38,6 +38,8 @@ class Format:
     read: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    other_task: ClassVar[str | None] = None
+    """PEFT's word for what a model is for, where it has none that fits."""
 
     def is_on(self, model: nn.Module, name: str) -> bool:
         """Whether a model has an adapter of this kind and name."""

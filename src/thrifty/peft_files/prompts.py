@@ -31,6 +31,7 @@ class _VirtualTokens(Format):
         "modules_to_save": (None, []),
     }
     ignored = frozenset({"token_dim", "num_attention_heads", "num_layers"})
+    other_task = "FEATURE_EXTRACTION"  # without any word PEFT would load virtual tokens and leave them out
 
     def is_on(self, model: nn.Module, name: str) -> bool:
         return name == "default" and bool(names_ending(model, *self.last_words))
@@ -104,6 +105,11 @@ class PrefixFormat(_VirtualTokens):
 
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
         places = _places(model)
+        if len({(place.heads, place.head_width) for place in places.values()}) > 1:
+            raise Refused(
+                f"PEFT's files have prefixes of one width for all blocks, and those of {type(model).__name__} differ",
+                fix="use LoRA, which is stored for any model",
+            )
         with torch.no_grad():
             rows = torch.cat([prefix_of(place.module, body_of(model)) for place in places.values()], 1)
         return rows, next(iter(places.values())).heads

@@ -63,7 +63,10 @@ def _link(file: str, told: Any) -> Link:
         return LINKS[name]
 
     def described(table: Mapping[str, Any]) -> Link:
-        return Link("link", float(table["latency"]), float(table["bandwidth"]), file)
+        latency, bandwidth = float(table["latency"]), float(table["bandwidth"])
+        if latency < 0 or bandwidth <= 0:
+            raise ValueError("no message arrives")
+        return Link("link", latency, bandwidth, file)
 
     return _found(file, "link", told, named, described, "latency, bandwidth")
 

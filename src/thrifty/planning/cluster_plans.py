@@ -25,10 +25,11 @@ from thrifty.planning.layouts import TECHNIQUES, Layout, layouts
 from thrifty.planning.predict import OVER_MESH_HIGH, Estimate, counted, largest_part
 from thrifty.planning.reasons import Reason
 
-ALTERNATIVES, COUNTS = 4, 24
-"""Layouts told beside the fastest that fits; most that are counted."""
+ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
+"""Layouts told beside the fastest that fits; most that are counted, and most until the first that fits."""
 TOO_MUCH = 2.0
 """How many times the memory a layout may take by simulation, and still be counted."""
+TOO_LARGE = "does not fit"
 PARTS = {
     "compute": "computing",
     "tensor": "collectives of tensor groups",
@@ -126,12 +127,15 @@ class ClusterPlanner:
     say: Callable[[str], None] = lambda text: None
 
     def plan(self) -> ClusterPlan:
-        """Raises UsageError where only exact changes are allowed, Infeasible where nothing fits."""
+        """Raises UsageError where only exact changes are allowed, Infeasible where nothing fits, or takes longer than
+        it may."""
         if self.wanted.allow is Numerics.EXACT and self.cluster.ranks > 1:
             raise UsageError(
                 "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
             )
         found = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
+        if self.wanted.allow is Numerics.EXACT:
+            found = [layout for layout in found if layout.report.micro_batches == self._parts()]
         if not found:
             raise Infeasible(
                 f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
@@ -147,7 +151,7 @@ class ClusterPlanner:
         per_step = self.plain.source.batch * self.tokens
         before, allow = self.recipe.techniques, self.wanted.allow
         reasons = ClusterReasons(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
-        return ClusterPlan(
+        plan = ClusterPlan(
             recipe=replace(
                 self.recipe,
                 name=f"{self.recipe.name}-planned",
@@ -165,8 +169,13 @@ class ClusterPlanner:
             steps=_steps(budget, chosen.layout.seconds, per_step),
             price=self.wanted.price,
         )
+        self.wanted.refuse_late(plan.seconds)
+        return plan
 
     def _raise_infeasible(self, found: list[Layout], misfits: Mapping[str, str]) -> NoReturn:
+        if misfits and not any(why.startswith(TOO_LARGE) for why in misfits.values()):
+            label, why = next(iter(misfits.items()))
+            raise Infeasible(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
         least = min(found, key=lambda layout: layout.report.fullest.total)
         needed = least.report.fullest.total
         why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
@@ -195,15 +204,24 @@ class ClusterPlanner:
             return None
         return "selective" if getattr(again, "schedule", "") == "selective" else "every"
 
+    def _parts(self) -> int:
+        """Micro-batches of the recipe, of which another number adds up in another order."""
+        cutting = (technique for technique in self.recipe.techniques if MICRO_BATCHES in technique.claims)
+        return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+
     def _counted(self, found: list[Layout]) -> tuple[list[Placed], dict[str, str]]:
         """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
         placed: list[Placed] = []
         misfits: dict[str, str] = {}
+        lightest = TOO_MUCH * self._limit
         for layout in found:
-            if layout.report.fullest.total > TOO_MUCH * self._limit or layout.mesh in (p.layout.mesh for p in placed):
-                continue
-            if len(placed) > ALTERNATIVES or len(placed) + len(misfits) >= COUNTS:
+            held, tries = layout.report.fullest.total, len(placed) + len(misfits)
+            if len(placed) > ALTERNATIVES or tries >= (COUNTS if placed else MOST_COUNTS):
                 break
+            # where so many did not fit, only what holds less than all of them
+            most = TOO_MUCH * self._limit if tries < COUNTS else 0.99 * lightest
+            if held > most or layout.mesh in (p.layout.mesh for p in placed):
+                continue
             try:
                 techniques = self._techniques(layout)
                 footprint = self._footprint(layout, techniques)
@@ -211,7 +229,8 @@ class ClusterPlanner:
                 misfits[layout.label] = refusal.what
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:
-                misfits[layout.label] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted on a rank"
+                misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted on a rank"
+                lightest = min(lightest, held)
                 continue
             self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
             placed.append(Placed(layout, techniques, footprint))

@@ -45,6 +45,17 @@ class Wanted:
             return Budget(steps=steps)
         return Budget(seconds=self.seconds) if self.seconds is not None else given
 
+    def refuse_late(self, least: Estimate) -> None:
+        """Raises Infeasible where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
+        limit = self.seconds
+        if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
+            return
+        raise Infeasible(
+            f"the fastest that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
+            f"{least.high / 3600:.3g}), and may take {limit / 3600:.3g} h",
+            fix=f"--hours {least.high / 3600:.2g}, {limit / least.value:.0%} of the tokens, or a smaller model",
+        )
+
 
 @dataclass(frozen=True)
 class Forecast:

@@ -68,7 +68,7 @@ def layouts(
                 found.append(Layout(mesh, settings, simulate(workload, cluster, mesh, settings)))
             except ThriftyError:  # sizes that do not go together
                 continue
-    return sorted(found, key=lambda layout: (int(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
+    return sorted(found, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
 
 
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[Mesh]:

@@ -9,7 +9,6 @@ import torch
 
 from thrifty.core.accounting import settled
 from thrifty.core.compose import Plain, compose
-from thrifty.core.errors import Infeasible
 from thrifty.core.explain import count
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
@@ -28,7 +27,7 @@ from thrifty.planning.candidates import Candidate
 from thrifty.planning.forecasts import MARGIN, Expecting, Forecast, Wanted
 from thrifty.planning.ledger import Entry, Record, record_of
 from thrifty.planning.reasons import Reason, Reasons
-from thrifty.planning.search import FINALISTS, Search, TimeOf
+from thrifty.planning.search import FINALISTS, NO_ROOM, Search, TimeOf
 
 STEPS = 1000
 """Of a run whose budget is none in steps, for what depends on them."""
@@ -129,7 +128,7 @@ class Planner:
         flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
         budget = self.wanted.budget(self.recipe.budget, flops)
         forecasts = {c.ways: self.forecast(c, budget, past) for c in search.tried}
-        self._refuse_late(forecasts, search)
+        self.wanted.refuse_late(forecasts[chosen.ways].seconds)
         told = Reasons(
             search, chosen, barred, self.catalogue, lacking(self.catalogue, kind), self.wanted.allow, self.evidence
         )
@@ -156,23 +155,9 @@ class Planner:
         if sum(taken.values()) <= self.wanted.disk:
             return ""
         parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())
-        return f"does not fit the disk: {parts}"
+        return f"{NO_ROOM}: {parts}"
 
     def _plain_flops(self, steps: int) -> float:
         """Of a step without techniques."""
         _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
         return bare.flops
-
-    def _refuse_late(self, forecasts: Mapping[tuple[Way, ...], Forecast], search: Search) -> None:
-        """Raises Infeasible where the fastest candidate takes longer than it may."""
-        limit = self.wanted.seconds
-        if limit is None or (self.wanted.tokens is None and self.wanted.flops is None):
-            return
-        least = forecasts[search.best().ways].seconds
-        if least.value > limit:
-            share = limit / least.value
-            raise Infeasible(
-                f"the fastest that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
-                f"{least.high / 3600:.3g}), and may take {limit / 3600:.3g} h",
-                fix=f"--hours {least.high / 3600:.2g}, {share:.0%} of the tokens, or a smaller model",
-            )

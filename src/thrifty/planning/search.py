@@ -29,6 +29,8 @@ NEAR = 1.25
 NO_DIFFERENCE = 0.03
 """A candidate that changes more must be faster by more than this share, and by more than its own noise."""
 
+NO_ROOM = "does not fit the disk"
+
 TimeOf = Callable[[Candidate, float], Timing]
 """The timing of a candidate by a probe, which may leave out what is of no use where its step takes longer than so many
 seconds. Raises ProbeFailed."""
@@ -207,8 +209,8 @@ class Search(Singles):
                 f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
                 fix="thrifty train RECIPE --budget 5steps shows the whole error; --no-probe plans by counts alone",
             )
-        if full := next((why for why in self.misfits.values() if "disk" in why), ""):
-            raise Infeasible(f"nothing that was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
+        if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
+            raise Infeasible(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
         least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
         needed = self.estimated(least.ways) * COUNTED_HIGH + self.beyond(least) * self.margin
         why = self.misfits.get(least.ways, "")

@@ -56,10 +56,12 @@ class Seen:
     """Of each example."""
 
 
-def see(model: nn.Module, objective: Objective, batch: Batch, device: torch.device) -> Seen:
-    """Predictions to look at, of an objective that has such (`pictured`). Every rank must ask for them."""
+def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> Seen:
+    """Predictions of the first `count` examples of a batch to look at, of an objective that has such (`pictured`). The
+    model is given all of the batch, since of another size it might be compiled anew. Every rank must ask for them."""
     with _judged(model):
         here = batch.to(device)
         prediction = objective.predict(model, here)
-        losses = objective.losses(prediction, here)
-        return Seen(objective.pictures(prediction, here), losses.tolist())
+        losses = objective.losses(prediction, here)[:count]
+        pictures = {name: images[:count] for name, images in objective.pictures(prediction, here).items()}
+        return Seen(pictures, losses.tolist())

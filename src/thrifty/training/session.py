@@ -179,8 +179,7 @@ class _Observer:
         if not objective.pictured or draw is None:
             return
         assert self.state.model is not None
-        batch = self.session.held_out[0]
-        found = see(self.state.model, objective, batch.rows(0, min(SHOWN, len(batch))), self.session.run.device)
+        found = see(self.state.model, objective, self.session.held_out[0], SHOWN, self.session.run.device)
         if rank() > 0 or not found.pictures:
             return
         drawn = {name: draw(images) for name, images in found.pictures.items()}

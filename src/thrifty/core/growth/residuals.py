@@ -17,6 +17,8 @@ from thrifty.core.surgery import find_stacks, note
 
 TOKENS = 4
 """Of the stream that is given to a block to see what it does."""
+CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+"""What a block or a model raises that misses something it needs."""
 
 
 def refuse_normed_sums(model: nn.Module, why: str) -> None:
@@ -77,7 +79,7 @@ class _Trial(NamedTuple):
         with unseen(), torch.no_grad(), torch.random.fork_rng(devices), _giving(self.branches, factors):
             try:
                 output = self.block(*self.args, **self.kwargs)
-            except (TypeError, ValueError, RuntimeError, AttributeError):
+            except CANNOT_RUN:
                 return None
         return output[0] if isinstance(output, tuple) else output
 
@@ -114,7 +116,7 @@ def _given(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[s
                 model(example(like.device))
             else:  # those of transformers say what else they take
                 model(*getattr(model, "probe", lambda ids: (ids,))(tokens))
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+    except CANNOT_RUN:
         pass
     finally:
         hook.remove()

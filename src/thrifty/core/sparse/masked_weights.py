@@ -35,7 +35,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Slots, Transform
+from thrifty.core.transforms import MOVE, Numbers, Slots, Transform
 
 
 class Telling:
@@ -229,7 +229,7 @@ class ScoredMasks(Masks):
             sums = slots["sum"]
             for i in self.names:
                 updates[i] = sums[i].add_(updates[i])
-        if numbers["scoring"] and not numbers["move"]:
+        if numbers["scoring"] and not numbers[MOVE]:
             return [torch.zeros_like(parameter) for parameter in parameters]
         updates = super().update(updates, slots, parameters, numbers)
         if numbers["scoring"]:
