@@ -15,7 +15,7 @@ PAIRS = 7
 @click.command()
 @click.option("--name", help="What its folders are called.  [default: demo-DATE-TIME]")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where they are kept.")
-@click.option("--race", default="5s", show_default=True, help="What each run of the race may take.")
+@click.option("--race", default="4s", show_default=True, help="What each run of the race may take.")
 @click.option("--train", "budget", default="1min", show_default=True, help="How long the planned run is.")
 def command(name: str | None, runs: Path, race: str, budget: str) -> None:
     """Plan a small language model on the King James Bible under a budget of memory, check the plan, race it against

@@ -59,7 +59,7 @@ def plain() -> Recipe:
         model=ModelSettings(preset="llama-nano"),
         data=DataSettings(source="kjv", length=256, batch=8),
         budget=Budget(seconds=60),
-        evaluation=Evaluation(every=200, examples=64),
+        evaluation=Evaluation(every=200, examples=16),
         techniques=(AdamW(lr=3e-3), Linear(), Clip()),
     )
 
