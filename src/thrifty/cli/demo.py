@@ -32,7 +32,7 @@ def command(name: str | None, runs: Path, race: str, budget: str) -> None:
         ("Does it still compute what it promises?", "check", plan),
         (
             "Is it better than plain PyTorch, in equal time?", "compare", "plain", f"planned: {plan}", *text,
-            "--budget", race, "--seeds", PAIRS, "--trials", 1, "--pilot", 12,
+            "--budget", race, "--seeds", PAIRS, "--trials", 1,
             "--runs", folder, "--name", f"{name}-race",
         ),
         ("Then train by it", "train", plan, "--budget", budget, "--runs", folder, "--name", name),
