@@ -14,7 +14,7 @@ from thrifty.cluster.workload import Recompute, Workload
 from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import Mesh
+from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.parallel.absent_ranks import as_rank
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics, Technique
@@ -146,7 +146,7 @@ class ClusterPlanner:
         if not placed:
             self._raise_infeasible(found, misfits)
         chosen, mesh = placed[0], placed[0].layout.mesh
-        sizes = {axis: getattr(mesh, axis) for axis in TECHNIQUES}
+        sizes = {axis: getattr(mesh, axis) for axis in AXES}
         budget = self._budget()
         per_step = self.plain.source.batch * self.tokens
         before, allow = self.recipe.techniques, self.wanted.allow
@@ -262,7 +262,7 @@ class ClusterPlanner:
         if layout.mesh.ranks == 1:
             return counted(compose(self.plain, techniques, self.steps))
         # in the order of the mesh: ranks are told by their place along its axes
-        with as_rank(0, {axis: getattr(layout.mesh, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}):
+        with as_rank(0, {axis: getattr(layout.mesh, axis) for axis in AXES}):
             return counted(compose(self.plain, techniques, self.steps))
 
 

@@ -10,13 +10,9 @@ from thrifty.cluster.step import simulate
 from thrifty.cluster.step_report import StepReport
 from thrifty.cluster.workload import Recompute, Workload
 from thrifty.core.errors import ThriftyError
+from thrifty.core.mesh import USED_BY
 
-TECHNIQUES = {
-    "replicate": "parallelism.replicate",
-    "shard": "parallelism.shard",
-    "tensor": "parallelism.tensor",
-    "pipeline": "parallelism.pipeline",
-}
+TECHNIQUES = {axis: technique for axis, (_, technique) in USED_BY.items()}
 """By the axis whose ranks they give work to."""
 MOST_PARTS = 64
 """Micro-batches of a rank beyond which nothing is gained."""

@@ -145,7 +145,7 @@ def attention_filters(
     Expect    little of it to be told apart by one seed. Of text, at 120 steps of 2 blocks of width 32, wide settings
               of all but SpAtten and ViTCoD, which came later, lost at most about a hundredth of a nat; narrow ones, at
               6 to 32 % of the pairs, at most eight hundredths; a window of 4 bytes gained five. Filters that look at
-              scores did not beat blocks that do not. About twenty minutes of one core, most of them A3's.
+              scores did not beat blocks that do not. About three quarters of an hour of one core, half of it A3's.
     """
     fixed = {"steps": steps, "depth": depth, "width": width, "batch": batch, "length": length}
     cases: dict[str, Mapping[str, Any]] = {}
