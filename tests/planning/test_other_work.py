@@ -30,7 +30,7 @@ class Clocks:
         self.all = self.own = 0.0
         monkeypatch.setattr(other_work, "_all_work", lambda cores: self.all)
         monkeypatch.setattr(other_work, "_own_work", lambda: self.own)
-        monkeypatch.setattr(other_work, "_usable", lambda: [0, 1])
+        monkeypatch.setattr(other_work, "usable_cores", lambda: [0, 1])
         self.now = 100.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 

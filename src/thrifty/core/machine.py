@@ -10,6 +10,13 @@ from pathlib import Path
 import torch
 
 
+def usable_cores() -> list[int]:
+    """The numbers of the processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def cpp_compiler() -> str | None:
     """The path of the compiler, by torch's rule: $CXX, or the platform's usual one; None where it is not installed."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.cache_folder import cache_folder
+from thrifty.core.machine import usable_cores
 from thrifty.planning.predict import Estimate
 from thrifty.planning.probes import machine
 
@@ -93,8 +94,7 @@ def keep(folder: Path, summary: Mapping[str, Any]) -> None:
 def _is_crowded() -> bool:
     """Whether more than a run's own threads wanted this machine's cores over the last minute: steps were slower than
     forecasts are of."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return os.getloadavg()[0] > cores * (1 + CROWDED)
+    return os.getloadavg()[0] > len(usable_cores()) * (1 + CROWDED)
 
 
 def _step_seconds(records: Path) -> list[float]:

@@ -1,11 +1,12 @@
 """How much of this machine's processors other programs take meanwhile."""
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
+
+from thrifty.core.machine import usable_cores
 
 LEAST = 0.3
 """Seconds below which the ticks of the system's clocks say nothing."""
@@ -16,7 +17,7 @@ class OtherWork:
     and those that it started did."""
 
     def __init__(self) -> None:
-        self.cores = _usable()
+        self.cores = usable_cores()
         self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work()
 
     def taken(self) -> float:
@@ -26,10 +27,6 @@ class OtherWork:
             return 0.0
         others = (_all_work(self.cores) - self.all) - (_own_work() - self.own)
         return min(max(others / seconds, 0.0), float(len(self.cores)))
-
-
-def _usable() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def _all_work(cores: list[int]) -> float:

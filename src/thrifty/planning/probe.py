@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 import thrifty
-from thrifty.core.machine import cpp_compiler, has_python_headers
+from thrifty.core.machine import cpp_compiler, has_python_headers, usable_cores
 from thrifty.planning.cgroups import cgroup_limits
 from thrifty.planning.rates import Rate, disk_rate, matmul_rate, memory_rate
 
@@ -102,7 +102,7 @@ def probe(quick: bool = False, folder: Path = Path()) -> Machine:
 
     `folder` is the disk that counts: free space and write rate are those of where runs are kept.
     """
-    cores = _usable_cores()
+    cores = usable_cores()
     quota, limit = cgroup_limits()
     memory = psutil.virtual_memory()
     seconds = 0.3 if quick else 1.0
@@ -167,12 +167,6 @@ def try_compile(timeout: float = 120.0) -> CompileTrial:
         except subprocess.TimeoutExpired:
             works, message = False, f"not done after {timeout:.0f} s"
     return CompileTrial(works, time.perf_counter() - start, "" if works else message)
-
-
-def _usable_cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _physical_cores(logical: list[int]) -> int:

@@ -17,6 +17,7 @@ import torch
 import thrifty
 from thrifty.core.cache_folder import cache_folder
 from thrifty.core.errors import ThriftyError
+from thrifty.core.machine import usable_cores
 from thrifty.planning.predict import Timing
 from thrifty.planning.probe import cpu_model
 
@@ -73,10 +74,9 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
 
 def machine(device: str) -> dict[str, Any]:
     """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
-    return {"device": name, "cores": cores, "threads": torch.get_num_threads(), **versions}
+    return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}
 
 
 def kept(probe: Probe, device: str) -> Probe:

@@ -1,12 +1,12 @@
 """Running a study: measure the cells that are missing, writing the result after each, then the table and the page."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.machine import usable_cores
 from thrifty.report.units import duration
 from thrifty.studies.page import write_page
 from thrifty.studies.result import Cell, Result, read_result
@@ -41,7 +41,7 @@ def run_study(
         if result.cells:
             say(f"going on with {folder}: {len(result.cells)} cells are there, {len(tasks)} to measure")
         progress = _Progress(len(tasks))
-        with closing(measure_all(tasks, jobs or _cores())) as answers:
+        with closing(measure_all(tasks, jobs or len(usable_cores()))) as answers:
             for answer in answers:
                 result.cells[answer.task.case, answer.task.seed] = Cell(answer.numbers, answer.seconds)
                 run.write_json("study", result.as_data())
@@ -91,10 +91,6 @@ def _missing(result: Result, labels: Sequence[str]) -> list[Task]:
         for label in labels
         if (label, seed) not in result.cells
     ]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Progress:

@@ -3,7 +3,6 @@
 No environment variable is ever read.
 """
 
-import os
 import platform
 import re
 import sys
@@ -14,6 +13,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from thrifty.core.machine import usable_cores
 
 REDACTED = "[redacted]"
 _SECRET_NAME = re.compile(
@@ -36,7 +37,7 @@ def environment(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "platform": platform.platform(),
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(usable_cores()),
         "memory": psutil.virtual_memory().total,
         "device": device,
         "command": redacted([*_program(), *sys.argv[1:]]),
