@@ -102,6 +102,21 @@ def test_a_window_as_long_as_the_text_is_plain_attention_in_values_and_gradients
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_of_transformers_has_the_attention_back_that_it_had(implementation: str) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=300, attn_implementation=implementation)
+    model = transformers.LlamaForCausalLM(config).eval()
+    before = model(input_ids=text()).logits
+    window = technique("attention.window", window=3, block=4, export_plain=True)
+    for _ in range(2):  # and may have it replaced again
+        model = window.model(model)
+        assert not torch.allclose(model(input_ids=text()).logits, before, atol=1e-4)
+        model = window.finish(model)
+        assert model.config._attn_implementation == implementation
+        assert torch.equal(model(input_ids=text()).logits, before)
+
+
 def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the_log() -> None:
     _, state = started("attention.elsa")
     (plain, chosen) = [entry.decision for entry in state.log]
@@ -177,6 +192,18 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
             torch.testing.assert_close(detector(q, k, v), kept_attention_reference(q, k, v, keep))
         assert keep.sum(-1).flatten().tolist() == [1, 2, *[3] * 14] * 4
         assert place.module.core is detector
+
+
+def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model_turns_by_them() -> None:
+    _, state = started("attention.dota", 0)
+    assert state.model is not None
+    for detector in state.model.losing_cores:
+        detector.given = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert 0.4 < float(detector.estimate().std()) < 2.5
+            detector.given = detector.given[:, :1].expand(8, 16, 32)  # the same token everywhere
+            last = detector.estimate()[:, :, -1]
+        assert (last.std(-1) > 0.01).all()
 
 
 def detector_error(state: TrainState) -> float:

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from thrifty.kernels.rotary import rotate
+
 PARALLEL = 4
 """Queries that are worked on together (unverified)."""
 
@@ -21,10 +23,16 @@ def sparse_projection(width: int, reduced: int, generator: torch.Generator) -> T
     return math.sqrt(3 / reduced) * signs
 
 
-def detected_scores(x: Tensor, projection: Tensor, w_q: Tensor, w_k: Tensor) -> Tensor:
-    """Estimates (b, h, t, t) of the scores of tokens x (b, t, d): (x P W_q) (x P W_k)ᵀ, with W (h, k, k) by head."""
+def detected_scores(
+    x: Tensor, projection: Tensor, w_q: Tensor, w_k: Tensor, turns: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Estimates (b, h, t, t) of the scores of tokens x (b, t, d): (x P W_q) (x P W_k)ᵀ, with W (h, k, k) by head. With
+    `turns`, cosines and sines (t, k/2), both factors are turned by their position first."""
     reduced = (x.to(projection.dtype) @ projection)[:, None]
-    return (reduced @ w_q) @ (reduced @ w_k).mT
+    q, k = reduced @ w_q, reduced @ w_k
+    if turns is not None:
+        q, k = rotate(q, *turns), rotate(k, *turns)
+    return q @ k.mT
 
 
 def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
