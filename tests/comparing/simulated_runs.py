@@ -42,7 +42,9 @@ class Simulated:
     fails: Collection[str] = ()
     stops_at: str = ""
     """The run that is interrupted, once."""
+    processor: str = "one"
     started: list[str] = field(default_factory=list)
+    stopped: bool = False
 
     def __call__(self, recipe: Recipe, runs: Path) -> Ended:
         self.started.append(recipe.name)
@@ -53,6 +55,9 @@ class Simulated:
             return Ended(143, "", 1.0, None)
         self.write(recipe, runs / recipe.name)
         return Ended(0, "", 1.0, 50.0)
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def loss(self, recipe: Recipe) -> float:
         plain = write_recipe(recipe).split("\n", 1)[1].encode()  # all but its name
@@ -92,6 +97,10 @@ class Simulated:
             "label_entropy": self.label_entropy(recipe),
             "peak_flops_per_second": PEAK,
         }
-        files = {"explanation": explanation, "summary": summary, "environment": {"device": "cpu"}}
+        files = {
+            "explanation": explanation,
+            "summary": summary,
+            "environment": {"device": "cpu", "cpu": self.processor},
+        }
         for name, value in files.items():
             (folder / f"{name}.json").write_text(json.dumps(value))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from comparing.simulated_runs import Simulated
 from thrifty.cli.compare import command
 from thrifty.cli.show import command as show
 from thrifty.comparing.evidence import evidence, study_results
-from thrifty.comparing.race import race
 from thrifty.core.errors import UsageError
 from thrifty.report.comparison_page import render
 
@@ -21,11 +19,12 @@ SWAP = "lion: -optimizers.adamw +optimizers.lion:lr=2e-4"
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
+    """Where all runs go on."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
-    monkeypatch.setitem(race.__kwdefaults__, "start", effect)
-    yield tmp_path
+    monkeypatch.setattr("thrifty.comparing.lanes.Lane", lambda launcher, threads: effect)
+    return effect
 
 
 def typed(*words: str) -> Result:
@@ -62,8 +61,8 @@ def test_too_few_seeds_have_no_verdict() -> None:
     assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(SWAP, "--seeds", "3").stdout
 
 
-def test_an_interrupted_comparison_says_so_with_its_exit_code() -> None:
-    race.__kwdefaults__["start"].stops_at = "baseline-seed-0"
+def test_an_interrupted_comparison_says_so_with_its_exit_code(lane: Simulated) -> None:
+    lane.stops_at = "baseline-seed-0"
     result = typed(SWAP, "--seeds", "1", "--trials", "1")
     assert result.exit_code == 143 and "the same command goes on" in result.stdout
     assert typed(SWAP, "--seeds", "1", "--trials", "1").exit_code == 0
@@ -93,8 +92,8 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
     assert evidence(Path("runs")) == evidence() and evidence(Path("absent")) == []
 
 
-def test_evidence_passes_over_what_is_no_finished_comparison() -> None:
-    race.__kwdefaults__["start"].stops_at = "baseline-seed-0"
+def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) -> None:
+    lane.stops_at = "baseline-seed-0"
     typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "cut")
     damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
     for number, content in enumerate(damaged):
@@ -119,17 +118,17 @@ def test_show_finds_kept_results_of_studies() -> None:
     assert study_results("growth.compound", [Path(__file__).parents[2] / "results"]) == []
 
 
-def test_the_page_names_the_device_that_the_runs_had(in_a_folder: Path) -> None:
+def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
     typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "race")
-    data = json.loads((in_a_folder / "runs" / "race" / "comparison.json").read_text())
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
     for entry in data["runs"]:
         entry["device"] = "cuda:0"
     assert "<td>cuda:0</td>" in render(data)
 
 
-def test_the_page_has_no_script_and_reaches_for_nothing(in_a_folder: Path) -> None:
+def test_the_page_has_no_script_and_reaches_for_nothing(tmp_path: Path) -> None:
     typed("<script>alert(1)</script>: data.batch=32", "--seeds", "7", "--trials", "1", "--name", "race")
-    page = (in_a_folder / "runs" / "race" / "report.html").read_text()
+    page = (tmp_path / "runs" / "race" / "report.html").read_text()
     assert "<script" not in page and not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "default-src 'none'" in page
     assert page.count("<svg") == 2 and "&lt;script&gt;alert(1)" in page

@@ -13,9 +13,9 @@ from comparing.small_recipes import tiny_digits
 from comparing.test_race import by_kind
 from end_to_end.command_line import CommandLine, kill, wait_until
 from thrifty.comparing.arms import Arm
-from thrifty.comparing.one_run import run_to_end, summary_of
+from thrifty.comparing.one_run import ending_of, run_to_end, summary_of
 from thrifty.comparing.race import race
-from thrifty.comparing.race_runs import Ended, here, in_own_process, wait_for_release
+from thrifty.comparing.race_runs import Ended, Here, Lane, wait_for_release
 from thrifty.comparing.race_terms import Terms
 from thrifty.core.recipe import Budget, Checkpoints, Evaluation, Recipe
 from thrifty.recipes.toml import recipe_to_data
@@ -36,15 +36,18 @@ def short(name: str, steps: int) -> Recipe:
 
 def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
     recipe = short("run", 60)
-    process = subprocess.Popen([sys.executable, "-m", "thrifty.comparing.one_run"], stdin=subprocess.PIPE, text=True)
+    task = tmp_path / "task.json"
+    told = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
+    task.write_text(json.dumps(told))
+    words = [sys.executable, "-m", "thrifty.comparing.one_run", str(task)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
-    process.stdin.write(json.dumps({"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut")}) + "\n")
-    process.stdin.flush()
     wait_until((tmp_path / "cut" / "run" / "records.jsonl").is_file, seconds=120)
     process.stdin.close()
     assert process.wait(60) == 143
+    assert ending_of(task) == {"exit_code": 143, "error": ""}
     assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
-    ended = in_own_process(recipe, tmp_path / "cut")
+    ended = Lane()(recipe, tmp_path / "cut")
     assert (ended.status, ended.error) == ("finished", "")
     assert ended.joules is None  # of its first part nobody knows
     whole = run_to_end(recipe, tmp_path / "whole")
@@ -55,7 +58,7 @@ def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path:
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     recipe = short("run", 2)
     wrong = replace(recipe, model=replace(recipe.model, patch=3))
-    for start in (in_own_process, here()):
+    for start in (Lane(), Here()):
         ended = start(wrong, tmp_path)
         assert ended.status == "failed" and ended.exit_code == 2
         assert "patch" in ended.error and "Traceback" not in ended.error
@@ -78,7 +81,7 @@ def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
     baseline = Arm("baseline", "baseline", short("tiny", 6))
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
     terms = Terms(equal="flops", seeds=1, trials=1, pilot=4)
-    result = race([baseline, Arm("small", "arm-1", other)], terms, tmp_path / "race", start=here())
+    result = race([baseline, Arm("small", "arm-1", other)], terms, tmp_path / "race", lanes=[Here()])
     assert result["status"] == "finished"
     assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
         result["budgets"]["small"]["steps"]
@@ -115,5 +118,5 @@ def test_a_race_of_equals_with_other_seeds_says_no_difference(tmp_path: Path) ->
     baseline = Arm("baseline", "baseline", short("tiny", 12))
     terms = Terms(equal="steps", seeds=8, trials=1, pilot=4)
     other = Arm("equal", "arm-1", replace(baseline.recipe, seed=1000))
-    result = race([baseline, other], terms, tmp_path / "race", start=here())
+    result = race([baseline, other], terms, tmp_path / "race", lanes=[Here()])
     assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"

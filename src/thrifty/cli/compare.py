@@ -24,6 +24,14 @@ from thrifty.cli.options import put_together, recipe_options
     "--effect", type=float, help="Smallest difference worth knowing, as a share of the loss.  [default: 0.01]"
 )
 @click.option("--pilot", type=int, help="Steps in which costs are measured.  [default: 24]")
+@click.option(
+    "--lane",
+    "lanes",
+    metavar="COMMAND",
+    multiple=True,
+    help="Where runs go on; given several times, side by side: here, slurm for each node of the job, or a command that "
+    "starts one elsewhere.  [default: here]",
+)
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is kept.")
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the result as this .json file too.")
 @click.option("--retry", is_flag=True, help="Run again what failed.")
@@ -33,6 +41,7 @@ def command(
     recipe: str,
     arms: tuple[str, ...],
     name: str | None,
+    lanes: tuple[str, ...],
     runs: Path,
     keep: Path | None,
     retry: bool,
@@ -57,6 +66,7 @@ def command(
     from thrifty.cli.telling import print_json
     from thrifty.comparing.arms import read_arms
     from thrifty.comparing.keeping import keep_comparison, refuse_existing
+    from thrifty.comparing.lanes import read_lanes
     from thrifty.comparing.race import Terms, race
     from thrifty.recipes.values import build
 
@@ -65,13 +75,14 @@ def command(
         return
     given = {field.name: options.pop(field.name) for field in fields(Terms)}
     terms = build(Terms, {key: value for key, value in given.items() if value is not None}, "comparison")
+    places = read_lanes(lanes, terms.equal)
     if keep:
         refuse_existing(keep)
     baseline = put_together(recipe, **options)
     read = read_arms(arms, baseline, lambda other: put_together(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = race(read, terms, folder, retry=retry, say=say)
+    result = race(read, terms, folder, retry=retry, lanes=places, say=say)
     if as_json:
         print_json(result)
     elif not quiet:

@@ -14,13 +14,16 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from thrifty.comparing.arms import Arm
+from thrifty.comparing.lanes import in_lanes
 from thrifty.comparing.race_budgets import StepCost, mean_cost, step_cost, steps_of_arms
 from thrifty.comparing.race_outcome import outcome, seen
-from thrifty.comparing.race_runs import Start, in_own_process
+from thrifty.comparing.race_runs import Lane, Start
 from thrifty.comparing.race_terms import Terms, claimed
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.recipe import Budget, Evaluation, Recipe
@@ -47,12 +50,13 @@ def race(
     folder: Path,
     *,
     retry: bool = False,
-    start: Start = in_own_process,
+    lanes: Sequence[Start] = (),
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """The comparison to its end; returns what stands in comparison.json, with its "folder" and "exit_code".
 
-    `retry` runs again what failed. Raises UsageError where the folder is of another comparison, and where an arm cannot
+    Turns are shared out among `lanes`; without any they are run on this machine, one after another. `retry` runs again
+    what failed. Raises UsageError where the folder is of another comparison, and where an arm cannot
     be compared: one that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -60,7 +64,7 @@ def race(
     if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--trials 1")
     with claimed(folder, arms, terms) as opened:
-        return _Race(arms, terms, opened, start, say, retry).to_the_end()
+        return _Race(arms, terms, opened, lanes or (Lane(),), say, retry).to_the_end()
 
 
 class _Interrupted(Exception):
@@ -69,8 +73,12 @@ class _Interrupted(Exception):
 
 
 class _Race:
-    def __init__(self, arms: Sequence[Arm], terms: Terms, folder: RunFolder, start: Start, say: Say, retry: bool):
-        self.terms, self.folder, self.start, self.say = terms, folder, start, say
+    def __init__(
+        self, arms: Sequence[Arm], terms: Terms, folder: RunFolder, lanes: Sequence[Start], say: Say, retry: bool
+    ):
+        self.terms, self.folder, self.lanes, self.say = terms, folder, lanes, say
+        self.telling = Lock()
+        """One run at a time is written down."""
         self.state: dict[str, Any] = folder.read_json("comparison")
         for name in ("error", "outcome"):  # of an earlier part
             self.state.pop(name, None)
@@ -96,10 +104,7 @@ class _Race:
             steps = steps_of_arms(self.arms, costs, self.terms.equal)
             self.state["budgets"] = {label: _planned(steps[label], costs[label]) for label in steps}
             tuned = [self.tuned(arm) for arm in self.arms] if self.trials(steps) else self.arms
-            for seed in range(self.terms.seeds):
-                for arm in _turned(tuned, seed):
-                    name = f"{arm.folder}-seed-{seed}"
-                    self.run(name, self.recipe(arm, name, steps[arm.label], seed), arm=arm.label, seed=seed)
+            self.seeds(tuned, steps)
         except _Interrupted as stopped:
             return self.tell("interrupted", stopped.exit_code)
         except ThriftyError as error:
@@ -135,7 +140,8 @@ class _Race:
     def pilot(self, arm: Arm, turn: int, steps: int) -> StepCost:
         """A whole run of few steps, no more than the baseline's budget has."""
         name, steps = f"{arm.folder}-pilot-{turn}", min(steps, self.arms[0].recipe.budget.steps or steps)
-        entry = self.run(name, self.recipe(arm, name, steps, 0, evaluations=1), arm=arm.label, pilot=turn)
+        recipe = self.recipe(arm, name, steps, 0, evaluations=1)
+        entry = self.run(self.lanes[0], recipe, arm=arm.label, pilot=turn)
         if entry["status"] == "failed":
             fix = "mend it, or leave the arm out, and give another --name"
             raise UsageError(f"{arm.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
@@ -155,12 +161,26 @@ class _Race:
         """Runs of all arms at all rates; whether there are any."""
         if self.terms.trials == 1:
             return False
-        for turn, factor in enumerate(self.terms.factors):
+
+        def at_rate(lane: Start, turn: int, factor: float) -> None:
             for arm in _turned(self.arms, turn):
                 name = f"{arm.folder}-trial-{turn}"
                 recipe = self.recipe(arm.at_rate(factor), name, steps[arm.label], TRIAL_SEED)
-                self.run(name, recipe, arm=arm.label, trial=turn, factor=factor)
+                self.run(lane, recipe, arm=arm.label, trial=turn, factor=factor)
+
+        rates = enumerate(self.terms.factors)
+        in_lanes(self.lanes, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
         return True
+
+    def seeds(self, arms: Sequence[Arm], steps: Mapping[str, int]) -> None:
+        """The runs that are compared."""
+
+        def with_seed(lane: Start, seed: int) -> None:
+            for arm in _turned(arms, seed):
+                recipe = self.recipe(arm, f"{arm.folder}-seed-{seed}", steps[arm.label], seed)
+                self.run(lane, recipe, arm=arm.label, seed=seed)
+
+        in_lanes(self.lanes, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
 
     def tuned(self, arm: Arm) -> Arm:
         """An arm at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
@@ -195,11 +215,12 @@ class _Race:
             checkpoints=replace(arm.recipe.checkpoints, keep=1, also=()),
         )
 
-    def run(self, name: str, recipe: Recipe, **place: Any) -> dict[str, Any]:
+    def run(self, lane: Start, recipe: Recipe, **place: Any) -> dict[str, Any]:
         """How a run ended, once it has. Raises _Interrupted when it was asked to stop."""
+        name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return before
-        ended = self.start(recipe, self.folder.path)
+        ended = lane(recipe, self.folder.path)
         entry = {"run": name, **place, **ended.as_data()}
         if entry["status"] == "interrupted":
             raise _Interrupted(ended.exit_code)
@@ -207,10 +228,11 @@ class _Race:
             entry |= seen(self.folder.path / name)
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
-        self.runs[name] = entry
-        self.made += 1
-        self.tell("running", 0)
-        self.say(self.progress(entry))
+        with self.telling:
+            self.runs[name] = entry
+            self.made += 1
+            self.tell("running", 0)
+            self.say(self.progress(entry))
         return entry
 
     def progress(self, entry: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ def seen(folder: Path) -> dict[str, Any]:
     steps take to compile they are `seconds_with_starts`. FLOPs are counted, those of a step times the steps."""
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
+    machine = run.read_json("environment")
     records = run.read_records()
     steps = [record for record in records if record["kind"] == "step"]
     times = steady([step["step_seconds"] for step in steps])
@@ -46,7 +47,8 @@ def seen(folder: Path) -> dict[str, Any]:
         "peak_memory": summary["peak_memory"],
         "parameters": explanation["parameters"],
         "judged_on": {name: summary[name] for name in JUDGED_ON if name in summary},
-        "device": run.read_json("environment")["device"],
+        "device": machine["device"],
+        "cpu": machine["cpu"],
         "curve": [
             [record["step"], at[record["step"]], record["loss"]]
             for record in records

@@ -81,6 +81,9 @@ def cautions(data: Comparison) -> list[str]:
         for label, each in data.get("budgets", {}).items()
         if each["step"]["flops_vary"]
     ]
+    machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
+    if len(machines) > 1:
+        said.append(f"its runs were made on unlike machines, of which times are mixed: {'; '.join(machines)}")
     if edge := [label for label, found in data.get("rates", {}).items() if found["at_edge"]]:
         said.append(f"the best learning rate was at the edge of those tried for: {', '.join(edge)}")
     return said
