@@ -8,8 +8,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recompute_work import model_of_kind
 from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chain_costs import WORTH_OF_A_BYTE, survey
+from thrifty.core.activations.chain_costs import survey
 from thrifty.core.activations.chains import ChainCost, Schedule, StageCost
+from thrifty.core.activations.stage_costs import WORTH_OF_A_BYTE
 from thrifty.core.surgery import find_stacks
 
 WIDTH, ROWS = 16, 8

@@ -146,15 +146,25 @@ class TestA3:
         found = a3.greedy_scores(query[None], keys[None], torch.tensor([rounds]), everything)[0]
         torch.testing.assert_close(found, a3.greedy_scores_reference(query, keys, rounds))
 
+    def test_keys_that_a_query_does_not_see_take_no_rounds_of_its_search(self):
+        """Zeros in their place would come before what is negative, and leave the sum as it is."""
+        query, keys = torch.tensor([[1.0, 1.0]]), torch.tensor([[[-1.0, -2.0], [-3.0, 5.0], [9.0, 9.0]]])
+        visible = torch.tensor([[True, True, False]])
+        found = a3.greedy_scores(query, keys, torch.tensor([3]), visible)[0]
+        expected = a3.greedy_scores_reference(query[0], keys[0, :2], 3)
+        torch.testing.assert_close(found[:2], expected)
+        zeros = a3.greedy_scores_reference(query[0], keys[0] * visible[0][:, None], 3)
+        assert not torch.equal(zeros[:2], expected) and found[2] == 0
+
     @settings(max_examples=20, deadline=None)
     @given(**CASE, share=st.floats(0.05, 1), percent=st.floats(1, 90))
     def test_both_selections_are_those_of_a_loop(self, t, k, sharing, causal, seed, share, percent):
         q, key, visible = drawn(t, k, sharing, causal, seed)
         found, scores = a3.a3_keep(q, key, share, percent, visible), exact_scores(q, key)
         for h, i, seen, g in each_query(q, key, visible):
-            keys = key[0, g] * visible.expand(1, 1, t, t)[0, 0, i][:, None]
-            greedy = a3.greedy_scores_reference(q[0, h, i], keys, math.ceil(np.float32(len(seen)) * np.float32(share)))
-            candidates = [j for j in seen if greedy[j] > 0]
+            rounds = math.ceil(np.float32(len(seen)) * np.float32(share))
+            greedy = a3.greedy_scores_reference(q[0, h, i], key[0, g][seen], rounds)  # hidden keys are not there
+            candidates = [j for j, score in zip(seen, greedy, strict=True) if score > 0]
             mine = scores[0, h, i].tolist()
             if candidates:
                 best = max(mine[j] for j in candidates)

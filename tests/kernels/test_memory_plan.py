@@ -9,16 +9,9 @@ from dataclasses import replace
 import pytest
 
 from thrifty.core.activations.tape import Item, Tape
-from thrifty.kernels.memory_plan import (
-    BlockCosts,
-    Compression,
-    Link,
-    Way,
-    fastest_plan,
-    is_whole,
-    least_peak,
-    peak_when_kept,
-)
+from thrifty.kernels.best_plan import least_peak
+from thrifty.kernels.memory_plan import BlockCosts, Compression, Link, Way, is_whole, peak_when_kept
+from thrifty.kernels.memory_program import fastest_plan
 
 Ways = list[dict[int, Way]]
 COMPRESSION = Compression(bits=8, seconds_per_byte=0.05)

@@ -23,7 +23,7 @@ def test_a_block_that_is_made_again_as_a_whole_says_so_before_its_tensors() -> N
     blocks = [BlockCosts(tape, 0, 0.0, 0.003, 0.0, whole=0.004)] * 2
     plan = MemoryPlan(({0: Way.RECOMPUTE}, {0: Way.KEEP}), 0.0, 0.0, 0.0)
     assert decisions(["h.0", "h.1"], blocks, plan) == [
-        "h.0: made again as a whole; costs 3.00 ms",
+        "h.0: made again as a whole; costs 4.00 ms",
         "h.0: mlp mul, 2.00 MB: recompute; costs 3.00 ms",
         "h.1: mlp mul, 2.00 MB: keep; would cost 3.00 ms to make again",
     ]

@@ -16,13 +16,12 @@ from thrifty.kernels.sparse_attention.grids import (
     PART,
     WHOLE,
     BlockGrid,
-    best_blocks,
-    grid_of,
+    blocks_of,
     scattered_grid,
     window_grid,
 )
 from thrifty.kernels.sparse_attention.reference import kept_attention_reference
-from thrifty.kernels.sparse_attention.rows import mask_attention, row_attention
+from thrifty.kernels.sparse_attention.rows import row_attention
 from thrifty.kernels.sparse_attention.sight import Sight
 
 
@@ -41,6 +40,20 @@ def with_gradients(output: Tensor, qkv: list[Tensor]) -> list[Tensor]:
 def assert_like_dense(found: Tensor, qkv: list[Tensor], keep: Tensor, **near: float) -> None:
     expected = with_gradients(kept_attention_reference(*qkv, keep), qkv)
     torch.testing.assert_close(with_gradients(found, qkv), expected, **near)
+
+
+def grid_of(keep: Tensor, block: int) -> BlockGrid:
+    """The blocks of a mask (b or 1, h or 1, t, s) in which some pair is kept."""
+    rows, columns = (blocks_of(size, block) for size in keep.shape[-2:])
+    codes = torch.zeros(*keep.shape[:2], rows, columns, dtype=torch.int8)
+    for *head, row, column in keep.nonzero().tolist():
+        codes[(*head, row // block, column // block)] = WHOLE
+    return BlockGrid(codes, block, int((codes != NONE).sum((-1, -2)).max()))
+
+
+def keys_of(keep: Tensor) -> Tensor:
+    """The numbers of the keys that a mask (b or 1, h or 1, t, s) keeps for each query, and -1 for each other."""
+    return torch.where(keep, torch.arange(keep.shape[-1]), -1)
 
 
 SHAPES = {
@@ -85,7 +98,7 @@ def test_any_mask_in_blocks_or_in_rows_equals_the_dense_product(b, g, sharing, t
     qkv = inputs(b, h, g, t, k, seed=seed)
     keep = torch.rand(b, h if of_heads else 1, t, t, generator=generator) < density  # queries without a key, too
     assert_like_dense(block_attention(*qkv, grid_of(keep, block), keep), qkv, keep)
-    assert_like_dense(mask_attention(*qkv, keep), qkv, keep)
+    assert_like_dense(row_attention(*qkv, keys_of(keep)), qkv, keep)
 
 
 @settings(max_examples=20, deadline=None)
@@ -108,19 +121,7 @@ def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_produ
     keep = pairs_of(grid, 200, 200)
     near = {"rtol": 1e-5, "atol": 1e-5}
     assert_like_dense(block_attention(*qkv, grid), qkv, keep, **near)
-    assert_like_dense(mask_attention(*qkv, keep), qkv, keep, **near)
-
-
-def test_the_best_blocks_are_those_that_a_loop_finds():
-    scores = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    for causal in (False, True):
-        grid = best_blocks(scores, 2, 8, Sight(causal))
-        for b, h, row in torch.cartesian_prod(*map(torch.arange, scores.shape[:3])).tolist():
-            seen = list(range(row + 1 if causal else 6))
-            ranked = sorted(seen, key=lambda column: (causal and column == row, scores[b, h, row, column]))
-            kept = (grid.codes[b, h, row] != NONE).nonzero().flatten().tolist()
-            assert kept == sorted(ranked[-2:])
-        assert int((grid.codes != NONE).sum((-1, -2)).max()) == grid.count
+    assert_like_dense(row_attention(*qkv, keys_of(keep)), qkv, keep, **near)
 
 
 @settings(max_examples=60, deadline=None)
@@ -156,6 +157,14 @@ def test_scattered_blocks_are_as_many_as_are_counted_and_hold_what_they_must(t, 
         found = set(kept[i].nonzero().flatten().tolist())
         assert must <= found
         assert len(found - must) == min(drawn, (i + 1 if causal else len(kept)) - len(must)) * (i >= first)
+
+
+@pytest.mark.parametrize("drawn", [1, 3])
+def test_scattered_blocks_of_a_decoder_are_the_same_in_a_longer_text(drawn: int) -> None:
+    long = scattered_grid(400, 8, 1, 1, drawn, causal=True, seed=5).codes[0, 0]
+    for tokens in (8, 57, 64, 200):
+        codes = scattered_grid(tokens, 8, 1, 1, drawn, causal=True, seed=5).codes[0, 0]
+        assert torch.equal(codes, long[: len(codes), : len(codes)])
 
 
 def test_what_is_kept_for_the_backward_pass_and_made_on_the_way_grows_with_what_is_kept_not_with_tokens_squared():
@@ -259,8 +268,6 @@ def test_what_does_not_fit_is_refused_in_words():
         row_attention(*qkv, torch.zeros(1, 1, 8, 2))
     with pytest.raises(UsageError, match="key 9 is to be kept of 8"):
         row_attention(*qkv, torch.full((1, 1, 8, 1), 9))
-    with pytest.raises(UsageError, match="a mask of"):
-        mask_attention(*qkv, torch.zeros(1, 1, 8, 8))
 
 
 def test_under_autocast_inputs_of_several_dtypes_are_taken_as_torch_takes_them():

@@ -18,7 +18,9 @@ from thrifty.core.errors import Infeasible
 from thrifty.core.explain import explain
 from thrifty.core.technique import Numerics
 from thrifty.data.packing import PackedTokens
-from thrifty.kernels.memory_plan import Way, fastest_plan, is_whole, least_peak, peak_of_ways, peak_when_kept
+from thrifty.kernels.best_plan import least_peak
+from thrifty.kernels.memory_plan import Way, is_whole, peak_of_ways, peak_when_kept
+from thrifty.kernels.memory_program import fastest_plan
 from thrifty.models.families import assemble
 from thrifty.models.shape import Shape
 from thrifty.models.transformer import initialize

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.activations.replay import Store
+from thrifty.core.activations.replay import BlockPlan, Store, keep, large_alone
 from thrifty.core.memories.link import Simulated
 from thrifty.core.memories.tiers import Ticket, Tier, Where, tier_for
 from thrifty.core.randomness import seed_of
 from thrifty.kernels.group_coding import encode, encode_mask
 from thrifty.kernels.group_ranges import GROUP
+from thrifty.kernels.memory_plan import BlockCosts, Way, Ways, is_streamed
 
 Bits = Literal[0, 2, 4, 8]
 
@@ -33,6 +34,7 @@ class OnTier:
         self.tier = tier
         # tickets live as long as the graph that holds them
         self.sent: dict[int, list[weakref.ref[Ticket]]] = defaultdict(list)
+        self.streams: dict[int, list[weakref.ref[Ticket]]] = defaultdict(list)
 
     def settle(self, block: int) -> None:
         """From here on the memory of what this block sent is free."""
@@ -53,8 +55,50 @@ class OnTier:
 
         return send
 
+    def stream(self, block: int) -> Store:
+        """For a block whose tensors come back one by one: at most one is underway, either way."""
+        line, given = self.streams[block], set[int]()
+
+        def send(tensor: Tensor) -> Callable[[], Tensor]:
+            ticket, place = self.tier.send(tensor), len(line)
+            if before := line[-1]() if line else None:
+                before.settle()
+            line.append(weakref.ref(ticket))
+
+            def give() -> Tensor:
+                given.add(place)
+                following = next((each for each in reversed(range(len(line))) if each not in given), None)
+                if following is not None and (coming := line[following]()):
+                    coming.prefetch()
+                return ticket.get()
+
+            return give
+
+        return send
+
+    def end_stream(self, block: int) -> None:
+        """From here on the memory of what this block streamed is free."""
+        line = self.streams.get(block)
+        if last := line[-1]() if line else None:
+            last.settle()
+
     def of(self, block: int) -> list[Ticket]:
         return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
+
+
+def block_plan(block: BlockCosts, ways: Ways, elsewhere: Store, bits: int, key: str) -> BlockPlan:
+    """What a block with these ways follows: what is offloaded goes elsewhere, and codes are drawn by the key."""
+    items, stored = block.tape.items, dict[int, Store]()
+    for number, way in ways.items():
+        if way is Way.KEEP:
+            stored[number] = keep
+        elif way is Way.OFFLOAD:
+            stored[number] = elsewhere
+        elif way is Way.COMPRESS:
+            stored[number] = coded(bits, f"{key}/{number}", number in items and items[number].drawn)
+            if number in items and is_streamed(block, ways):
+                stored[number] = large_alone(stored[number], items[number].bytes)
+    return BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys()))
 
 
 def coded(bits: int, key: str, mask: bool) -> Store:
@@ -84,7 +128,7 @@ def stored_bits(bits: int) -> float:
 def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
     """Of a tier's link, one way, measured here; of a simulated one what it says."""
     with _disable_current_modes(), unset_fake_temporarily():
-        tensor = torch.randn(TRIED, device=device)
+        tensor = torch.arange(TRIED, dtype=torch.float32, device=device)  # nothing drawn: this may be amid a step
         tier = tier_for(where, tensor, folder)
         if isinstance(tier, Simulated):
             return tier.clock.link.bandwidth

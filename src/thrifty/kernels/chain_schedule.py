@@ -5,7 +5,7 @@ among those that keep whatever they once kept until its own backward pass ("memo
 byte what a schedule holds and how long it takes; it shares no line with the dynamic program.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -116,9 +116,8 @@ def least_bytes(chain: ChainCost) -> int:
 def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Operation]:
     """The fastest schedule whose peak is within `bytes`. Raises Infeasible where there is none, with the least budget.
 
-    Bytes are counted in at most `slots` portions: sizes rounded up, the budget down. With as many slots as bytes that
-    is exact. With fewer, some of what rounding loses is won back: schedules for larger budgets, periodic ones and the
-    one that holds least are taken where their peak, byte by byte, allows it and they are faster.
+    Bytes are counted in at most `slots` portions. With as many slots as bytes that is exact; with fewer it is the
+    fastest of `schedules_near` the budget that keeps to it byte by byte.
     """
     least = least_bytes(chain)
     if bytes < least:
@@ -126,6 +125,22 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Ope
             f"{len(chain)} stages cannot be trained with {bytes:,} bytes of activations",
             fix=f"give them at least {least:,} bytes",
         )
+    return list(fastest_within(chain, schedules_near(chain, bytes, slots), bytes))
+
+
+def fastest_within(chain: ChainCost, schedules: Iterable[Sequence[Operation]], bytes: int) -> tuple[Operation, ...]:
+    """Of these schedules the fastest whose peak is within `bytes`, of equally fast ones the leanest; one must be."""
+    costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
+    return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
+
+
+def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Operation]]:
+    """The one that holds least, periodic ones, and optimal ones for this budget and for larger ones in portions.
+
+    Sizes are rounded up to portions, the budget down: with few portions, schedules for a larger budget may keep to this
+    one. What rounding adds is less than a portion for each stage and each input held, so these are looked at one by
+    one, and those for up to a fifth more in larger steps.
+    """
     leanest = _Leanest(chain)
     found = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
     found += [periodic_schedule(len(chain), every) for every in range(1, len(chain) + 1)]
@@ -133,12 +148,11 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Ope
     room = max(bytes // unit - -(-chain.input // unit), 0)
     more = room + room // 5
     fastest = _Fastest(chain, unit, more)
-    for slots in range(room, more + 1, max(1, room // 50)):
+    near = range(room, min(room + 2 * len(chain), more + 1))
+    for slots in (*near, *range(room, more + 1, max(1, room // 50))):
         if np.isfinite(fastest.time[0, len(chain) - 1, slots]):
             found.append(_unrolled(chain, fastest.choose, slots))
-    costs = [simulate(chain, schedule) for schedule in found]
-    within = [(time, index) for index, (time, peak) in enumerate(costs) if peak <= bytes]
-    return found[min(within)[1]]
+    return found
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
@@ -234,10 +248,12 @@ class _Fastest:
         self.time = np.full((n, n, room), np.inf)
         self.behind = np.full((n, n, room), np.inf)
         """[last, first]: the time of first … last beside its own input."""
+        self.choice = np.zeros((n, n, room), dtype=np.int16)
         for width in range(n):
             for first in range(n - width):
                 last = first + width
-                self.time[first, last] = self.choices(first, last).min(0)
+                choices = self.choices(first, last)
+                self.time[first, last], self.choice[first, last] = choices.min(0), choices.argmin(0)
                 self.behind[last, first] = self._beside(self.time[first, last], int(self.sizes[first]))
 
     def _beside(self, time: np.ndarray, slots: int) -> np.ndarray:
@@ -264,7 +280,7 @@ class _Fastest:
         return np.concatenate([all_kept[None], split])
 
     def choose(self, first: int, last: int, room: int) -> tuple[int, int, int]:
-        choice = int(self.choices(first, last)[:, room].argmin())
+        choice = int(self.choice[first, last, room])
         if choice == _ALL:
             return _ALL, room - int(self.saved[first]), 0
         return choice, room - int(self.sizes[first + choice]), room

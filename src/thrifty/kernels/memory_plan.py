@@ -1,25 +1,20 @@
-"""Which saved tensor is kept, compressed, offloaded or made again, so that a step is fastest within a budget of bytes.
+"""What happens to each saved tensor between the forward and the backward pass, and what that holds at the peak.
 
-One mixed-integer program over all blocks, solved by HiGHS. For each item of a block's tape at most one of the ways
-holds; what autograd saves needs one, and what an item that is made again is made from needs an exact one. Or a whole
-block is made again at once, as recompute does, which costs less than to follow its operations one by one. The program
-of Checkmate (Jain et al. 2020, arXiv 1910.02653), with compression and with offload under a link's bandwidth (after
-Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697) as further ways.
+A block is plain (autograd keeps what it saves), streamed (some of it waits elsewhere and comes back tensor by tensor),
+planned (those of its operations that are needed run again before its backward pass), or made again as a whole.
+Which one it is follows from what is decided for its items. `memory_program` and `chain_plan` find plans.
 """
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
-
-from thrifty.core.activations.tape import Item, Tape
+from thrifty.core.activations.chains import Schedule, StageCost
+from thrifty.core.activations.moments import Moment
+from thrifty.core.activations.rehearsal import Held
+from thrifty.core.activations.stage_costs import in_seconds
+from thrifty.core.activations.tape import INPUT, Tape
 
 
 class Way(Enum):
@@ -27,6 +22,10 @@ class Way(Enum):
     COMPRESS = "compress"
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"
+
+
+Ways = Mapping[int, Way]
+"""Of one block, by item, or by `INPUT` where that does not stay; an item that is missing is not needed."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,48 @@ class BlockCosts:
     """Seconds of computing during which a link may carry something."""
     whole: float | None = None
     """Seconds to make all of the call again at once, with no plan to follow; None where that cannot be."""
+    stage: StageCost | None = None
+    """The same call as part of a chain, in seconds; None where a chain cannot have it."""
+    making: float = 0.0
+    """Bytes beside what is saved while that is made again, with the gradient of the result already there."""
+    moments: Sequence[Moment] = ()
+    """What it holds, moment by moment, while what it saves comes back tensor by tensor; () where it cannot."""
+    streaming: float = 0.0
+    """Seconds that this costs, whatever waits elsewhere."""
+
+    @cached_property
+    def movable(self) -> Mapping[int, Mapping[Way, int]]:
+        """Of each item, and of the input, the ways to wait elsewhere without a plan to follow, and bytes that do so."""
+        sizes: dict[int, dict[Way, int]] = {}
+        for owner, size, is_small in self.tape.handed if self.moments else ():
+            if owner is None:
+                continue
+            ways = sizes.setdefault(owner, {Way.OFFLOAD: 0})
+            ways[Way.OFFLOAD] += size
+            if not is_small and (owner == INPUT or self.tape.items[owner].floating):
+                ways[Way.COMPRESS] = ways.get(Way.COMPRESS, 0) + size
+        return sizes
+
+
+def costs_of(tape: Tape, held: Held, overheads: tuple[float, float]) -> BlockCosts:
+    """What a call of a block costs in each way, from seconds of Python for each operation."""
+    one_by_one, as_a_whole = (each * len(tape.operations) for each in overheads)
+    forward = sum(item.seconds for item in tape.items.values())
+    repeatable = not tape.outside and all(item.repeatable for item in tape.items.values())
+    stage = in_seconds(held.stage, forward + as_a_whole) if held.stage and repeatable else None
+    again = forward + as_a_whole if stage is None else stage.stopped
+    return BlockCosts(
+        tape,
+        max([held.temporary, *(moment.bytes for moment in held.moments)]),
+        one_by_one,
+        forward,
+        2 * forward,
+        whole=again if repeatable else None,
+        stage=stage,
+        making=held.stage.saved + held.stage.keeping + held.stage.output - tape.saved_bytes if held.stage else 0.0,
+        moments=held.moments,
+        streaming=overheads[1] * len(tape.handed),
+    )
 
 
 @dataclass(frozen=True)
@@ -61,236 +102,115 @@ class Link:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    ways: tuple[Mapping[int, Way], ...]
-    """For each block what happens to which item; an item that is missing is not needed."""
+    ways: tuple[Ways, ...]
+    """For each block."""
     seconds: float
     """What a step takes longer than one that keeps everything."""
     peak: float
-    """Bytes, by the program's own account."""
+    """Bytes, by the account of whoever made the plan."""
     gap: float
-    """How far, relative to it, the best plan could be below `seconds`."""
+    """How far, relative to it, the best plan of its kind could be below `seconds`."""
+    schedule: Schedule | None = None
+    """Of a plan for the chain as a whole, what its blocks follow instead of `ways`."""
+    instead_of: float | None = None
+    """`seconds` of the plan of the other kind, where one fits too."""
 
 
 def peak_when_kept(blocks: Sequence[BlockCosts]) -> float:
     """Bytes at the peak when everything that is saved is kept."""
-    return peak_of_ways(blocks, [{item: Way.KEEP for item in _saved(block.tape)} for block in blocks])
+    return peak_of_ways(blocks, [dict.fromkeys(saved_items(block.tape), Way.KEEP) for block in blocks])
 
 
-def least_peak(blocks: Sequence[BlockCosts]) -> float:
-    """Bytes at the peak when everything that can be is made again: no budget can be below."""
+def peak_when_made_again(blocks: Sequence[BlockCosts], inputs: Way = Way.KEEP) -> float:
+    """Bytes at the peak when everything that can be is made again, block by block, from inputs kept in some way."""
     way = {True: Way.RECOMPUTE, False: Way.KEEP}
-    return peak_of_ways(
-        blocks, [{n: way[block.tape.items[n].repeatable] for n in _saved(block.tape)} for block in blocks]
-    )
+    ways = [{n: way[block.tape.items[n].repeatable] for n in saved_items(block.tape)} for block in blocks]
+    if inputs is not Way.KEEP:
+        ways = [
+            each | ({INPUT: inputs} if block.tape.movable_input else {})
+            for each, block in zip(ways, blocks, strict=True)
+        ]
+    return peak_of_ways(blocks, ways)
 
 
-def fastest_plan(
-    blocks: Sequence[BlockCosts],
-    budget: float,
-    compression: Compression | None = None,
-    link: Link | None = None,
-    ways: Sequence[Way] = tuple(Way),
-    time_limit: float = 20.0,
-    gap: float = 0.005,
-) -> MemoryPlan | None:
-    """The plan with the least extra seconds whose peak is within the budget; None where there is none.
-
-    Optimal within the relative `gap`, or the best that was found in `time_limit` seconds: the plan says how far it may
-    be from the best.
-    """
-    program = _Program(blocks, compression, link, ways)
-    found = program.solve(budget, time_limit, gap)
-    if found is None:
-        return None
-    chosen, seconds, distance = found
-    return MemoryPlan(tuple(chosen), seconds, peak_of_ways(blocks, chosen, program.bits), distance)
+def peak_when_streamed(blocks: Sequence[BlockCosts], way: Way, bits: float = 0.0) -> float:
+    """Bytes at the peak when everything that can wait elsewhere does, without any plan to follow."""
+    ways = [
+        dict.fromkeys(saved_items(block.tape), Way.KEEP)
+        | {n: way for n, sizes in block.movable.items() if way in sizes}
+        for block in blocks
+    ]
+    return peak_of_ways(blocks, ways, bits)
 
 
-def is_whole(block: BlockCosts, ways: Mapping[int, Way]) -> bool:
+def is_whole(block: BlockCosts, ways: Ways) -> bool:
     """Whether a block with these ways is made again all at once: nothing of it is stored, nothing is left out."""
     return block.whole is not None and bool(ways) and all(ways.get(n) is Way.RECOMPUTE for n in block.tape.items)
 
 
-@contextmanager
-def _silence() -> Iterator[None]:
-    """HiGHS prints some lines whatever it is told; standard output may be one JSON document."""
-    libc = ctypes.CDLL(None)
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        libc.fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+def is_streamed(block: BlockCosts, ways: Ways) -> bool:
+    """Whether what does not stay comes back by itself: nothing is made again."""
+    elsewhere = [way for way in ways.values() if way is not Way.KEEP]
+    return bool(block.moments and elsewhere) and Way.RECOMPUTE not in elsewhere
 
 
-def _saved(tape: Tape) -> list[int]:
+def saved_items(tape: Tape) -> list[int]:
     return [number for number, item in tape.items.items() if item.saved]
 
 
-def peak_of_ways(blocks: Sequence[BlockCosts], chosen: Sequence[Mapping[int, Way]], bits: float = 0.0) -> float:
-    """At the backward pass of each block: what all blocks up to it have stored, and all that it saves."""
+def peak_of_ways(blocks: Sequence[BlockCosts], chosen: Sequence[Ways], bits: float = 0.0) -> float:
+    """At the backward pass of each block: what all blocks up to it have stored, and what it needs beside that."""
     stored, peak, coming = 0.0, 0.0, 0.0
     for block, ways in zip(blocks, chosen, strict=True):
-        items = block.tape.items
-        again = sum(items[n].saved_bytes for n in _saved(block.tape) if ways[n] is not Way.KEEP)
-        planned = sum(_stored_bytes(items[n], way, bits) for n, way in ways.items())
-        stored += block.tape.input_bytes + (planned if again else block.tape.saved_bytes)
-        peak = max(peak, stored + again + block.temporary + coming)
-        coming = sum(items[n].bytes for n, way in ways.items() if way is Way.OFFLOAD)
+        tape, moved = block.tape, ways.get(INPUT)
+        stored += tape.input_bytes
+        if moved is not None:
+            stored += stored_bytes(tape, INPUT, tape.movable_input, moved, bits) - tape.movable_input
+        if is_streamed(block, ways):
+            stored += _streamed_bytes(block, ways, bits)
+            peak = max(peak, stored + _streamed_beside(block, ways) + coming)
+            coming = 0.0
+            continue
+        again = sum(tape.items[n].saved_bytes for n in saved_items(tape) if ways[n] is not Way.KEEP)
+        sizes = {n: tape.items[n].bytes for n in ways if n != INPUT}
+        planned = sum(stored_bytes(tape, n, size, ways[n], bits) for n, size in sizes.items())
+        stored += planned if again else tape.saved_bytes
+        back = tape.movable_input if moved else 0
+        beside = max(block.temporary, block.making) if again else block.temporary
+        peak = max(peak, stored + again + back + beside + coming)
+        coming = back + sum(size for n, size in sizes.items() if ways[n] is Way.OFFLOAD)
     return peak
 
 
-def _beside_saved(tape: Tape) -> int:
-    """Bytes that a plan stores with what is saved, because it stores all results of an operation or none."""
-    return sum(tape.items[number].bytes for number in _saved(tape)) - tape.saved_bytes
+def stored_bytes(tape: Tape, number: int, size: float, way: Way, bits: float) -> float:
+    """What stays on the device of so many bytes of an item, or of the input; what is drawn takes one bit in codes."""
+    if way is not Way.COMPRESS:
+        return size if way is Way.KEEP else 0.0
+    item = tape.items.get(number)
+    if item is None:
+        return size / tape.input_itemsize * bits / 8
+    return size / item.itemsize * (1 if item.drawn else bits) / 8
 
 
-def _stored_bytes(item: Item, way: Way, bits: float) -> float:
-    if way is Way.COMPRESS:
-        return item.bytes / item.itemsize * bits / 8
-    return item.bytes if way is Way.KEEP else 0.0
+def _streamed_bytes(block: BlockCosts, ways: Ways, bits: float) -> float:
+    """Stored of what a streamed block saves."""
+    stored = float(block.tape.saved_bytes)
+    for number, sizes in block.movable.items():
+        if number != INPUT and (size := sizes.get(ways[number])):
+            stored += stored_bytes(block.tape, number, size, ways[number], bits) - size
+    return stored
 
 
-class _Program:
-    """Columns: for each block and item its ways, then for each block whether it follows a plan at all, then for some
-    whether they are made again as a whole, then the seconds that either pass waits for the link."""
-
-    def __init__(
-        self,
-        blocks: Sequence[BlockCosts],
-        compression: Compression | None,
-        link: Link | None,
-        ways: Sequence[Way],
-    ):
-        self.blocks, self.compression, self.link = blocks, compression, link
-        self.bits = compression.bits if compression else 0.0
-        self.allowed = [way for way in Way if way in ways]
-        self.cost: list[float] = []
-        self.columns: list[dict[int, dict[Way, int]]] = []
-        for block in blocks:
-            self.columns.append({n: self._ways_of(item) for n, item in block.tape.items.items()})
-        self.planned = [self._column(block.overhead) for block in blocks]
-        self.whole = {
-            place: self._column(block.whole)
-            for place, block in enumerate(blocks)
-            if block.whole is not None and Way.RECOMPUTE in self.allowed
-        }
-        self.waits = [self._column(1.0), self._column(1.0)] if link else []
-        self.rows: list[dict[int, float]] = []
-        self.lower: list[float] = []
-        self.upper: list[float] = []
-
-    def solve(self, budget: float, time_limit: float, gap: float) -> tuple[list[dict[int, Way]], float, float] | None:
-        self._needs()
-        self._link()
-        self._memory(budget)
-        count, cost = len(self.cost), np.array(self.cost)
-        unit = cost.mean() or 1.0  # the solver's tolerances are absolute
-        whole = np.ones(count)
-        whole[self.waits] = 0
-        upper = np.ones(count)
-        upper[self.waits] = np.inf
-        with _silence():
-            found = milp(
-                cost / unit,
-                constraints=LinearConstraint(self._matrix(), self.lower, self.upper),
-                integrality=whole,
-                bounds=Bounds(np.zeros(count), upper),
-                options={"time_limit": time_limit, "mip_rel_gap": gap},
-            )
-        if found.x is None:
-            return None
-        return self._chosen(found.x), float(found.fun) * unit, float(found.mip_gap or 0.0)
-
-    def _column(self, cost: float) -> int:
-        self.cost.append(cost)
-        return len(self.cost) - 1
-
-    def _ways_of(self, item: Item) -> dict[Way, int]:
-        compression, cost = self.compression, {Way.KEEP: 0.0}
-        if item.repeatable:
-            cost[Way.RECOMPUTE] = item.seconds
-        if item.storable and self.link:
-            cost[Way.OFFLOAD] = 0.0
-        if item.storable and item.floating and compression:
-            cost[Way.COMPRESS] = compression.seconds_per_byte * item.bytes
-        allowed = [way for way in cost if way in self.allowed or way is Way.KEEP]
-        return {way: self._column(cost[way]) for way in allowed}
-
-    def _needs(self) -> None:
-        for place, (block, columns, planned) in enumerate(zip(self.blocks, self.columns, self.planned, strict=True)):
-            whole = {self.whole[place]: 1.0} if place in self.whole else {}
-            for number, item in block.tape.items.items():
-                ways = columns[number]
-                held = {column: 1.0 for column in ways.values()}
-                self._row(held | whole, 1.0 if item.saved else 0.0, 1.0)
-                if item.saved:
-                    self._row({ways[Way.KEEP]: 1.0, planned: 1.0} | whole, 1.0, np.inf)
-                if not item.storable:  # autograd itself can keep it, where nothing is planned
-                    self._row({ways[Way.KEEP]: 1.0, planned: 1.0}, 0.0, 1.0)
-                if Way.RECOMPUTE not in ways:
-                    continue
-                for source in item.reads:
-                    # made from codes it would not be the expectation of anything
-                    exact = {column: 1.0 for way, column in columns[source].items() if way is not Way.COMPRESS}
-                    self._row({**exact, ways[Way.RECOMPUTE]: -1.0}, 0.0, np.inf)
-
-    def _link(self) -> None:
-        if self.link is None:
-            return
-        moved = {
-            ways[Way.OFFLOAD]: block.tape.items[number].bytes / self.link.bytes_per_second
-            for block, columns in zip(self.blocks, self.columns, strict=True)
-            for number, ways in columns.items()
-            if Way.OFFLOAD in ways
-        }
-        passes = (sum(block.forward for block in self.blocks), sum(block.backward for block in self.blocks))
-        for wait, seconds in zip(self.waits, passes, strict=True):
-            self._row({**moved, wait: -1.0}, -np.inf, seconds)
-
-    def _memory(self, budget: float) -> None:
-        stored: dict[int, float] = {}
-        coming: dict[int, float] = {}
-        inputs = 0.0
-        for place, (block, columns, planned) in enumerate(zip(self.blocks, self.columns, self.planned, strict=True)):
-            beside = _beside_saved(block.tape)
-            inputs += block.tape.input_bytes - beside
-            stored[planned] = beside
-            if place in self.whole:
-                stored[self.whole[place]] = beside
-            again: dict[int, float] = {}
-            offloaded: dict[int, float] = {}
-            for number, ways in columns.items():
-                item = block.tape.items[number]
-                stored |= {column: _stored_bytes(item, way, self.bits) for way, column in ways.items()}
-                if item.saved:
-                    again[ways[Way.KEEP]] = -float(item.saved_bytes)
-                if Way.OFFLOAD in ways:
-                    offloaded[ways[Way.OFFLOAD]] = float(item.bytes)
-            row = {column: stored.get(column, 0.0) + again.get(column, 0.0) for column in stored | again}
-            left = budget - inputs - block.tape.saved_bytes - block.temporary
-            self._row({column: value / budget for column, value in (row | coming).items()}, -np.inf, left / budget)
-            coming = offloaded
-
-    def _row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
-        self.rows.append({column: value for column, value in entries.items() if value})
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-    def _matrix(self) -> coo_array:
-        entries = [(row, column, value) for row, each in enumerate(self.rows) for column, value in each.items()]
-        rows, columns, values = zip(*entries, strict=True)
-        return coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.cost))).tocsr()
-
-    def _chosen(self, x: np.ndarray) -> list[dict[int, Way]]:
-        again = {place for place, column in self.whole.items() if x[column] > 0.5}
-        return [
-            dict.fromkeys(columns, Way.RECOMPUTE)
-            if place in again
-            else {n: way for n, ways in columns.items() for way, column in ways.items() if x[column] > 0.5}
-            for place, columns in enumerate(self.columns)
-        ]
+def _streamed_beside(block: BlockCosts, ways: Ways) -> float:
+    """The most that a streamed block holds beside what it stores."""
+    handed = block.tape.handed
+    way_of = [Way.KEEP if each.owner is None else ways.get(each.owner, Way.KEEP) for each in handed]
+    carried = {place for place, way in enumerate(way_of) if way is Way.OFFLOAD}
+    elsewhere = carried | {p for p, way in enumerate(way_of) if way is Way.COMPRESS and not handed[p].is_small}
+    most = block.temporary
+    for moment in block.moments:
+        here = sum(handed[place].bytes for place in moment.here & elsewhere)
+        underway = next((place for place in moment.next if place in carried), None)
+        more = 0 if underway is None or underway in moment.here else handed[underway].bytes
+        most = max(most, moment.bytes + here + more)
+    return most

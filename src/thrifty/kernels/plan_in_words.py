@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from thrifty.core.activations.tape import Item
+from thrifty.core.activations.tape import INPUT, Item
 from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way, is_whole, peak_when_kept
 
 
@@ -16,8 +16,17 @@ def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
     return (
         f"activations of {len(blocks) - 1} blocks and the loss: {plan.peak / 1e6:,.2f} MB at the peak, "
         f"{kept / 1e6:,.2f} MB if all were kept; {done}; {plan.seconds * 1e3:,.1f} ms a step longer, of which a better "
-        f"plan could save {plan.gap:.1%}"
+        f"plan could save {plan.gap:.1%}; {_kind(plan)}"
     )
+
+
+def _kind(plan: MemoryPlan) -> str:
+    """Whether single tensors or the chain of blocks are planned, and why."""
+    kinds = ["decided tensor by tensor", "a schedule of whole blocks, which may run again several together"]
+    chosen, other = reversed(kinds) if plan.schedule else kinds
+    if plan.instead_of is None:
+        return f"{chosen}: {other} does not fit, or cannot be"
+    return f"{chosen}: {other} takes {plan.instead_of * 1e3:,.1f} ms"
 
 
 _DONE = {"keep": "kept", "compress": "compressed", "offload": "offloaded", "recompute": "made again"}
@@ -36,8 +45,10 @@ def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPl
         block, ways = blocks[places[0]], plan.ways[places[0]]
         items = block.tape.items
         if is_whole(block, ways):
-            lines.append(f"{together}: made again as a whole; costs {block.forward * 1e3:.2f} ms")
-        lines += [f"{together}: {_decision(items[number], way)}" for number, way in ways.items()]
+            lines.append(f"{together}: made again as a whole; costs {block.whole * 1e3:.2f} ms")
+        if INPUT in ways:
+            lines.append(f"{together}: input, {block.tape.movable_input / 1e6:.2f} MB: {ways[INPUT].value}")
+        lines += [f"{together}: {_decision(items[number], way)}" for number, way in ways.items() if number != INPUT]
     return lines
 
 

@@ -25,10 +25,10 @@ from thrifty.core.errors import IntegrityError, Refused
 
 
 class Chain:
-    """Watches the calls of these blocks and lets them keep what `schedule` says. It may be replaced between two forward
-    passes; a backward pass follows the schedule of its forward pass."""
+    """Watches the calls of these blocks and lets them keep what `schedule` says; None leaves them alone. It may be
+    replaced between two forward passes; a backward pass follows the schedule of its forward pass."""
 
-    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule):
+    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule | None):
         self.schedule = schedule
         self.instead: Callable[..., Any] | None = None
         """Answers calls in place of the blocks, while their costs are looked up."""
@@ -41,19 +41,21 @@ class Chain:
             wrap_call(block, self.call)
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.instead is None and not torch.is_grad_enabled():
+        schedule = self.schedule if torch.is_grad_enabled() else None
+        if self.instead is None and schedule is None:
             return inner(*args, **kwargs)
         refuse_writable(module, (args, kwargs))
         if self.instead is not None:
             return self.instead(module, inner, *args, **kwargs)
+        assert schedule is not None
         places = self.places[module]  # several where one block is used several times
         place = self._place = next((each for each in places if each > self._place), places[0])
         before = self._latest() if self._latest else None
-        do = self.schedule.first.get(place, Do.KEEP_INPUT)
+        do = schedule.first.get(place, Do.KEEP_INPUT)
         if do is Do.KEEP_ALL:
             self._latest = None
             return inner(*args, **kwargs)
-        call = Call(inner, place, self.schedule, args, kwargs, before if do is Do.PASS else None)
+        call = Call(inner, place, schedule, args, kwargs, before if do is Do.PASS else None)
         result = call.make(*args, **kwargs)
         self._latest = weakref.ref(call)
         return result

@@ -5,6 +5,7 @@ these only the ones that are needed: what is stored is put in its place, and wha
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -12,16 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.checkpoint import checkpoint
 
-from thrifty.core.activations.tape import Tape, is_counted, same_casts
+from thrifty.core.activations.saved import SMALLEST, kept_by
+from thrifty.core.activations.tape import INPUT, SMALL, Tape, is_counted, same_casts
 from thrifty.core.errors import IntegrityError
+from thrifty.core.recomputation import run_again
 
 Store = Callable[[Tensor], Callable[[], Tensor]]
 """Takes a tensor over and returns what gives it back."""
-
-SMALL = 8
-"""An operation's results that are so many times smaller than the largest are kept: the statistics of a norm."""
 
 
 def keep(tensor: Tensor) -> Callable[[], Tensor]:
@@ -30,7 +29,8 @@ def keep(tensor: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What happens to the items of a tape: stored in some way, or made again. An item in neither is not needed."""
+    """What happens to the items of a tape: stored in some way, or made again. An item in neither is not needed. Under
+    `INPUT` the way of the input, where that does not stay."""
 
     tape: Tape
     stored: Mapping[int, Store]
@@ -39,12 +39,19 @@ class BlockPlan:
     @property
     def is_plain(self) -> bool:
         """Whether autograd's own way is the plan: everything saved is kept."""
-        return all(self.stored.get(item.number) is keep for item in self.tape.items.values() if item.saved)
+        stay = all(self.stored.get(item.number) is keep for item in self.tape.items.values() if item.saved)
+        return stay and INPUT not in self.stored
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether nothing is made again: what was stored elsewhere comes back tensor by tensor."""
+        return not self.again and not self.is_plain
 
     @property
     def is_whole(self) -> bool:
         """Whether all of the block is made again at once: nothing is stored, left out or written beside it."""
-        return not self.stored and not self.tape.outside and self.again == self.tape.items.keys()
+        stored = self.stored.keys() - {INPUT}
+        return not stored and not self.tape.outside and self.again == self.tape.items.keys()
 
 
 def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -54,16 +61,52 @@ def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwar
     """
     if plan.is_plain:
         return function(*args, **kwargs)
-    if plan.is_whole:  # no single operation needs to be followed
-        with same_casts():
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
-    held = _Held()
+    if plan.is_streamed:
+        with same_casts(), kept_by(_Streaming(plan), SMALLEST):
+            return function(*args, **kwargs)
+    more: dict[str, Any] = {}
+    if not plan.is_whole:  # which needs no operation to be followed
+        held = _Held()
+        more["context_fn"] = lambda: (_Storing(plan, held), _Replaying(plan, held))
+    around = kept_by(_OfInput(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
+    with same_casts(), around:
+        return run_again(function, args, kwargs, **more)
 
-    def contexts() -> tuple[_Following, _Following]:
-        return _Storing(plan, held), _Replaying(plan, held)
 
-    with same_casts():
-        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+def large_alone(store: Store, size: int) -> Store:
+    """A store that keeps what is small beside this size."""
+    return lambda tensor: keep(tensor) if tensor.untyped_storage().nbytes() * SMALL <= size else store(tensor)
+
+
+class _Streaming:
+    """Hands each storage that a block saves to what was decided for it."""
+
+    def __init__(self, plan: BlockPlan):
+        self.plan, self.place = plan, 0
+
+    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+        handed, place = self.plan.tape.handed, self.place
+        self.place += 1
+        size = activation.untyped_storage().nbytes()
+        if place >= len(handed) or handed[place].bytes != size:
+            raise IntegrityError(
+                f"a block saves {size:,} bytes as tensor {place} for its backward pass, where others were planned",
+                fix="memory.recompute works on blocks that do something else each time",
+            )
+        owner = handed[place].owner
+        store = keep if owner is None else self.plan.stored.get(owner, keep)
+        return None if store is keep else store(activation)
+
+
+class _OfInput:
+    """Hands over the input of a block that runs again, where that was decided."""
+
+    def __init__(self, plan: BlockPlan, args: tuple):
+        self.store = plan.stored[INPUT]
+        self.input = args[0].untyped_storage()._cdata if args and isinstance(args[0], Tensor) else None
+
+    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+        return self.store(activation) if activation.untyped_storage()._cdata == self.input else None
 
 
 @dataclass

@@ -43,6 +43,16 @@ def kept_by(keeper: Keeper, smallest: int = SMALLEST) -> Iterator[None]:
         yield
 
 
+def whole_of(tensor: Tensor, smallest: int) -> Tensor | None:
+    """What a keeper is asked to take over where this tensor is saved: the whole of its storage. None where it is not
+    asked: for parameters, for small tensors, and where the storage is not that of one tensor."""
+    if tensor.numel() < smallest or is_parameter(tensor):
+        return None
+    whole = tensor if tensor._base is None else tensor._base
+    same = whole.dtype == tensor.dtype and whole.numel() * whole.element_size() == tensor.untyped_storage().nbytes()
+    return whole if same else None
+
+
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or one seen in another shape, order or number format."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
@@ -104,13 +114,13 @@ class _Pass:
         self.seen: dict[int, tuple[StorageWeakRef, int, _Kept | None]] = {}
 
     def pack(self, tensor: Tensor) -> "Tensor | _View | _Part":
-        if tensor.numel() < self.smallest or is_parameter(tensor):
-            return tensor
         if isinstance(tensor, DTensor):
+            if tensor.numel() < self.smallest or is_parameter(tensor):
+                return tensor
             held = self.pack(tensor.detach().to_local())
             return _Part(held, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
-        whole = tensor if tensor._base is None else tensor._base
-        if whole.dtype != tensor.dtype or whole.numel() * whole.element_size() != tensor.untyped_storage().nbytes():
+        whole = whole_of(tensor, self.smallest)
+        if whole is None:
             return tensor
         kept = self._kept(whole.detach())
         if kept is None:

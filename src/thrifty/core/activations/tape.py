@@ -6,7 +6,7 @@ What an operation makes, with what later operations write into it, is an `Item`;
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from thrifty.core.activations.saved import SMALLEST, whole_of
+
 UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 """Operations that write running statistics although their schema does not say so."""
+
+SMALL = 8
+"""An operation's results that are so many times smaller than the largest are kept: the statistics of a norm."""
+
+INPUT = -1
+"""Stands beside the numbers of items for what a block is given."""
 
 Where = Callable[[], str]
 """The name of the module that runs at the moment."""
@@ -55,6 +63,16 @@ class Item:
         return self.saved_bytes > 0
 
 
+class Handed(NamedTuple):
+    """A storage that autograd saves, as whoever keeps activations is handed it."""
+
+    owner: int | None
+    """Its item, or `INPUT`; None where it has to stay."""
+    bytes: int
+    is_small: bool = False
+    """Beside what its item makes, such as the statistics of a norm: not for codes."""
+
+
 @dataclass
 class Tape:
     """One call of a block."""
@@ -67,17 +85,29 @@ class Tape:
     items: dict[int, Item] = field(default_factory=dict)
     """By number, in the order in which they are made."""
     input_bytes: int = 0
+    movable_input: int = 0
+    """Of these, bytes of what the call before has made for this one alone."""
+    input_itemsize: int = 4
+    """Bytes of a number of that."""
+    handed: list[Handed] = field(default_factory=list)
+    """In the order of the forward pass."""
 
     @property
     def saved_bytes(self) -> int:
         return sum(item.saved_bytes for item in self.items.values())
 
 
-def record(function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where) -> tuple[Any, Tape]:
+def record(
+    function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where, movable: Tensor | None = None
+) -> tuple[Any, Tape]:
     """Run a function forward, with gradients, and return its result and its tape. Nothing is saved for a backward
-    pass, so there can be none."""
+    pass, so there can be none. Of its arguments only `movable` may wait elsewhere."""
     inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     recording = _Recording(inputs, cost, where)
+    if movable is not None:
+        recording.movable = movable.untyped_storage()._cdata
+        recording.tape.movable_input = movable.untyped_storage().nbytes()
+        recording.tape.input_itemsize = movable.element_size()
     with same_casts(), torch.autograd.graph.saved_tensors_hooks(recording.saves, _gone), recording:
         result = function(*args, **kwargs)
     return result, recording.tape
@@ -112,6 +142,8 @@ class _Recording(TorchDispatchMode):
         self.block = where()
         self.was_read: set[int] = set()
         self.seen_saved: set[int] = set()
+        self.seen_handed: dict[int, int] = {}
+        self.movable: int | None = None
         # weak references also keep addresses from being used again
         self.owners: dict[int, tuple[StorageWeakRef, int]] = {}
 
@@ -123,10 +155,22 @@ class _Recording(TorchDispatchMode):
         return result
 
     def saves(self, tensor: Tensor) -> None:
+        self.hands(tensor)
         owner, storage = self.owner(tensor), tensor.untyped_storage()
         if owner is not None and storage._cdata not in self.seen_saved:
             self.seen_saved.add(storage._cdata)
             self.tape.items[owner].saved_bytes += storage.nbytes()
+
+    def hands(self, tensor: Tensor) -> None:
+        whole = whole_of(tensor, SMALLEST)
+        if whole is None or self.seen_handed.get(whole.untyped_storage()._cdata) == whole._version:
+            return
+        storage, owner = whole.untyped_storage(), self.owner(whole)
+        self.seen_handed[storage._cdata] = whole._version
+        is_small = owner is not None and storage.nbytes() * SMALL <= self.tape.items[owner].bytes
+        if storage._cdata == self.movable:
+            owner = INPUT
+        self.tape.handed.append(Handed(owner, storage.nbytes(), is_small))
 
     def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items

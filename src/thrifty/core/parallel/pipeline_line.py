@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
@@ -21,6 +20,7 @@ from thrifty.core.objective import Objective, Prediction
 from thrifty.core.parallel.elsewhere import Passage
 from thrifty.core.parallel.stage_models import Loan, StageModel
 from thrifty.core.parallel.transit import receive, send, tell
+from thrifty.core.recomputation import run_again
 
 Kept = Callable[[StageModel, int], bool]
 """Whether a stage keeps the activations of the micro-batch of this number."""
@@ -113,7 +113,7 @@ class Line:
         """A block's forward pass, which is run again in the backward pass unless its activations are kept."""
         if self.keeping or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return run_again(inner, args, kwargs)
 
     @contextmanager
     def _as(self, stage: StageModel, received: Tensor | None) -> Iterator[Passage]:

@@ -48,12 +48,15 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
     """The same for many queries (n, k) over their keys (n, s, k), so many `rounds` (n,) each: (n, s) in float64.
 
     Heaps over sorted columns give products in the order of all of them, so those are sorted instead. A key that is not
-    `visible` (n, s) has products of zero.
+    `visible` (n, s) is not among them.
     """
-    n, s = visible.shape
-    products = (query[:, None, :] * keys).double().masked_fill(~visible[..., None], 0.0).flatten(1)
-    most = min(int(rounds.max()), products.shape[1])
-    highest, lowest = products.topk(most), products.topk(most, largest=False)
+    (n, s), hidden = visible.shape, ~visible[..., None]
+    products = (query[:, None, :] * keys).double()
+    rounds = torch.minimum(rounds, visible.sum(-1) * keys.shape[-1])
+    most = min(int(rounds.max()), products[0].numel())
+    highest, lowest = (
+        products.masked_fill(hidden, last).flatten(1).topk(most, largest=last < 0) for last in (-math.inf, math.inf)
+    )
     total, taken = products.new_zeros(n), torch.zeros(n, dtype=torch.int64, device=products.device)
     low = lowest.values
     for i in range(most):
@@ -63,6 +66,7 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
         total = total + torch.where(takes, low.gather(1, taken.clamp(max=most - 1)[:, None])[:, 0], 0.0)
         taken = taken + takes
     at = torch.arange(most, device=products.device)
+    # what a query has no round for may be of hidden keys, and infinite
     up = highest.values.clamp(min=0).masked_fill(at >= rounds[:, None], 0.0)
     down = low.clamp(max=0).masked_fill(at >= taken[:, None], 0.0)
     scores = products.new_zeros(n, s)

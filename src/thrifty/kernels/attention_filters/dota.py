@@ -41,10 +41,14 @@ def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
     return difference.sum((1, 2, 3)) / visible.expand_as(difference).sum((1, 2, 3)).clamp(min=1)
 
 
-def balanced_keys(scores: Tensor, count: int, visible: Tensor) -> Tensor:
-    """The keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 where it sees fewer."""
+def balanced_keys(scores: Tensor, count: int, visible: Tensor, counts: Tensor | None = None) -> Tensor:
+    """The keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 where it sees fewer; of those
+    only as many as `counts` (b,) has for each example."""
     best = scores.masked_fill(~visible, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
-    return torch.where(best.values > float("-inf"), best.indices, -1)
+    kept = best.values > float("-inf")
+    if counts is not None:
+        kept &= torch.arange(kept.shape[-1], device=kept.device) < counts[:, None, None, None]
+    return torch.where(kept, best.indices, -1)
 
 
 def keep_of(keys: Tensor, count: int) -> Tensor:

@@ -61,4 +61,7 @@ def exact_scores(q: Tensor, k: Tensor) -> Tensor:
 def refuse_other_lengths(t: int, s: int) -> None:
     """Raises UsageError where there are not as many queries as keys."""
     if t != s:
-        raise UsageError(f"{t} queries and {s} keys have no common order", fix="give as many of both: whole texts")
+        raise UsageError(
+            f"{t} queries and {s} keys have no common order",
+            fix="give whole texts, without a cache of earlier keys (use_cache=False)",
+        )

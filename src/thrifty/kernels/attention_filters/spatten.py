@@ -39,11 +39,13 @@ class Standing:
 
 @dataclass(frozen=True)
 class KeptShares:
-    """Of one block: the shares of the tokens of an input, of the heads, and of a query's keys whose values it takes."""
+    """Of one block: the shares of the tokens of an input, of the heads, and of a query's keys whose values it takes;
+    and, of the tokens that are kept, the share that are the latest up to the query."""
 
     tokens: float
     heads: float
     values: float
+    latest: float = 0.0
 
 
 def token_importance(probabilities: Tensor) -> Tensor:
@@ -106,11 +108,12 @@ def untouched(visible: Tensor, heads: int) -> Standing:
 
 
 def pruned(standing: Standing, visible: Tensor, keep: KeptShares) -> Standing:
-    """Without the keys and heads that mattered least so far; a query always keeps its own token (b, t, t)."""
+    """Without the keys and heads that mattered least so far; a query always keeps its own token, and the latest."""
     seen = visible.any(1)
-    own = torch.eye(seen.shape[-1], dtype=torch.bool, device=seen.device)
     count = share_of(seen.sum(-1, keepdim=True), keep.tokens)
-    alive = cascade(standing.tokens, standing.alive & seen, count, own)
+    place = torch.arange(seen.shape[-1], device=seen.device)
+    back = place[:, None] - place
+    alive = cascade(standing.tokens, standing.alive & seen, count, (back >= 0) & (back < share_of(count, keep.latest)))
     working = cascade(standing.heads, standing.working, max(round(keep.heads * standing.heads.shape[-1]), 1))
     return Standing(standing.tokens, alive, standing.heads, working)
 

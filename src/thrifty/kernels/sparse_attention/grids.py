@@ -66,7 +66,8 @@ def scattered_grid(
     seen = column <= row if causal else column >= 0
     others = seen & ~kept
     if drawn and side:
-        ticket = torch.where(others, _mixed(row * side + column, seed), -1)
+        # by places alone, so that a row draws the same blocks of its past in a shorter text
+        ticket = torch.where(others, _mixed(row * 2**16 + column, seed), -1)
         best = ticket.topk(min(drawn, side), dim=-1)
         chosen = torch.zeros_like(kept).scatter(-1, best.indices, best.values >= 0)
         kept = kept | chosen
@@ -74,33 +75,6 @@ def scattered_grid(
     return BlockGrid(
         coded(kept[None, None], sight, block), block, _scattered_count(side, near, first, drawn, causal), sight
     )
-
-
-def best_blocks(scores: Tensor, kept: int, block: int, sight: Sight) -> BlockGrid:
-    """Of scores (b, h, T, S) of blocks, the `kept` highest of each row that can be seen, and each block itself where
-    the sight is causal: its own past may lie nowhere else."""
-    rows, columns = _places(scores)
-    some, _ = sight.visible_blocks(rows, columns, block)
-    ranked = scores.masked_fill(~some, float("-inf"))
-    if sight.causal:
-        ranked = ranked.masked_fill(rows == columns, float("inf"))
-    best = ranked.topk(min(kept, scores.shape[-1]), dim=-1)
-    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values > float("-inf"))
-    side, count = scores.shape[-2], 0
-    for row in range(side):
-        count += min(kept, row + 1 if sight.causal else scores.shape[-1])
-    return BlockGrid(coded(chosen, sight, block), block, count, sight)
-
-
-def grid_of(keep: Tensor, block: int) -> BlockGrid:
-    """The blocks of a mask (b or 1, h or 1, t, s) in which some pair is kept. The pairs themselves are to be given as
-    a mask beside it; blocks that are kept whole need it as well."""
-    t, s = keep.shape[-2:]
-    rows, columns = blocks_of(t, block), blocks_of(s, block)
-    padded = torch.nn.functional.pad(keep, (0, columns * block - s, 0, rows * block - t))
-    kept = padded.unflatten(-1, (columns, block)).unflatten(-3, (rows, block)).any(-1).any(-2)
-    count = int(kept.sum((-1, -2)).max()) if kept.numel() else 0
-    return BlockGrid(torch.where(kept, WHOLE, NONE).to(torch.int8), block, count)
 
 
 def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:

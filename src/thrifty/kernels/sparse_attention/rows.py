@@ -1,4 +1,4 @@
-"""Attention over single kept pairs: so many keys for every query, or any mask.
+"""Attention over single kept pairs: so many keys for every query.
 
 Scores are computed at kept pairs alone, head by head, by the sparse products of `kernels/sparse/csr.py`, in compiled
 code where there is a compiler. Held for the backward pass are inputs, output, one number a query, and which pairs are
@@ -22,13 +22,6 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(f"kept keys are {keys.dtype} of {tuple(keys.shape)}", fix="give int64 (b or 1, h or 1, t, m)")
     return torch.ops.thrifty.row_attention(*as_autocast(q, k, v), keys, _scale(q, scale))[0]
-
-
-def mask_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float | None = None) -> Tensor:
-    """The same over the pairs that a mask (b or 1, h or 1, t, s) has. Its work is counted as if all were kept."""
-    if keep.dtype != torch.bool or keep.ndim != 4:
-        raise UsageError(f"a mask of {keep.dtype} {tuple(keep.shape)}", fix="give bool (b or 1, h or 1, t, s)")
-    return torch.ops.thrifty.row_attention(*as_autocast(q, k, v), keep, _scale(q, scale))[0]
 
 
 def csr_of_rows(keys: Tensor, count: int) -> Csr:
@@ -68,8 +61,7 @@ def _heads(q: Tensor, k: Tensor, keep: Tensor):
             at = (i % keep.shape[0], j % keep.shape[1])
             if at not in patterns:
                 patterns.clear()  # one at a time, unless all share it
-                own = keep[at]
-                patterns[at] = Csr.of(own) if own.dtype == torch.bool else csr_of_rows(own, k.shape[2])
+                patterns[at] = csr_of_rows(keep[at], k.shape[2])
             yield (i, j), (i, j // shared), patterns[at]
 
 

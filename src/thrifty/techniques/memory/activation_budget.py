@@ -2,16 +2,16 @@
 
 Paper     Checkmate's program (Jain et al. 2020, arXiv 1910.02653) within blocks, with offload as in POFO (Beaumont et
           al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697), and with compression as a further way.
-Promise   activations within the budget, at the least extra time that the costs of single operations predict.
+Promise   activations within the budget, at the least extra time that the costs of single operations predict: of a plan
+          for single tensors and the best schedule of whole blocks (Beaumont et al. 2019) the faster one.
 Cost      one forward pass to learn from and a moment to solve; each operation of a planned block passes through Python,
           unless the block is made again as a whole. Both are measured, and the plan chooses: 8 GPT-2 blocks of width
           128 took 1.31 of the plain step within half of the memory on a busy CPU, and 1.44 with operations alone.
 Does not  change any value unless `bits` allows compression (numerics: exact); rename any parameter.
-Avoid     when the model fits: the plan is then to keep everything. Below one block's saved tensors and the inputs of
-          all others nothing is possible: `memory.optimal_recompute` goes on from there, as `memory.offload_activations`
-          does where a link is fast, which brings back a few tensors at a time.
+Avoid     when the model fits: the plan is then to keep everything. What is saved outside of the blocks stays.
 Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
-          counted, so that a resumed run makes the same plan.
+          counted, so that a resumed run makes the same plan; not for certain where the solver ran out of time, which
+          a gap of more than 0.5 % in the explanation tells.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,32 +21,32 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.autograd.graph import get_gradient_edge
 
 from thrifty.core.accounting import StepTrace
+from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
 from thrifty.core.activations.overheads import measured_overheads
 from thrifty.core.activations.rehearsal import Rehearsal, rehearsing
-from thrifty.core.activations.replay import BlockPlan, Store, keep, run_planned
-from thrifty.core.activations.tape import Cost, Item, Tape
+from thrifty.core.activations.replay import BlockPlan, keep, run_planned
+from thrifty.core.activations.tape import Cost, Tape, same_casts
 from thrifty.core.batches import Batch
 from thrifty.core.bounds import Bound
 from thrifty.core.errors import Infeasible
 from thrifty.core.memories.tiers import tier_for
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.ranks import from_first_rank, ranks
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.activation_stores import Bits, OnTier, bytes_per_second, coded, stored_bits
+from thrifty.kernels.activation_stores import Bits, OnTier, block_plan, bytes_per_second, stored_bits
+from thrifty.kernels.best_plan import Allowed, agreed, best_plan, least_peak
 from thrifty.kernels.memory_plan import (
     BlockCosts,
     Compression,
     Link,
     MemoryPlan,
-    Way,
-    fastest_plan,
-    least_peak,
+    costs_of,
+    is_streamed,
     peak_when_kept,
 )
 from thrifty.kernels.plan_in_words import decisions, summary
@@ -68,6 +68,10 @@ class Planner:
     def __init__(self, settings: "ActivationBudget"):
         self.settings = settings
         self.plans: dict[Any, tuple[list[BlockCosts], MemoryPlan]] = {}
+        self.blocks: list[str] = []
+        """Names, in the order of the model."""
+        self.chain: Chain | None = None
+        """Of the same blocks, where they may be made again together."""
         self.current: list[BlockPlan] = []
         self.called = 0
         self.elsewhere: OnTier | None = None
@@ -80,8 +84,12 @@ class Planner:
         if self.called == len(self.current):  # nothing is trained: evaluation, sampling
             return inner(*args, **kwargs)
         place, self.called = self.called, self.called + 1
+        if self.chain and self.chain.schedule:
+            with same_casts():
+                return inner(*args, **kwargs)
         if self.elsewhere:
             self.elsewhere.settle(place - 2)
+            self.elsewhere.end_stream(place - 1)
         return run_planned(self.current[place], inner, args, kwargs)
 
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
@@ -91,18 +99,25 @@ class Planner:
         if self.settings.offload != "never":
             self.elsewhere = OnTier(tier_for(self.settings.offload, batch.weight, self.settings.folder))
         self.current, self.called = self.block_plans(*self.plans[key]), 0
+        if self.chain:
+            self.chain.schedule = self.plans[key][1].schedule
         try:
             return objective.predict(model, batch)
         finally:
+            if self.chain:
+                self.chain.schedule = None
             for place in range(self.called if self.elsewhere else 0):
                 self.elsewhere.settle(place)
+                self.elsewhere.end_stream(place)
             self.current, self.called, self.elsewhere = [], 0, None
 
     def plan(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[list[BlockCosts], MemoryPlan]:
         learned, rest = self.rehearse(objective, model, batch)
         counted = self.settings.cost is counted_seconds or batch.weight.device.type != "cpu"
         overheads = OVERHEADS if counted else measured_overheads()
-        blocks = [_costs(*each, overheads) for each in zip(learned.tapes, learned.temporary, strict=True)]
+        blocks = [costs_of(*each, overheads) for each in zip(learned.tapes, learned.held, strict=True)]
+        if self.chain is None or learned.names != self.blocks or hasattr(model, "losing_cores"):
+            blocks = [replace(block, stage=None) for block in blocks]
         blocks.append(rest)  # comes last and has nothing to decide
         plan = agreed(self.settings.solve(blocks, batch.weight.device), blocks)
         for line in (summary(blocks, plan), *decisions(learned.names, blocks, plan)):
@@ -113,32 +128,31 @@ class Planner:
         """What the blocks do, and what everything else holds: what is saved outside of them, and the loss."""
         known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
         try:
-            with rehearsing(model, self.settings.cost) as self.rehearsal, StepTrace(*known) as live:
+            streams = bool(self.settings.bits) or self.settings.offload != "never"
+            with rehearsing(model, self.settings.cost, streams) as self.rehearsal, StepTrace(*known) as live:
                 prediction = objective.predict(model, batch)
+                self.rehearsal.settle()
                 outside = live.peak = live.now
-                objective.losses(prediction, batch)
+                ends = [end for end in (prediction.hidden, prediction.given) if end is not None and end.requires_grad]
+                edges = [get_gradient_edge(end) for end in ends]
+                loss = (objective.losses(prediction, batch) * batch.weight).sum()
+                del prediction, ends  # as in a step, where the loss alone holds what it needs
+                if edges:  # none where nothing but the head is trained
+                    torch.autograd.grad(loss, edges, allow_unused=True)
+                del loss
                 rest = BlockCosts(Tape(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
-                del prediction
             return self.rehearsal, rest
         finally:
             self.rehearsal = None
 
     def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
         """What one forward pass follows."""
-        key = self._key_of_pass()
-
-        def store(place: int, item: Item, way: Way) -> Store:
-            if way is Way.OFFLOAD and self.elsewhere:
-                return self.elsewhere.store(place)
-            if way is Way.COMPRESS:
-                return coded(self.settings.bits, f"{key}/{place}/{item.number}", item.drawn)
-            return keep
-
-        found = []
+        key, found = self._key_of_pass(), []
         for place, (block, ways) in enumerate(zip(blocks[:-1], plan.ways, strict=False)):
-            items = block.tape.items
-            stored = {n: store(place, items[n], way) for n, way in ways.items() if way is not Way.RECOMPUTE}
-            found.append(BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys())))
+            elsewhere = keep
+            if self.elsewhere:
+                elsewhere = self.elsewhere.stream(place) if is_streamed(block, ways) else self.elsewhere.store(place)
+            found.append(block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
         return found
 
     def _key_of_pass(self) -> str:
@@ -146,30 +160,6 @@ class Planner:
         seed = torch.initial_seed()
         self.seed, self.passes = seed, self.passes + 1 if seed == self.seed else 0
         return f"{seed}/{self.passes}"
-
-
-def _costs(tape: Tape, temporary: int, overheads: tuple[float, float]) -> BlockCosts:
-    one_by_one, as_a_whole = (each * len(tape.operations) for each in overheads)
-    forward = sum(item.seconds for item in tape.items.values())
-    repeatable = not tape.outside and all(item.repeatable for item in tape.items.values())
-    whole = forward + as_a_whole if repeatable else None
-    return BlockCosts(tape, temporary, one_by_one, forward, 2 * forward, whole)
-
-
-def agreed(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
-    """The first rank's plan on all ranks: what was measured differs, and they must gather weights together."""
-    if ranks() == 1:
-        return plan
-    order = tuple(Way)
-    items = [(place, number) for place, block in enumerate(blocks) for number in block.tape.items]
-    with _disable_current_modes():  # a plan is real where tensors are fake
-        mine = [order.index(plan.ways[place][n]) if n in plan.ways[place] else -1 for place, n in items]
-        codes = from_first_rank(torch.tensor(mine)).tolist()
-    chosen: list[dict[int, Way]] = [{} for _ in blocks]
-    for (place, number), code in zip(items, codes, strict=True):
-        if code >= 0:
-            chosen[place][number] = order[code]
-    return replace(plan, ways=tuple(chosen))
 
 
 class Planned(Around):
@@ -216,10 +206,14 @@ class ActivationBudget(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         planner = Planner(self)
-        for name, blocks in find_stacks(model).items():
+        stacks = find_stacks(model)
+        for name, blocks in stacks.items():
             for place, block in enumerate(blocks):
-                wrap_forward(block, partial(planner.run, f"{name}.{place}"))
+                planner.blocks.append(f"{name}.{place}")
+                wrap_forward(block, partial(planner.run, planner.blocks[-1]))
             note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
+        if self.recompute:
+            planner.chain = Chain([block for blocks in stacks.values() for block in blocks], None)
         model.activation_planner = planner  # type: ignore[assignment]
         return model
 
@@ -232,18 +226,20 @@ class ActivationBudget(Technique):
 
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
         """The fastest plan for these blocks; raises Infeasible where a budget in bytes allows none."""
-        kept, least = peak_when_kept(blocks), least_peak(blocks)
+        allowed = Allowed(self.recompute, self._compression(device), self._link(device))
+        kept, least = peak_when_kept(blocks), least_peak(blocks, allowed)
         budget = self.bytes * kept if self.bytes <= 1 else self.bytes
         if self.bytes <= 1 and self.recompute:
             budget = max(budget, least)
-        ways = [Way.KEEP, Way.COMPRESS, Way.OFFLOAD] + [Way.RECOMPUTE] * self.recompute
-        plan = fastest_plan(blocks, budget, self._compression(device), self._link(device), ways)
+        plan = best_plan(blocks, budget, allowed)
         if plan is None:
-            more = f"--set techniques.{self.name}.bytes={least * 1.02:.3g}, or memory.optimal_recompute instead"
+            may_be = {"made again": self.recompute, "moved": allowed.link, "compressed": allowed.compression}
+            given_up = " or ".join(words for words, is_allowed in may_be.items() if is_allowed)
+            more = f"bytes={least * 1.02:.3g}" if self.recompute else "recompute=true, or more bytes"
             raise Infeasible(
-                f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything made again "
-                f"they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
-                fix=more if self.recompute else f"--set techniques.{self.name}.recompute=true, or more bytes",
+                f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything "
+                f"{given_up or 'kept'} they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
+                fix=f"--set techniques.{self.name}.{more}",
             )
         return plan
 

@@ -23,18 +23,12 @@ from torch.utils._pytree import tree_leaves
 
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chain_costs import survey
-from thrifty.core.activations.chains import ChainCost, Do, Operation, Schedule
+from thrifty.core.activations.chains import ChainCost, Schedule
 from thrifty.core.bounds import Bound
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.chain_schedule import least_bytes, optimal_schedule, simulate
-
-
-def plain_schedule(blocks: int) -> list[Operation]:
-    """Everything is kept and nothing computed again."""
-    keep = [Operation(Do.KEEP_ALL, index) for index in range(blocks)]
-    return keep + [Operation(Do.BACKWARD, index) for index in reversed(range(blocks))]
+from thrifty.kernels.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:
@@ -42,7 +36,7 @@ def bytes_allowed(budget: float, chain: ChainCost) -> int:
     possible where that is more."""
     if budget > 1:
         return int(budget)
-    _, peak = simulate(chain, plain_schedule(len(chain)))
+    _, peak = simulate(chain, periodic_schedule(len(chain), len(chain)))
     return max(int(budget * peak), least_bytes(chain))
 
 

@@ -19,28 +19,28 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from thrifty.core.activations.chain_calls import Chain
 from thrifty.core.activations.chains import Schedule
 from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.operations import FLOPS_OF
+from thrifty.core.recomputation import run_again
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.chain_schedule import periodic_schedule
 
 
-def run_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """A forward pass whose intermediate tensors are dropped and computed again when the backward pass needs them."""
-    return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """A block's forward pass whose intermediate tensors are computed again when the backward pass needs them."""
+    return run_again(inner, args, kwargs)
 
 
 def run_again_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """The same, except that results of matrix products and attention stay."""
-    contexts = partial(create_selective_checkpoint_contexts, keep_products)
-    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return run_again(inner, args, kwargs, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -83,7 +83,7 @@ class Recompute(Technique):
             blocks = [block for stack in stacks.values() for block in stack]
             note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")
             return model
-        wrapper = run_again_between_products if self.schedule == "selective" else run_again
+        wrapper = run_again_between_products if self.schedule == "selective" else run_block_again
         for name, stack in stacks.items():
             for block in list(stack)[:: self.every]:
                 wrap_forward(block, wrapper)
