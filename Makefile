@@ -3,32 +3,34 @@ PYTHON ?= python3
 EXTRAS ?= test
 VENV := .venv
 BIN := $(VENV)/bin
+# one for each choice of extras, so that another choice is installed when it is asked for
+TESTED := $(VENV)/tested-$(EXTRAS)
 
 .PHONY: demo test test-slow explore lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/thrifty demo
 
-# one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
-WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")
+# two more workers than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 2, 8))")
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
-test: $(VENV)/tested lint
+test: $(TESTED) lint
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=25
 
-test-slow: $(VENV)/tested
+test-slow: $(TESTED)
 	$(PYTEST) -m slow
 
-explore: $(VENV)/tested
+explore: $(TESTED)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "hypothesis and not slow" --hypothesis-profile=explore
 
-lint: $(VENV)/tested
+lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-bench: $(VENV)/tested
+bench: $(TESTED)
 	export OMP_WAIT_POLICY=PASSIVE; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done; \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-nano --vocabulary 4096 && \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-micro --length 256 --batch 32 --vocabulary 4096
@@ -38,7 +40,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-$(VENV)/tested: $(VENV)/installed
+$(TESTED): $(VENV)/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from thrifty.core import mesh
 from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
@@ -107,12 +107,31 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
         if model:
-            return model()
+            return built(model)
         return build_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     plain = Plain(build, data.train, objective)
     steps = steps or _steps(recipe, plain, device, data.counted_as)
     return Prepared(recipe, data, compose(plain, recipe.techniques, steps, device))
+
+
+def built(build: BuildModel) -> nn.Module:
+    """The model that a user's own function builds. Raises UsageError where the function fails, or gives none."""
+    function = getattr(build, "func", build)  # what a partial calls
+    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', function)}"
+    try:
+        model = build()
+    except (ThriftyError, MemoryError, torch.OutOfMemoryError):  # these say themselves what to do
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{name} builds no model: {type(error).__name__}: {error}",
+            fix="mend it until it can be called without arguments, also more than once",
+        ) from error
+    if not isinstance(model, nn.Module):
+        what = f"{name} gives a {type(model).__name__}, and no torch.nn.Module"
+        raise UsageError(what, fix="return the model itself")
+    return model
 
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, RunData]:

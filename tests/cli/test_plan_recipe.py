@@ -4,7 +4,7 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
@@ -73,15 +73,20 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(command, words, catch_exceptions=False)
 
 
+def counting(words: Sequence[str]) -> Sequence[str]:
+    """Without running steps, which a plan for a cluster does not do anyway."""
+    return words if "--cluster" in words else (*words, "--no-probe")
+
+
 def plan(*words: str) -> dict[str, Any]:
-    result = run(*words, "--no-probe", "--json")
+    result = run(*counting(words), "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
 
 def refused(*words: str) -> ThriftyError:
     with pytest.raises(ThriftyError) as error:
-        run(*words, "--no-probe")
+        run(*counting(words))
     assert error.value.fix
     return error.value
 
@@ -211,6 +216,9 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("text", "--model", "json:dmps"), "json has no function 'dmps'", "dumps"),
         (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "leave the mesh out"),
         (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
+        (("text", "--cluster", "h100-box", "--finalists", "2"), "--finalists is for plans of this machine", "leave"),
+        (("text", "--cluster", "h100-box", "--seconds", "3"), "--seconds is for plans of this machine", "leave"),
+        (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe is for plans of this machine", "leave"),
         (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk is for plans of one device", "leave it out"),
         (
             ("text", "--model", "json:dumps", "--out", "x.toml", "--export", "script"),

@@ -1,12 +1,16 @@
 """What an arm can be, and which may not be compared."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from comparing.simulated_runs import arms
 from thrifty.comparing.arms import read_arms
 from thrifty.core.errors import UsageError
+from thrifty.recipes import load_tables
 from thrifty.recipes.layers import Layers
-from thrifty.recipes.toml import recipe_to_data
+from thrifty.recipes.toml import recipe_to_data, write_recipe
 from thrifty.recipes.vision import vit_digits
 
 
@@ -26,6 +30,17 @@ def test_an_arm_may_be_a_recipe_and_have_a_name() -> None:
     baseline, arm, other = arms("small steps: vit-digits techniques.optimizers.adamw.lr=1e-3", "+growth.stacking")
     assert (arm.label, other.label, arm.folder, other.folder) == ("small steps", "+growth.stacking", "arm-1", "arm-2")
     assert arm.against(baseline) == {"added": [], "removed": [], "changed": ["optimizers.adamw"]}
+
+
+def test_an_arm_may_be_a_file_whose_name_has_spaces(tmp_path: Path) -> None:
+    file = tmp_path / "two words" / "of a plan.toml"
+    file.parent.mkdir()
+    file.write_text(write_recipe(replace(vit_digits(), seed=7)))
+    lay = lambda name: Layers().lay(name, load_tables(name))  # noqa: E731
+    baseline = Layers().lay("vit-digits", recipe_to_data(vit_digits()))
+    for text, label in ((f"planned: {file}", "planned"), (str(file), str(file))):
+        _, arm = read_arms([text], baseline, lay)
+        assert (arm.label, arm.recipe.seed) == (label, 7)
 
 
 def test_a_rate_is_changed_alone() -> None:

@@ -19,7 +19,7 @@ from thrifty.comparing.check import check, check_run
 from thrifty.comparing.check_labels import labels
 from thrifty.comparing.check_ranks import smaller_mesh
 from thrifty.comparing.check_runs import farthest, relative
-from thrifty.comparing.check_verdicts import Verdict
+from thrifty.comparing.check_verdicts import PromiseVerdict
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused, UsageError
@@ -68,7 +68,7 @@ class FromTwelveOn(Technique):
         return source
 
 
-def verdict_of(one: Technique) -> Verdict:
+def verdict_of(one: Technique) -> PromiseVerdict:
     found = check_run(plain_run, with_optimizer([one]))
     (verdict,) = [verdict for verdict in found if verdict.about == one.name]
     return verdict

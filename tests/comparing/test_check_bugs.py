@@ -19,19 +19,19 @@ from comparing.small_recipes import sharded_digits
 from rank_processes import on_ranks
 from thrifty.comparing.check import check, check_run
 from thrifty.comparing.check_ranks import work_as_rank
-from thrifty.comparing.check_verdicts import Verdict
+from thrifty.comparing.check_verdicts import PromiseVerdict
 from thrifty.core.sparse.masks import Masks
 from thrifty.core.technique import Technique
 from thrifty.core.transforms import Slots
 from tiny_runs import plain_run, technique, with_optimizer
 
 
-def verdicts(*techniques: Technique) -> dict[tuple[str, str], Verdict]:
+def verdicts(*techniques: Technique) -> dict[tuple[str, str], PromiseVerdict]:
     found = check_run(plain_run, with_optimizer(techniques))
     return {(verdict.promise, verdict.about): verdict for verdict in found}
 
 
-def broken(*techniques: Technique) -> dict[tuple[str, str], Verdict]:
+def broken(*techniques: Technique) -> dict[tuple[str, str], PromiseVerdict]:
     return {name: verdict for name, verdict in verdicts(*techniques).items() if verdict.outcome == "broken"}
 
 
@@ -102,5 +102,5 @@ def test_a_run_that_fails_is_a_verdict_and_no_traceback() -> None:
     class Failing(technique("optimizers.clip").__class__):
         backward = raising
 
-    found: Sequence[Verdict] = [*broken(Failing()).values()]
+    found: Sequence[PromiseVerdict] = [*broken(Failing()).values()]
     assert [(one.promise, one.measured) for one in found] == [("it trains", "ValueError: nobody expected this")]

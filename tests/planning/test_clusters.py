@@ -167,6 +167,21 @@ def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short
         planner().plan()
 
 
+@pytest.mark.parametrize(
+    ("wanted", "what", "fix"),
+    [
+        ({"tokens": 16 * BATCH - 1.0}, f"tokens does not fit one step of {16 * BATCH}", f"--tokens {16 * BATCH}"),
+        ({"seconds": 1e-9}, "1e-09 s does not fit one step", "--hours"),
+    ],
+)
+def test_a_budget_below_one_step_is_refused_with_what_would_pay_for_one(
+    wanted: dict[str, float], what: str, fix: str
+) -> None:
+    with pytest.raises(Infeasible, match=what) as error:
+        planner(wanted=Wanted(allow=Numerics.ROUNDING, **wanted)).plan()
+    assert fix in error.value.fix
+
+
 def test_time_and_cost_follow_from_the_budget() -> None:
     plan = planner(wanted=Wanted(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
     assert plan.steps == 50 and plan.recipe.budget.tokens == 16 * BATCH * 50
@@ -203,7 +218,14 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         ("nodes = 3", "node = 3", "'node', which a cluster has not"),
         ("nodes = 3", "", "does not say nodes"),
         ('"nvlink4"', '"nvlink9"', "unknown link 'nvlink9'"),
-        ("memory = 8e10", "", "is no device"),
+        ("memory = 8e10", "", r"own\.toml.*is no device: device\.memory is missing"),
+        ("memory = 8e10", "memory = nan", r"own\.toml.*device\.memory is nan"),
+        ("memory = 8e10", "memory = true", r"own\.toml.*device\.memory is True"),
+        ("memory = 8e10", "memory = 8e10\nspeed = 1.0", r"own\.toml.*device has no 'speed'"),
+        ("{ bfloat16 = 1e15, float32 = 1e14 }", "{}", r"own\.toml.*device\.flops has no rate"),
+        ("{ bfloat16 = 1e15, float32 = 1e14 }", "2.5", r"own\.toml.*device\.flops is 2\.5, and no table"),
+        ("bfloat16 = 1e15", "bfloat16 = -2.5", r"own\.toml.*device\.flops\.bfloat16 is -2\.5"),
+        ("bandwidth = 5e10", "bandwidth = inf", r"own\.toml.*between\.bandwidth is inf"),
         ("latency = 5e-6", 'latency = "low"', "is no link"),
         ("latency = 5e-6", "latency = -1.0", "is no link"),
         ("bandwidth = 5e10", "bandwidth = 0.0", "is no link"),

@@ -13,6 +13,7 @@ from thrifty.core.errors import Infeasible
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget
 from thrifty.planning.candidates import Candidate
+from thrifty.planning.forecasts import refuse_no_step
 from thrifty.planning.ledger import Record
 from thrifty.planning.plans import Planner, Wanted
 from thrifty.planning.predict import Timing
@@ -57,6 +58,23 @@ def test_what_takes_longer_than_it_may_is_refused_with_what_would_do() -> None:
     assert "--hours" in error.value.fix
     planner = replace(PLANNER, wanted=Wanted(tokens=1e12, seconds=1.1 * forecast.seconds.value))
     planner.wanted.refuse_late(forecast.seconds)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "what", "fix"),
+    [
+        (Wanted(tokens=16 * BATCH - 1.0), f"tokens does not fit one step of {16 * BATCH}", f"--tokens {16 * BATCH}"),
+        (Wanted(seconds=17.5), r"starting is forecast to take 17 s and a step 1\.25 s", "--hours"),
+    ],
+)
+def test_a_budget_below_one_step_is_refused_with_what_would_pay_for_one(wanted: Wanted, what: str, fix: str) -> None:
+    candidates = searching(math.inf, time=lambda candidate, bar: TIMING)
+    budget = wanted.budget(PLANNER.recipe.budget, 1.0)
+    found = PLANNER.forecast(candidates.run(), budget, NONE)
+    with pytest.raises(Infeasible, match=what) as error:
+        refuse_no_step(budget, found.steps.value, found.step.value, 16.0 * BATCH, found.startup)
+    assert fix in error.value.fix
+    refuse_no_step(Budget(seconds=20.0), 2.0, 1.25, 16.0 * BATCH, 17.0)
 
 
 def test_what_was_only_counted_is_not_judged_by_what_processes_held() -> None:

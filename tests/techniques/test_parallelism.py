@@ -103,15 +103,17 @@ def test_what_each_rank_holds_and_sends_is_predicted() -> None:
     strategies = [technique("parallelism.replicate"), *(technique("parallelism.shard", **each) for each in settings)]
     for replicate, *sharded in on_ranks(2, predicted, strategies):
         before, after = replicate
-        whole, at_once = before.parameters, before.outside + before.block
+        whole, block, share = before.parameters, before.block, after
         assert 0 < before.outside < whole == before.gradients and whole == before.outside + 4 * before.block
         assert (after.parameters, after.gradients, after.optimizer) == (whole, whole, 2 * whole)
         assert after.traffic == whole
-        gathered = [whole, whole, at_once, whole / 2]
-        for zero, (_, after), temporary in zip((1, 2, 3, 2), sharded, gathered, strict=True):
+        assert before.activations / 2 < share.activations < before.activations and before.peak / 2 < share.peak
+        in_a_block = (share.inside + share.peak) / 2 + before.outside + 3.5 * block
+        peaks = [share.peak + whole, share.peak + whole, in_a_block, share.peak + whole / 2]
+        for zero, (_, after), peak in zip((1, 2, 3, 2), sharded, peaks, strict=True):
             assert (after.parameters, after.optimizer) == (whole / 2, whole)
             assert after.gradients == (whole if zero == 1 else whole / 2)
-            assert after.temporary == before.temporary / 2 + temporary
+            assert after.peak == peak
         assert [after.traffic for _, after in sharded] == [whole, whole, (3 * whole - before.outside) / 2, 0.75 * whole]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from image_runs import PIXELS, autoencoder_run, image_run
 from pair_runs import pair_run
 from thrifty.core.compose import Plain, compose
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.kernels.resizing import resized_patches
 from thrifty.techniques.growth.patch_size import PatchSize
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
@@ -113,3 +113,13 @@ def test_patches_of_another_size_than_the_log_says_are_noticed() -> None:
     state.model.embedding.patch_size = 2
     with pytest.raises(IntegrityError, match="a side of 2, the run's log says 4 times the final 2"):
         run.verify(state)
+
+
+def test_images_that_grow_in_steps_smaller_than_the_first_patches_are_refused_with_what_to_set() -> None:
+    grows = technique("growth.resolution", start=0.5, until=3, multiple=2, phases=3)
+    run = compose(image_run(), with_optimizer([HALVING, grows]), 4)
+    with pytest.raises(
+        UsageError, match="made smaller, to 4 x 4 pixels, cannot be cut into patches of 8 x 8"
+    ) as refused:
+        advance(run, run.start())
+    assert "growth.resolution.multiple=8" in refused.value.fix and "data.size" not in refused.value.fix

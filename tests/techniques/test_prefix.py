@@ -1,5 +1,6 @@
 """Prefix tuning against its paper and against peft."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from thrifty.models.attention import full_attention
 from thrifty.models.presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.peft_files import save_adapter
 from thrifty.techniques.adapters.prefix import Prefix, attend_with_prefix, body_of, collapse, keys_and_values, prefix_of
 from thrifty.techniques.adapters.prompt import Prompt
 from thrifty.techniques.memory.recompute import Recompute
@@ -33,8 +35,9 @@ def pefts(model: Any, hidden: int) -> Any:
 
 
 @torch.no_grad()
-def take_theirs(model: nn.Module, encoder: Any) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Give our model the values of peft's encoder; for each of its parameters, ours that make it up."""
+def take_theirs(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Give our model the values of peft's encoder; for each of its parameters, ours that make it up. `order` says whose
+    block's prefix each part is, where it is not the blocks' own."""
     pairs: dict[str, list[torch.Tensor]] = {}
     named = dict(model.named_parameters())
     last_words = {
@@ -47,6 +50,8 @@ def take_theirs(model: nn.Module, encoder: Any) -> dict[str, tuple[torch.Tensor,
     for name, parameter in encoder.named_parameters():
         dim = 1 if name == "embedding.weight" else 0
         pairs[name] = [own for path, own in named.items() if path.rpartition(".")[2] in last_words[name]]
+        if order and len(pairs[name]) == len(order):
+            pairs[name] = [pairs[name][block] for block in order]
         for own, value in zip(pairs[name], parameter.chunk(len(pairs[name]), dim), strict=True):
             own.copy_(value)
     return {name: tuple(own) for name, own in pairs.items()}
@@ -83,6 +88,106 @@ def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
     for more in ({}, {"position_ids": positions}):
         found = model(input_ids=TOKENS, attention_mask=keep, labels=labels, **more).loss
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def two_ended(kind: str) -> Any:
+    """A tiny model of transformers that is no decoder, the same at every call, in eval mode."""
+    sizes = {"vocab_size": 300, "initializer_range": 0.2}
+    bart = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": LENGTH}
+    bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "t5":
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=300, **t5)).eval()
+        if kind == "bart":
+            bart_like = transformers.BartConfig(**sizes, **bart, **heads, init_std=0.2)
+            return transformers.BartForConditionalGeneration(bart_like).eval()
+        config = transformers.AutoConfig.for_model(kind, **sizes, **bert, max_position_embeddings=LENGTH)
+        return transformers.AutoModel.from_config(config).eval()
+
+
+@pytest.mark.parametrize("hidden", [0, HIDDEN])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "t5", "bart"])
+def test_of_encoders_and_of_two_sided_models_too(kind: str, hidden: int) -> None:
+    """Masks and all; a two-sided model has prefixes in the decoder's attention to itself. peft 0.21 gives its block i
+    of three the prefix 2i mod 3; of an even number of blocks it leaves half of the prefixes out.
+    """
+    two_sided = kind in ("t5", "bart")
+    network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
+    task = "SEQ_2_SEQ_LM" if two_sided else "FEATURE_EXTRACTION"
+    config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=COUNT, **network)
+    if two_sided:
+        config.num_layers = 3  # peft takes the encoder's depth for both
+    keep = torch.ones_like(TOKENS)
+    keep[0, 9:] = 0
+    later = {"decoder_input_ids": TOKENS[:, 3:9], "decoder_attention_mask": keep[:, 5:11]} if two_sided else {}
+    inputs = {"input_ids": TOKENS + 2, "attention_mask": keep} | later
+    wanted_model = peft.get_peft_model(two_ended(kind), config).eval()
+    encoder = wanted_model.prompt_encoder["default"]
+    wanted = wanted_model(**inputs)[0]
+    wanted.square().mean().backward()
+    model = Prefix(tokens=COUNT, hidden=hidden).model(two_ended(kind)).eval()
+    pairs = take_theirs(model, encoder, [0, 2, 1] if two_sided else ())
+    found = model(**inputs)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(found, two_ended(kind)(**inputs)[0], atol=1e-2)
+    found.square().mean().backward()
+    for name, parameter in encoder.named_parameters():
+        gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
+    """It has two stacks, and attends to no encoder."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    tower = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**sizes, vocab_size=300)
+    config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=299)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    before = model(input_ids=TOKENS).logits
+    model = Prefix(tokens=3, hidden=0).model(model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        f"model.language_model.layers.{block}.prefix" for block in range(2)
+    ]
+    found = model(input_ids=TOKENS).logits
+    assert found.shape == before.shape and not torch.allclose(found, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "bart"])
+def test_encoders_and_two_sided_models_compute_their_blocks_again(kind: str) -> None:
+    gradients, texts = [], (TOKENS, TOKENS[:, :5]) if kind != "bert" else (TOKENS,)
+    for again in (False, True):
+        model = Prefix(tokens=4, hidden=8).model(two_ended(kind))
+        model = Recompute().model(model) if again else model
+        model(*texts[:1], **({"decoder_input_ids": texts[1]} if texts[1:] else {}))[0].square().mean().backward()
+        gradients.append(body_of(model).prefix_in.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+def test_a_model_that_computes_its_blocks_again_itself_is_refused() -> None:
+    """It would leave out its cache, and the prefix with it."""
+    model = Prefix(tokens=3).model(theirs("gpt2"))
+    model.gradient_checkpointing_enable()
+    model.eval()(input_ids=TOKENS)
+    with pytest.raises(UsageError, match="computes its blocks again itself"):
+        model.train()(input_ids=TOKENS)
+
+
+def test_what_neither_it_nor_peft_reaches_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes))
+    distilbert = transformers.DistilBertModel(
+        transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4)
+    )
+    for model in (vit, distilbert):
+        with pytest.raises(Refused, match="nor a cache of keys and values"):
+            Prefix().model(model)
+    t5 = Prefix(tokens=3, hidden=0).model(two_ended("t5"))
+    with pytest.raises(Refused, match="prefixes for the blocks of a decoder"):
+        save_adapter(t5, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])
@@ -175,8 +280,6 @@ def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> N
 
 
 def test_what_it_cannot_work_with_is_refused() -> None:
-    with pytest.raises(Refused, match="neither attention with a replaceable core nor a cache"):
-        Prefix().model(transformers.BertForMaskedLM(transformers.BertConfig(hidden_size=32, num_attention_heads=4)))
     model = Prefix(tokens=2).model(theirs("gpt2"))
     with pytest.raises(UsageError, match="64 positions, 2 of them virtual tokens', and was given 63"):
         model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
@@ -184,6 +287,9 @@ def test_what_it_cannot_work_with_is_refused() -> None:
     cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
     with pytest.raises(UsageError, match="cannot go on from a cache"):
         model(input_ids=TOKENS, past_key_values=cache)
+    with pytest.raises(UsageError, match="cannot go on from a cache"):
+        model.generate(TOKENS, max_new_tokens=2)  # it would see one token at a time
+    assert model.generate(TOKENS, max_new_tokens=2, use_cache=False).shape == (2, TOKENS.shape[1] + 2)
 
 
 @pytest.fixture(scope="module")

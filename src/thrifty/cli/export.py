@@ -68,7 +68,7 @@ def command(
 
 def _keep_ticket(run: Path, file: Path, step: int | None, as_json: bool) -> None:
     from thrifty.cli.telling import print_json
-    from thrifty.lottery import keep_ticket
+    from thrifty.tickets import keep_ticket
 
     density, sha256 = keep_ticket(run, file, step)
     if as_json:

@@ -39,10 +39,11 @@ def own_model(name: str) -> OwnModel:
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"--model {name}: {module_name} cannot be imported: {error}", fix="start where `import` finds it"
-        ) from error
+    except Exception as error:  # whatever the user's own code raises
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0])
+        what = f"--model {name}: {module_name} cannot be imported: {type(error).__name__}: {error}"
+        mend = f'mend it: python -c "import {module_name}" says where'
+        raise UsageError(what, fix="start where `import` finds it" if is_missing else mend) from error
     build = getattr(module, function, None)
     if not callable(build):
         near = [word for word, thing in vars(module).items() if callable(thing)]

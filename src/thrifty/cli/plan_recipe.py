@@ -37,11 +37,9 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
     "--allow", type=click.Choice(ALLOWED), default="exact", show_default=True, help="What may change of values."
 )
 @click.option("--price", type=float, help="Of an hour of this machine, in any currency: also tells the cost.")
-@click.option("--probe/--no-probe", default=True, help="Whether steps are run, or only counted.")
-@click.option(
-    "--seconds", type=float, default=20.0, show_default=True, help="How long the steps of one probe may take."
-)
-@click.option("--finalists", type=click.IntRange(1), default=4, show_default=True, help="Candidates that are run.")
+@click.option("--probe/--no-probe", default=None, help="Whether steps are run, or only counted.  [default: probe]")
+@click.option("--seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
+@click.option("--finalists", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
 @click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
 @click.option("--ranks", type=click.IntRange(1), help="With --cluster: devices; all of them unless given.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the recipe here, ready for thrifty train.")
@@ -61,9 +59,9 @@ def of_recipe(
     flops: float | None,
     allow: str,
     price: float | None,
-    probe: bool,
-    seconds: float,
-    finalists: int,
+    probe: bool | None,
+    seconds: float | None,
+    finalists: int | None,
     cluster: str | None,
     ranks: int | None,
     **options: Any,
@@ -95,10 +93,13 @@ def of_recipe(
             "--export script writes the model that a recipe names, and --model names one of your own",
             fix="leave --export script out; the other exports work",
         )
+    probing: dict[str, Any] = {"probe": probe, "seconds": seconds, "finalists": finalists}
+    probing = {name: value for name, value in probing.items() if value is not None}
     if cluster is not None:
+        _refuse_probes(probing)
         _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
         return
-    plan = planned(chosen, wanted, model, probe, seconds, finalists, quiet=as_json)
+    plan = planned(chosen, wanted, model, **probing, quiet=as_json)
     written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
     written += write_exports(exports, plan, out) if out is not None else []
     if as_json:
@@ -117,6 +118,19 @@ def _start(model: OwnModel | None) -> str:
 
 def _named(model: OwnModel | None) -> list[str]:
     return [] if model is None else [f"model    {model.name}, which is given to thrifty.run.train as model="]
+
+
+def _refuse_probes(given: dict[str, Any]) -> None:
+    """Raises UsageError for options about steps that are run, of which a plan for a cluster has none."""
+    from thrifty.core.errors import UsageError
+
+    if given:
+        name, value = next(iter(given.items()))
+        option = "--no-probe" if value is False else f"--{name}"
+        raise UsageError(
+            f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
+            fix=f"leave {option} out",
+        )
 
 
 def _on_cluster(

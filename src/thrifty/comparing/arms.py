@@ -1,5 +1,6 @@
 """Arms of a comparison: recipes, or what is changed of the first one."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -59,8 +60,8 @@ class Arm:
 
 
 def read_arms(texts: Sequence[str], baseline: Layers, lay: Callable[[str], Layers]) -> tuple[Arm, ...]:
-    """The baseline, and an arm for each text: words separated by spaces, of which the first may name a recipe and all
-    others change it or the baseline.
+    """The baseline, and an arm for each text: a recipe's file, or words separated by spaces, of which the first may
+    name a recipe and all others change it or the baseline.
 
         +NAME:KEY=VALUE,…   adds a technique       -NAME   takes one out       PATH=VALUE   sets any value
 
@@ -90,8 +91,9 @@ def read_arms(texts: Sequence[str], baseline: Layers, lay: Callable[[str], Layer
 
 
 def _read(text: str, folder: str, baseline: Layers, lay: Callable[[str], Layers]) -> Arm:
-    name, colon, changes = text.partition(": ")
-    label, words = (name.strip(), changes.split()) if colon else (text.strip(), text.split())
+    name, colon, rest = text.partition(": ")
+    label, changes = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
+    words = [changes] if os.path.isfile(changes) else changes.split()  # a file's name may have spaces
     if not label or not words:
         raise UsageError(f"arm {text!r} is empty", fix="leave it out, or say what it changes: +NAME, -NAME, PATH=VALUE")
     is_recipe = not words[0].startswith(("+", "-")) and "=" not in words[0]

@@ -22,7 +22,7 @@ from thrifty.comparing.check_flow import Held, gradient_flow
 from thrifty.comparing.check_ranks import PROMISE, Start, across_ranks, smaller_mesh
 from thrifty.comparing.check_resume import Saving, resumes
 from thrifty.comparing.check_runs import DIVIDING, Subject, follow, in_a_line
-from thrifty.comparing.check_verdicts import Checked, Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import Checked, PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.compose import Composition, Plain
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
@@ -66,7 +66,7 @@ def check(
         return prepare(alone, model, steps, quiet=True).run.plain
 
     subject = Subject(reopened, small.techniques, steps, small.seed, prepared.run.device)
-    verdicts: list[Verdict] = []
+    verdicts: list[PromiseVerdict] = []
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
         here = Path(folder)
         objective, batch = prepared.run.plain.objective, prepared.run.source.at(0)
@@ -81,7 +81,7 @@ def check(
 
 def check_run(
     open_plain: Callable[[], Plain], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
-) -> tuple[Verdict, ...]:
+) -> tuple[PromiseVerdict, ...]:
     """The same for a plain run that was put together by hand and is opened afresh at each call: all but the verdicts
     that need a recipe (labels, export, ranks)."""
     subject = Subject(open_plain, tuple(techniques), steps, seed)
@@ -89,10 +89,10 @@ def check_run(
         return tuple(_of_run(subject, Path(folder), lambda text: None))
 
 
-Finish = Callable[[Composition, TrainState], Verdict]
+Finish = Callable[[Composition, TrainState], PromiseVerdict]
 
 
-def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[Verdict]:
+def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
     """The run as it is to be, then each promise. `finish` may use the trained model up."""
     yield data_order(subject)
     held, saving = Held(), Saving(folder, subject.steps // 2)
@@ -136,7 +136,7 @@ def _blamed(text: str, subject: Subject) -> str:
 
 
 def _export(subject: Subject, recipe: Recipe, prepared: Prepared, folder: Path) -> Finish:
-    def exported(run: Composition, state: TrainState) -> Verdict:
+    def exported(run: Composition, state: TrainState) -> PromiseVerdict:
         return export_round_trip(subject, recipe, prepared.data.ends, run, state, folder)
 
     return exported
@@ -144,7 +144,7 @@ def _export(subject: Subject, recipe: Recipe, prepared: Prepared, folder: Path) 
 
 def _of_ranks(
     subject: Subject, recipe: Recipe, folder: Path, model: BuildModel | None, wanted: bool, start: Start | None
-) -> Verdict:
+) -> PromiseVerdict:
     if not wanted:
         return not_applicable(PROMISE, "ranks", "left out as asked")
     if model is not None and subject.dividing:

@@ -18,7 +18,7 @@ from thrifty.comparing.check_runs import (
     relative,
     undrawn,
 )
-from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.compose import Composition
@@ -37,7 +37,7 @@ WEIGHTS = 1e-4
 """How far from 1 the weights of an effective batch may sum up to."""
 
 
-def data_order(subject: Subject) -> Verdict:
+def data_order(subject: Subject) -> PromiseVerdict:
     """Whether the batch of a step depends on nothing but the step: only then is a resumed run given what it would have
     been given."""
     promise = "data by step"
@@ -61,7 +61,7 @@ def data_order(subject: Subject) -> Verdict:
     return holds(promise, "data", f"{len(steps)} batches, the same in any order; the weights of each sum to 1")
 
 
-def accumulation(subject: Subject, run: Composition, state: TrainState) -> Verdict:
+def accumulation(subject: Subject, run: Composition, state: TrainState) -> PromiseVerdict:
     """Whether a step's gradient is that of the whole effective batch at once, examples weighing differently."""
     promise, model = "one big batch", _model(state)
     batch, allowed = unequal(run.source, subject), _allowed(run)
@@ -81,7 +81,7 @@ def accumulation(subject: Subject, run: Composition, state: TrainState) -> Verdi
     return broken(promise, "gradients", text, fix)
 
 
-def out_of_memory(subject: Subject, run: Composition, state: TrainState) -> Verdict:
+def out_of_memory(subject: Subject, run: Composition, state: TrainState) -> PromiseVerdict:
     """Whether a run that answers a lack of memory by smaller micro-batches still trains on its effective batch, in that
     step and in the next."""
     promise, model = "batch when memory is short", _model(state)

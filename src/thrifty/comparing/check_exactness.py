@@ -19,7 +19,7 @@ from thrifty.comparing.check_runs import (
     overrides,
     relative,
 )
-from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Numerics, Technique
 
@@ -33,7 +33,7 @@ MOST = 0.25
 """No gradient may be farther off than this, whatever was promised: a factor of two must show."""
 
 
-def exactness(subject: Subject, whole: Trace) -> Iterator[Verdict]:
+def exactness(subject: Subject, whole: Trace) -> Iterator[PromiseVerdict]:
     """A verdict for each technique that promises values, and one for all of them together. `whole` is the run as it is
     to be, which need not be trained again."""
     promising = [one for one in subject.alone if one.numerics is not Numerics.DIFFERENT]
@@ -57,7 +57,7 @@ class _References:
         self.rounded = [one for one in self.settled if not _enlarges(one)]
         self.known: dict[tuple[str, ...], tuple[Trace, bool]] = {}
 
-    def verdict(self, chosen: Sequence[Technique]) -> Verdict:
+    def verdict(self, chosen: Sequence[Technique]) -> PromiseVerdict:
         about = chosen[0].name if len(chosen) == 1 else "all of these together"
         exact = all(one.numerics is Numerics.EXACT for one in chosen)
         # each by itself where rounding stays small; together as the recipe has it
@@ -101,7 +101,7 @@ def _enlarges(one: Technique) -> bool:
     return is_low(one) or any(overrides(one, seam) for seam in ("changes", "batches")) or one.stage.label == "attention"
 
 
-def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique]) -> Verdict:
+def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique]) -> PromiseVerdict:
     promised = "bit for bit the run without it was promised"
     pairs = zip(zip(found.losses, found.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True)
     for step, (mine, theirs) in enumerate(pairs, start=1):
@@ -118,7 +118,7 @@ def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique
     return holds("exact", about, f"losses, gradient norms and {len(then)} tensors of {steps} steps, bit for bit")
 
 
-def _within(about: str, found: Trace, wanted: Trace, tolerance: float, chosen: Sequence[Technique]) -> Verdict:
+def _within(about: str, found: Trace, wanted: Trace, tolerance: float, chosen: Sequence[Technique]) -> PromiseVerdict:
     loss = relative(found.losses[0], wanted.losses[0])
     later = max((relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=True)), default=0.0)
     gradient, whose = farthest(found.first, wanted.first)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.comparing.check_runs import Subject, in_a_line, is_low, overrides, undrawn
-from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.compose import Composition
 from thrifty.core.ends import Ends, ImageEnds, PairEnds
 from thrifty.core.errors import Refused
@@ -23,7 +23,7 @@ NEAR_IN_16_BITS = 2e-2
 
 def export_round_trip(
     subject: Subject, recipe: Recipe, ends: Ends, run: Composition, state: TrainState, folder: Path
-) -> Verdict:
+) -> PromiseVerdict:
     """Exports the model of a state into a folder, takes its techniques off for that, and loads it again. The state's
     model is used up."""
     promise, about = "export", "model"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thrifty.comparing.check_runs import Subject, Trace, follow, gradients_of, overrides
-from thrifty.comparing.check_verdicts import Verdict, broken, holds
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds
 from thrifty.core.backward import plain_backward
 from thrifty.core.sparse.masks import SLOT, masks_in
 from thrifty.core.stages import HOW
@@ -18,7 +18,7 @@ NEEDED = 3
 """Steps after which a parameter that starts behind one of zeros (LoRA's A behind B) has had its turn."""
 
 
-def gradient_flow(subject: Subject, trace: Trace) -> Verdict:
+def gradient_flow(subject: Subject, trace: Trace) -> PromiseVerdict:
     """Whether every parameter that is to be trained was given a gradient in some step; why others were not."""
     starved = {name for name, steps in trace.steps_of.items() if steps >= NEEDED and name not in trace.reached}
     reasons = _frozen(subject, trace.state)
@@ -112,7 +112,7 @@ class Held:
         self.zeros = {name: zero for name, zero in self.zeros.items() if bool(zero.any())}
         self.looked += 1
 
-    def verdict(self, state: TrainState) -> Iterator[Verdict]:
+    def verdict(self, state: TrainState) -> Iterator[PromiseVerdict]:
         """Whether the optimizer keeps no momentum of what is held at zero; nothing where nothing is."""
         assert state.optimizer is not None
         optimizer, worst = state.optimizer, ""

@@ -6,7 +6,7 @@ from itertools import groupby
 
 import torch
 
-from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings, Recipe
@@ -23,7 +23,7 @@ SHOWN = 600
 """Characters of an example that are shown."""
 
 
-def labels(objective: Objective, batch: Batch) -> Verdict:
+def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
     """Whether each example of a batch has predictions that count; `objective` is the plain one."""
     if not isinstance(objective, TokenCrossEntropy):
         return not_applicable(PROMISE, "labels", "the loss is not one of tokens: every example counts by its weight")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from thrifty.comparing.check_exactness import GRADIENTS, IN_16_BITS, LATER, MOST
 from thrifty.comparing.check_runs import DIVIDING, DRAWING, Subject, farthest, follow, in_a_line, is_low, relative
-from thrifty.comparing.check_verdicts import Verdict, broken, holds, not_applicable
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.recipe import Recipe
 from thrifty.preparing import mesh_sizes, prepare
@@ -52,7 +52,7 @@ def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 
-def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | None = None) -> Verdict:
+def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
     """Trains the recipe's steps over the ranks of its mesh (no axis longer than 2) and in this process without what
     divides the work, and compares. Raises UsageError where the mesh and the techniques do not go together."""
     mesh, count = smaller_mesh(recipe)
@@ -75,7 +75,7 @@ def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | 
     return _compared(subject, read_seen(folder, count), Seen(alone.losses, alone.first), count, names)
 
 
-def _compared(subject: Subject, seen: Seen | None, alone: Seen, count: int, fix: str) -> Verdict:
+def _compared(subject: Subject, seen: Seen | None, alone: Seen, count: int, fix: str) -> PromiseVerdict:
     if seen is None:
         return broken(PROMISE, ABOUT, f"{count} ranks do not agree on the loss of a step", fix)
     tolerance = sum(one.tolerance for one in subject.techniques)

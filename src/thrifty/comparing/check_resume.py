@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from thrifty.comparing.check_runs import Subject, Trace, advance, in_a_line
-from thrifty.comparing.check_verdicts import Verdict, broken, holds
+from thrifty.comparing.check_verdicts import PromiseVerdict, broken, holds
 from thrifty.core.compose import Composition
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Technique
@@ -27,7 +27,7 @@ class Saving:
             checkpoint.save(self.folder, state.step, state.tensors(), state.scalars())
 
 
-def resumes(subject: Subject, trace: Trace, saved: Saving) -> Verdict:
+def resumes(subject: Subject, trace: Trace, saved: Saving) -> PromiseVerdict:
     """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
     promise, about = "resume", "checkpoint"
     again = replace(subject, techniques=tuple(renewed(one) for one in subject.techniques))

@@ -7,7 +7,7 @@ Outcome = Literal["holds", "broken", "not applicable"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PromiseVerdict:
     promise: str
     """What was promised, in a word: "exact", "rounding", "gradients reach every parameter" and so on."""
     about: str
@@ -19,16 +19,16 @@ class Verdict:
     """Of a broken promise: the smallest thing to do."""
 
 
-def holds(promise: str, about: str, measured: str) -> Verdict:
-    return Verdict(promise, about, "holds", measured)
+def holds(promise: str, about: str, measured: str) -> PromiseVerdict:
+    return PromiseVerdict(promise, about, "holds", measured)
 
 
-def broken(promise: str, about: str, measured: str, fix: str) -> Verdict:
-    return Verdict(promise, about, "broken", measured, fix)
+def broken(promise: str, about: str, measured: str, fix: str) -> PromiseVerdict:
+    return PromiseVerdict(promise, about, "broken", measured, fix)
 
 
-def not_applicable(promise: str, about: str, why: str) -> Verdict:
-    return Verdict(promise, about, "not applicable", why)
+def not_applicable(promise: str, about: str, why: str) -> PromiseVerdict:
+    return PromiseVerdict(promise, about, "not applicable", why)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Checked:
     """A recipe after its check."""
 
     name: str
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PromiseVerdict, ...]
     cuts: tuple[str, ...]
     """What of the recipe was made smaller for the check."""
     preview: tuple[str, ...]
@@ -44,7 +44,7 @@ class Checked:
     seconds: float
 
     @property
-    def broken(self) -> tuple[Verdict, ...]:
+    def broken(self) -> tuple[PromiseVerdict, ...]:
         return tuple(verdict for verdict in self.verdicts if verdict.outcome == "broken")
 
     @property

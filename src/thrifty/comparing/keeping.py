@@ -4,17 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thrifty.core.errors import UsageError
+from thrifty.studies.keeping import refuse_overwriting
 from thrifty.training.durable import Durable
 from thrifty.training.run_folder import RunFolder
 
 
 def refuse_existing(file: Path) -> None:
     """Raises UsageError where a kept result would be overwritten."""
-    if file.suffix != ".json":
-        raise UsageError(f"--keep {file} is not a .json file", fix="--keep results/comparisons/NAME/DEVICE.json")
-    if file.exists():
-        raise UsageError(f"{file} exists already", fix="remove it first, or keep the result under another name")
+    refuse_overwriting("results/comparisons/NAME/DEVICE.json", file)
 
 
 def keep_comparison(result: Mapping[str, Any], file: Path) -> None:

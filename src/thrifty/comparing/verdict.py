@@ -12,7 +12,7 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ArmVerdict:
     """Of one arm against the baseline, by held-out losses at the end of paired runs: lower is better."""
 
     verdict: Word
@@ -45,7 +45,7 @@ def judge(
     arms: int = 1,
     effect: float = 0.01,
     used: float | None = 1.0,
-) -> Verdict:
+) -> ArmVerdict:
     """Held-out losses of the seeds in order, None for a run that failed. `arms` is how many arms the baseline is
     compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
     the arm spent of what was to be equal, as a multiple of the baseline's.
@@ -62,7 +62,7 @@ def judge(
     failed = planned - len(pairs)
     if not pairs:
         said = f"undecided: all {planned} pairs failed"
-        return Verdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
+        return ArmVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
     differences = [second - first for first, second in pairs]  # type: ignore[operator]
     found = paired(differences, alpha, confidence)
     mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
@@ -81,7 +81,7 @@ def judge(
         word, said = "no difference", _unseen(found, mean, effect, needed)
     if used is not None and word == _explained_by(used):
         word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
-    return Verdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
+    return ArmVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
 
 
 def _explained_by(used: float) -> Word | None:

@@ -77,6 +77,8 @@ class StepTrace(TorchDispatchMode):
         super().__init__()
         self.now, self.peak, self.flops = 0, 0, 0
         self.paused = False
+        self.watch: Callable[[int], None] | None = None
+        """Told after each operation how many bytes are alive."""
         self._alive: dict[int, int] = {}
         """Bytes of each storage that is alive."""
         self._watches: dict[int, weakref.finalize] = {}
@@ -113,6 +115,8 @@ class StepTrace(TorchDispatchMode):
                 self._see(tensor.untyped_storage())
         if not _sums_gradients(func):
             self.peak = max(self.peak, self.now)
+            if self.watch is not None:
+                self.watch(self.now)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -164,23 +168,58 @@ class _Marking(Around):
         return losses
 
 
-class _Handed:
-    """While open, knows the most bytes that one block hands to the next."""
+class _Passes:
+    """While open, follows forward and backward passes through blocks: what those hand on and keep, and the most that is
+    alive beside complete gradients."""
 
-    def __init__(self, blocks: Sequence[nn.Module]):
-        self.blocks, self.bytes = blocks, 0
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], live: StepTrace):
+        self.blocks, self.live = blocks, live
+        self.hidden = self.saved = 0
+        """Bytes that a block hands to the next, at most; that all of them keep of their first forward pass."""
+        self.peak = self.peak_inside = 0
+        """The most at any time; from when the first gradient of a block is complete."""
+        self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+        self._complete: set[nn.Parameter] = set()
+        self._begun: set[nn.Module] = set()
+        self._ended: set[nn.Module] = set()
+        self._aside, self._is_inside = 0, False
 
     def __enter__(self) -> Self:
-        self.hooks = [block.register_forward_hook(self.see) for block in self.blocks]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._completed) for parameter in self._learned]
+        self._hooks += [block.register_forward_pre_hook(self._begins) for block in self.blocks]
+        self._hooks += [block.register_forward_hook(self._ends) for block in self.blocks]
+        self.live.watch = self._see
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for hook in self.hooks:
+        self.live.watch = None
+        for hook in self._hooks:
             hook.remove()
 
-    def see(self, block: nn.Module, args: tuple, output: Any) -> None:
+    def _see(self, now: int) -> None:
+        self.peak = max(self.peak, now - self._aside)
+        if self._is_inside:
+            self.peak_inside = max(self.peak_inside, now - self._aside)
+
+    def _completed(self, parameter: nn.Parameter) -> None:
+        self._is_inside |= parameter in self._of_blocks
+        if parameter not in self._complete and parameter.grad is not None:
+            self._complete.add(parameter)
+            self._aside += tensor_bytes(parameter.grad)
+
+    def _begins(self, block: nn.Module, args: tuple) -> None:
+        self._is_inside = False
+        if block not in self._begun:
+            self._begun.add(block)
+            self.saved -= self.live.now
+
+    def _ends(self, block: nn.Module, args: tuple, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        self.bytes = max(self.bytes, tensor_bytes(hidden))
+        self.hidden = max(self.hidden, tensor_bytes(hidden))
+        if block not in self._ended:
+            self._ended.add(block)
+            self.saved += self.live.now
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -222,13 +261,14 @@ def count_step(
     state = [*model.parameters(), *(tensor for tensors in optimizer.slots.values() for tensor in tensors)]
     given = [*batch.fields.values(), batch.weight]
     blocks = blocks_of(model)
-    with uncollected(), _Handed(blocks) as handed, built or StepTrace() as live:
+    with uncollected(), built or StepTrace() as live:
         live.know(*state, *model.buffers(), *given)
         buffers, before = live.held_besides(*state, *given), live.now
         live.peak = before
-        marking = _Marking(objective, live)
-        outcome: Outcome = backward(model, marking, batch)
-        del outcome
+        marking, passes = _Marking(objective, live), _Passes(model, blocks, live)
+        with passes:
+            outcome: Outcome = backward(model, marking, batch)
+            del outcome
         flops = live.flops
         for optimizer.updates in updates:
             with suppress(DataDependentOutputException, DynamicOutputShapeException):
@@ -243,11 +283,14 @@ def count_step(
         outside=parameters - sum(sizes),
         block=max(sizes, default=0),
         vectors=sum(tensor_bytes(p) for name, p in model.named_parameters() if not is_matrix(name, p)),
-        hidden=handed.bytes,
+        hidden=passes.hidden,
         buffers=buffers,
         gradients=gradients,
         optimizer=sum(tensor_bytes(tensor) for tensors in optimizer.slots.values() for tensor in tensors),
         activations=activations,
+        saved=min(max(passes.saved, 0), activations),
+        passes=max(passes.peak - before, 0),
+        inside=max(passes.peak_inside - before, 0),
         temporary=max(peak - max(activations, gradients), 0),
         flops=flops,
     )

@@ -17,7 +17,7 @@ from thrifty.core.accounting import StepTrace, count_step, one_thread, settled, 
 from thrifty.core.batches import Batch
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
-from thrifty.core.micro_batches import fewer_alike
+from thrifty.core.micro_batches import fewer_alike, shares_of
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.pieces import InPieces, Piece, Tail, local
 from thrifty.core.surgery import noting
@@ -26,6 +26,8 @@ from thrifty.core.technique import Technique
 
 COUNTED = ("model", "batches", "objective", "backward", "update")
 """Seams whose effect on memory and work shows in a traced step."""
+OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary")
+"""What is in proportion to the examples that a rank sees."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,11 @@ def _explained(run: Composition) -> Explanation:
     decisions: list[str] = []
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
-        if not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED):
+        shares = shares_of(so_far)
+        is_counted = not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED)
+        if is_counted or shares > shares_of(so_far[:-1]):
             with noting() as decisions:
-                _, counted = count(run, tuple(t for t in so_far if not _overrides(t, ("footprint",))))
+                _, counted = count(run, tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
@@ -99,15 +103,21 @@ def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
     return any(getattr(type(technique), method) is not getattr(Technique, method) for method in methods)
 
 
-def count(run: Composition, techniques: tuple[Technique, ...]) -> tuple[int, Footprint]:
-    """The number of parameters, and one step's footprint, of the run with only these techniques."""
+def count(run: Composition, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
+    """The number of parameters, and one step's footprint, of the run with only these techniques; of several `shares`
+    into which its examples are divided, the bytes are those of one and the FLOPs those of all."""
     part = replace(run, techniques=techniques, notes={})
-    part, batch, times = fewer_alike(part, part.source.at(run.steps - 1))
+    whole = part.source.at(run.steps - 1)
+    is_joint = run.objective.joint  # each rank compares its own examples with everybody's
+    share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
+    part, batch, times = fewer_alike(part, share)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = part.plain
         part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU)
         parameters, footprint = count_built(part, batch.map(fake.from_tensor))
-    return parameters, footprint.scale(flops=times)
+    if is_joint:
+        footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
+    return parameters, footprint.scale(flops=times * len(whole) / len(share))
 
 
 def count_built(run: Composition, batch: Batch) -> tuple[int, Footprint]:

@@ -26,6 +26,13 @@ class Footprint:
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
+    saved: float = 0.0
+    """Bytes of the activations that blocks keep; the rest is that of both ends."""
+    passes: float = 0.0
+    """Bytes at the peak of forward and backward pass beside state and complete gradients: activations and what is
+    temporary. Like `saved` and `inside` it tells how a peak comes about, and is no part of the sum."""
+    inside: float = 0.0
+    """The same from when the first gradient of a block is complete."""
     temporary: float = 0.0
     flops: float = 0.0
     """Floating-point operations of one step over all ranks, a multiply-add counted as two."""
@@ -35,7 +42,16 @@ class Footprint:
     @property
     def memory(self) -> float:
         """Predicted peak bytes."""
-        return self.parameters + self.buffers + self.optimizer + max(self.gradients, self.activations) + self.temporary
+        return self.parameters + self.buffers + self.optimizer + self.peak
+
+    @property
+    def peak(self) -> float:
+        """What of it comes and goes in a step."""
+        return max(self.gradients, self.activations) + self.temporary
+
+    def peaking(self, peak: float) -> "Footprint":
+        """A copy whose peak is this, by what is temporary."""
+        return replace(self, temporary=max(peak - max(self.gradients, self.activations), 0.0))
 
     def scale(self, **factors: float) -> "Footprint":
         """A copy with the named quantities multiplied: `footprint.scale(activations=0.25, flops=1.33)`."""

@@ -1,10 +1,12 @@
 """Of many micro-batches that are alike, the two that tell what a step with all of them holds and computes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from thrifty.core.batches import Batch
 from thrifty.core.compose import Composition
+from thrifty.core.mesh import axis
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Technique
 
@@ -26,6 +28,18 @@ def fewer_alike(run: Composition, batch: Batch) -> tuple[Composition, Batch, flo
     fewer: dict[str, Any] = {"parts": ENOUGH}
     techniques = tuple(replace(t, **fewer) if t in cutting else t for t in run.techniques)
     return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
+
+
+def shares_of(techniques: Sequence[Technique]) -> int:
+    """Into how many equal parts techniques that need several ranks divide the examples of a step before a model sees
+    them: those of the ranks along the data, and the micro-batches of a pipeline."""
+    shares = 1
+    for technique in techniques:
+        if "distribution of data" in technique.claims:
+            shares *= axis("data").size
+        if "distribution of blocks" in technique.claims and axis("pipeline").size > 1:
+            shares *= getattr(technique, "parts", 1)
+    return shares
 
 
 def _sees_all(technique: Technique) -> bool:

@@ -16,7 +16,6 @@ from enum import IntEnum
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy.special import betaincinv
 from torch import Tensor
 
 from thrifty.core.recipe import Augmentation
@@ -115,6 +114,8 @@ def mixed(images: Tensor, others: Tensor, keys: np.ndarray, how: Augmentation) -
 
 def _beta(uniform: Tensor, shape: float) -> Tensor:
     """Uniform numbers as ones of the distribution Beta(shape, shape)."""
+    from scipy.special import betaincinv  # takes a tenth of a second, and only mixed images need it
+
     return torch.from_numpy(betaincinv(shape, shape, uniform.numpy()))
 
 

@@ -5,6 +5,7 @@ memory that is given out and taken back, from before the model is made, inside o
 """
 
 import gc
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -80,31 +81,56 @@ def _replayed(
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]]:
     """What the allocator gave out, block by block over the whole run: the bytes of the three at these addresses, and of
     all before and at the peak of each step."""
-    blocks: dict[int, int] = {}
+    blocks = Blocks()
     standing: list[int] = []
     peaks: list[int] = []
-    now = of_gradients = 0
+    of_gradients = 0
     for event in _in_order(watched):
         if event.name == STEP:
-            standing.append(now)
-            peaks.append(now)
+            standing.append(blocks.now)
+            peaks.append(blocks.now)
         elif event.name == UPDATE:
-            of_gradients = _bytes(blocks, gradients)
+            of_gradients = blocks.bytes_at(gradients)
         kind, block = event.typed
         if kind != _EventType.Allocation:
             continue
         if block.alloc_size > 0:
-            blocks[block.ptr] = block.alloc_size
+            blocks.give(block.ptr, block.alloc_size)
         else:
-            blocks.pop(block.ptr, None)
-        now += block.alloc_size
+            blocks.take_back(block.ptr)
         if peaks:
-            peaks[-1] = max(peaks[-1], now)
-    return (_bytes(blocks, parameters), of_gradients, _bytes(blocks, slots)), tuple(standing), tuple(peaks)
+            peaks[-1] = max(peaks[-1], blocks.now)
+    return (blocks.bytes_at(parameters), of_gradients, blocks.bytes_at(slots)), tuple(standing), tuple(peaks)
 
 
-def _bytes(blocks: dict[int, int], addresses: set[int]) -> int:
-    return sum(blocks.get(address, 0) for address in addresses)
+class Blocks:
+    """Memory that was given out and not taken back yet."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        """Bytes of all of it."""
+        self._sizes: dict[int, int] = {}
+        self._starts: list[int] = []
+
+    def give(self, start: int, size: int) -> None:
+        """What was there was taken back unseen: a process group's own thread may be the last to let go of a tensor,
+        and the profiler does not watch that."""
+        at = bisect_right(self._starts, start)
+        if at and self._starts[at - 1] + self._sizes[self._starts[at - 1]] > start:
+            at -= 1
+        while at < len(self._starts) and self._starts[at] < start + size:
+            self.take_back(self._starts[at])
+        insort(self._starts, start)
+        self._sizes[start] = size
+        self.now += size
+
+    def take_back(self, start: int) -> None:
+        if size := self._sizes.pop(start, 0):
+            del self._starts[bisect_left(self._starts, start)]
+            self.now -= size
+
+    def bytes_at(self, addresses: set[int]) -> int:
+        return sum(self._sizes.get(address, 0) for address in addresses)
 
 
 def _in_order(watched: profile) -> list[Any]:

@@ -9,12 +9,13 @@
 Bytes, seconds, FLOP/s; `flops` is a table by number format.
 """
 
+import math
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thrifty.cluster.devices import Device, find_device, measured
+from thrifty.cluster.devices import DEVICES, Device, measured
 from thrifty.cluster.links import CLUSTERS, LINKS, Cluster, Link, find_cluster
 from thrifty.core.errors import UsageError, did_you_mean
 
@@ -38,50 +39,68 @@ def read_cluster(given: str) -> Cluster:
             raise UsageError(f"{given} does not say {key}", fix=f"it needs {', '.join(KEYS)}")
     counts = {key: tables[key] for key in ("per_node", "nodes")}
     for key, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise UsageError(f"{given}: {key} is {count!r}", fix="give a whole number of 1 or more")
     return Cluster(
-        device=_device(given, tables["device"]),
-        inside=_link(given, tables["inside"]),
-        between=_link(given, tables["between"]),
+        device=_found(given, "device", tables["device"], DEVICES, _device),
+        inside=_found(given, "inside", tables["inside"], LINKS, _link),
+        between=_found(given, "between", tables["between"], LINKS, _link),
         **counts,
     )
 
 
-def _device(file: str, told: Any) -> Device:
-    def described(table: Mapping[str, Any]) -> Device:
-        flops = {name: float(rate) for name, rate in table["flops"].items()}
-        return measured("device", flops, float(table["memory"]), float(table["bandwidth"]), file)
-
-    return _found(file, "device", told, find_device, described, "flops = {bfloat16 = 1e15}, memory, bandwidth")
-
-
-def _link(file: str, told: Any) -> Link:
-    def named(name: str) -> Link:
-        if name not in LINKS:
-            raise UsageError(f"{file}: unknown link {name!r}", fix=did_you_mean(name, LINKS))
-        return LINKS[name]
-
-    def described(table: Mapping[str, Any]) -> Link:
-        latency, bandwidth = float(table["latency"]), float(table["bandwidth"])
-        if latency < 0 or bandwidth <= 0:
-            raise ValueError("no message arrives")
-        return Link("link", latency, bandwidth, file)
-
-    return _found(file, "link", told, named, described, "latency, bandwidth")
-
-
 def _found(
-    file: str,
-    kind: str,
-    told: Any,
-    named: Callable[[str], Thing],
-    described: Callable[[Mapping[str, Any]], Thing],
-    needs: str,
+    file: str, key: str, told: Any, known: Mapping[str, Thing], described: Callable[[str, str, Any], Thing]
 ) -> Thing:
-    if isinstance(told, str):
-        return named(told)
-    try:
-        return described(told)
-    except (LookupError, TypeError, ValueError, AttributeError):
-        raise UsageError(f"{file}: {told!r} is no {kind}", fix=f"give a name, or a table with {needs}") from None
+    """What a key of the file tells of, by name or as a table."""
+    kind = "device" if key == "device" else "link"
+    if not isinstance(told, str):
+        try:
+            return described(file, key, told)
+        except ValueError as error:
+            raise UsageError(f"{file}: {key} is no {kind}: {error}", fix=f"give a name, or {_NEEDS[kind]}") from None
+    if told not in known:
+        raise UsageError(f"{file}: {key} is an unknown {kind} {told!r}", fix=did_you_mean(told, known))
+    return known[told]
+
+
+_NEEDS = {
+    "device": "a table with flops = {bfloat16 = 1e15}, memory and bandwidth",
+    "link": "a table with latency and bandwidth",
+}
+
+
+def _device(file: str, key: str, told: Any) -> Device:
+    table = _table(key, told, ("flops", "memory", "bandwidth"))
+    rates = _table(f"{key}.flops", table["flops"])
+    if not rates:
+        raise ValueError(f"{key}.flops has no rate of any number format")
+    flops = {name: _amount(f"{key}.flops.{name}", rate) for name, rate in rates.items()}
+    memory, bandwidth = (_amount(f"{key}.{name}", table[name]) for name in ("memory", "bandwidth"))
+    return measured("device", flops, memory, bandwidth, file)
+
+
+def _link(file: str, key: str, told: Any) -> Link:
+    table = _table(key, told, ("latency", "bandwidth"))
+    latency = _amount(f"{key}.latency", table["latency"], or_zero=True)
+    return Link("link", latency, _amount(f"{key}.bandwidth", table["bandwidth"]), file)
+
+
+def _table(key: str, told: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
+    """Raises ValueError where it is no table, or one without or beside these names, if they are given."""
+    if not isinstance(told, Mapping):
+        raise ValueError(f"{key} is {told!r}, and no table")
+    for name in (*names, *told) if names else ():
+        if name not in told:
+            raise ValueError(f"{key}.{name} is missing")
+        if name not in names:
+            raise ValueError(f"{key} has no {name!r}")
+    return told
+
+
+def _amount(key: str, value: Any, or_zero: bool = False) -> float:
+    """Raises ValueError for what is no finite number above zero, or of zero where that may be."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf and (value or or_zero)):
+        raise ValueError(f"{key} is {value!r}, and no finite number {'of zero or ' if or_zero else ''}above zero")
+    return float(value)

@@ -20,7 +20,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.axes import MICRO_BATCHES, Catalogue
 from thrifty.planning.cluster_reasons import ClusterReasons
-from thrifty.planning.forecasts import Wanted
+from thrifty.planning.forecasts import Wanted, refuse_no_step
 from thrifty.planning.layouts import TECHNIQUES, Layout, layouts
 from thrifty.planning.predict import OVER_MESH_HIGH, Estimate, counted, largest_part
 from thrifty.planning.reasons import Reason
@@ -148,7 +148,9 @@ class ClusterPlanner:
         chosen, mesh = placed[0], placed[0].layout.mesh
         sizes = {axis: getattr(mesh, axis) for axis in AXES}
         budget = self._budget()
-        per_step = self.plain.source.batch * self.tokens
+        per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
+        steps = _steps(budget, seconds, per_step)
+        refuse_no_step(budget, steps, seconds, per_step)
         before, allow = self.recipe.techniques, self.wanted.allow
         reasons = ClusterReasons(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
         plan = ClusterPlan(
@@ -166,7 +168,7 @@ class ClusterPlanner:
             misfits=misfits,
             reasons=tuple(reasons.all()),
             tokens=per_step,
-            steps=_steps(budget, chosen.layout.seconds, per_step),
+            steps=steps,
             price=self.wanted.price,
         )
         self.wanted.refuse_late(plan.seconds)

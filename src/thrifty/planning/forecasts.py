@@ -57,6 +57,22 @@ class Wanted:
         )
 
 
+def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0) -> None:
+    """Raises Infeasible where a budget does not pay for one step of so many seconds and tokens."""
+    if steps >= 1:
+        return
+    if budget.seconds is not None:
+        starting = f"starting is forecast to take {startup:.3g} s and " if startup else ""
+        raise Infeasible(
+            f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step {step:.3g} s",
+            fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
+        )
+    raise Infeasible(
+        f"a budget of {budget.tokens or 0:,.0f} tokens does not fit one step of {tokens:,.0f}",
+        fix=f"--tokens {tokens:.0f} or more, or a smaller data.batch",
+    )
+
+
 @dataclass(frozen=True)
 class Forecast:
     counted: float
@@ -76,6 +92,8 @@ class Forecast:
     time_is: tuple[str, float]
     disk: Mapping[str, float]
     """Bytes that a run takes on disk, by what takes them."""
+    startup: float = 0.0
+    """Seconds that are no steps: the start, an evaluation and a checkpoint."""
     others: float = 0.0
     """How many of the cores other work took while the step was measured, where it was enough to disturb it, ..."""
     cores: int = 1
@@ -139,6 +157,7 @@ class Expecting:
             memory_is=largest_part(footprint),
             time_is=time_is,
             disk=self.disk(candidate),
+            startup=started,
             others=timing.others if timing and timing.is_disturbed else 0.0,
             cores=timing.cores if timing else 1,
         )

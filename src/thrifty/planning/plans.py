@@ -24,7 +24,7 @@ from thrifty.planning.axes import (
     ways_along,
 )
 from thrifty.planning.candidates import Candidate
-from thrifty.planning.forecasts import MARGIN, Expecting, Forecast, Wanted
+from thrifty.planning.forecasts import MARGIN, Expecting, Forecast, Wanted, refuse_no_step
 from thrifty.planning.ledger import Entry, Record, record_of
 from thrifty.planning.reasons import Reason, Reasons
 from thrifty.planning.search import FINALISTS, NO_ROOM, Search, TimeOf
@@ -128,7 +128,9 @@ class Planner:
         flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
         budget = self.wanted.budget(self.recipe.budget, flops)
         forecasts = {c.ways: self.forecast(c, budget, past) for c in search.tried}
-        self.wanted.refuse_late(forecasts[chosen.ways].seconds)
+        forecast = forecasts[chosen.ways]
+        refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
+        self.wanted.refuse_late(forecast.seconds)
         told = Reasons(
             search, chosen, barred, self.catalogue, lacking(self.catalogue, kind), self.wanted.allow, self.evidence
         )
@@ -136,7 +138,7 @@ class Planner:
         return Plan(
             recipe=replace(self.recipe, name=name, techniques=chosen.techniques, budget=budget),
             chosen=chosen,
-            forecast=forecasts[chosen.ways],
+            forecast=forecast,
             alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
             misfits={Candidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
             reasons=(*told.all(), *(Reason(name, "not taken", OUTSIDE) for name in self.outside)),

@@ -27,10 +27,16 @@ class Comparison:
 
 
 def refuse_existing(file: Path) -> None:
-    """Raises UsageError where a kept result would be overwritten."""
+    """Raises UsageError where a kept result or its table would be overwritten."""
+    refuse_overwriting("results/studies/STUDY/DEVICE.json", file, file.with_suffix(".md"))
+
+
+def refuse_overwriting(place: str, file: Path, *beside: Path) -> None:
+    """Raises UsageError where --keep names what is no .json file, or where it or a file beside it is there; `place` is
+    the usual one for such a result."""
     if file.suffix != ".json":
-        raise UsageError(f"--keep {file} is not a .json file", fix="--keep results/studies/STUDY/DEVICE.json")
-    for path in (file, file.with_suffix(".md")):
+        raise UsageError(f"--keep {file} is not a .json file", fix=f"--keep {place}")
+    for path in (file, *beside):
         if path.exists():
             raise UsageError(f"{path} exists already", fix="remove it first, or keep the result under another name")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.studies.study import Numbers, Study
-from thrifty.studies.summary import Estimate, Measured, Summary, Verdict, judge, summarize
+from thrifty.studies.summary import Estimate, ExpectationVerdict, Measured, Summary, judge, summarize
 
 MACHINE = ("cpu", "python", "torch")
 """Facts of the environment that all cells of one result share."""
@@ -51,7 +51,7 @@ class Result:
         return summarize(self.study, self.measured)
 
     @property
-    def verdicts(self) -> list[Verdict]:
+    def verdicts(self) -> list[ExpectationVerdict]:
         return judge(self.study, self.measured)
 
     def _repr_html_(self) -> str:

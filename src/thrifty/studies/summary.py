@@ -38,7 +38,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ExpectationVerdict:
     """Whether a statement holds of the means, and of how many of the seeds alone."""
 
     sentence: str
@@ -85,7 +85,7 @@ def summarize(study: Study, measured: Measured) -> dict[str, dict[str, Estimate]
     }
 
 
-def judge(study: Study, measured: Measured) -> list[Verdict]:
+def judge(study: Study, measured: Measured) -> list[ExpectationVerdict]:
     """Every statement of the study, held against the means and against each seed."""
     means = {
         label: {name: found.mean for name, found in numbers.items()}
@@ -97,7 +97,7 @@ def judge(study: Study, measured: Measured) -> list[Verdict]:
         each = [_verdict(expectation, cells) for cells in seeds]
         known = [verdict for verdict in each if verdict != OPEN]
         of_means = _verdict(expectation, means)
-        verdicts.append(Verdict(expectation.sentence, of_means, known.count(HOLDS), len(known)))
+        verdicts.append(ExpectationVerdict(expectation.sentence, of_means, known.count(HOLDS), len(known)))
     return verdicts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from thrifty.studies.result import Result
-from thrifty.studies.summary import OPEN, Estimate, Verdict
+from thrifty.studies.summary import OPEN, Estimate, ExpectationVerdict
 
 NEVER, MISSING = "never", "–"
 
@@ -45,7 +45,7 @@ def rows(result: Result) -> tuple[list[str], list[list[str]]]:
     return ["case", *names], body
 
 
-def sentence(verdict: Verdict) -> str:
+def sentence(verdict: ExpectationVerdict) -> str:
     """One expectation and what became of it, the seeds counted one by one."""
     if verdict.verdict == OPEN:
         return f"{OPEN}: {verdict.sentence}"

@@ -23,13 +23,15 @@ Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wi
           and first out, keeps the last: the one whose backward pass comes first, and nothing is gained by computing it
           again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them again. Halved
           backward passes compute chunked losses, and what is recomputed, twice.
-          The footprint is that of a rank with as many blocks as any and with both ends, as with zbv or a tied head.
-          Traffic and buffers are those of hidden states and their gradients, of one batch that goes through the
-          schedule; with zbv torch also keeps what goes from stage to stage on one rank, which is not counted.
+          The footprint is that of a rank with as many blocks as any and the parameters of both ends, as with zbv or a
+          tied head. Its peak is the first rank's, which has most micro-batches alive, or the last one's, which has the
+          loss; from the second backward pass on, gradients stand beside them. Traffic and buffers are those of hidden
+          states and their gradients, of one batch that goes through the schedule; with zbv torch also keeps what goes
+          from stage to stage on one rank, which is not counted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -249,15 +251,20 @@ class Pipeline(Technique):
         share = blocks / depth
         held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
         alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.parts, self._chunks)
-        hidden = footprint.hidden / axis("data").size
+        at_end = 1 if self.schedule == "1f1b" else alive  # on the last rank, where the loss is
+        saved, ends = share * footprint.saved, footprint.activations - footprint.saved
+        inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
+        loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
+        gradients = held * footprint.gradients
+        if alive >= self.parts:  # all are in flight before there is one: they appear while the activations of one go
+            gradients = max(gradients - saved, 0.0)
+        activations = max(alive * saved, at_end * (saved + ends))
+        divided = replace(footprint, activations=activations, passes=max(loss, inside), inside=inside).scale(
+            parameters=held, gradients=held, optimizer=held, traffic=self.parts
+        )
+        hidden = self.parts * footprint.hidden
         buffered, sent = most_ends(stage_places(self.schedule, ranks, self._chunks))
-        return footprint.scale(
-            parameters=held,
-            gradients=held,
-            optimizer=held,
-            activations=share * alive / self.parts,
-            temporary=1 / self.parts,
-        ).add(buffers=buffered * hidden, traffic=sent * hidden)
+        return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
     def _per_rank(self, ranks: int) -> list[int]:
         """The blocks that were given, by rank."""

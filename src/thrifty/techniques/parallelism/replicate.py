@@ -81,8 +81,7 @@ class Replicate(Technique):
         size = axis("data").size
         if size == 1:
             return footprint
-        share = footprint.scale(activations=1 / size, temporary=1 / size)
         # what is summed at a time is there when activations are not
-        summing = share.gradients + min(4 * BUCKET, share.gradients)
-        held = max(share.gradients, share.activations) + share.temporary
-        return share.add(traffic=2 * footprint.gradients * (1 - 1 / size), temporary=max(summing - held, 0))
+        summing = footprint.gradients + min(4 * BUCKET, footprint.gradients)
+        sent = 2 * footprint.gradients * (1 - 1 / size)
+        return footprint.peaking(max(footprint.peak, summing)).add(traffic=sent)

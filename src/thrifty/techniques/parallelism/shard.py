@@ -145,11 +145,14 @@ class Shard(Technique):
         return over_ranks if data.size > 1 else backward
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """For N ranks along shard, R along replicate, P bytes of parameters, G of gradients, W of parameters as they
-        are gathered, of which B are outside the blocks or in the largest one:
+        """For N ranks along shard, R along replicate, G bytes of gradients, W of parameters as they are gathered, of
+        which O are outside the blocks and B in the largest one, whose gradients are b:
 
-            temporary   W at stages 1 and 2, B at 3, beside a rank's share of what the plain run has
-            traffic     (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W less what is outside for W at stage 3
+            peak, stage 1   W beside that of a single process with a rank's share of the examples
+            stages 2, 3     the larger of W, at 3 of O, while the loss is made, and of W + (2 - 1 / N) b, at 3 of
+                            O + 2 B + (2 - 1 / N) b, in a block: it and the next are whole, and so are its own
+                            gradients and those that are on their way; beside those there is 1 / N of the gradients
+            traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W less what is outside for W at stage 3
 
         of one micro-batch. Gradients of stage 1 are whole, as they are with accumulation."""
         data, copies = axis("data").size, axis("replicate").size
@@ -157,15 +160,17 @@ class Shard(Technique):
             return footprint
         shards = data // copies
         bytes_of = 0.5 if self.gathered == "bfloat16" else 1.0
-        whole, outside = bytes_of * footprint.parameters, bytes_of * footprint.outside
-        at_once, sent = whole, whole
+        whole, outside, block = (bytes_of * size for size in (footprint.parameters, footprint.outside, footprint.block))
+        sent, peak = whole, footprint.peak + whole
+        if self.zero > 1:
+            standing, ahead = (outside, 2 * block) if self.zero == 3 else (whole, 0.0)
+            # the peak grows with the share of gradients that is kept, and never faster than in proportion
+            loss, inside = (each + (footprint.peak - each) / shards for each in (footprint.passes, footprint.inside))
+            peak = standing + max(loss, inside + ahead + (2 - 1 / shards) * footprint.block)
         if self.zero == 3:
-            at_once, sent = outside + bytes_of * footprint.block, 2 * whole - outside
+            sent = 2 * whole - outside
         traffic = (sent + footprint.gradients) * (1 - 1 / shards) + 2 * footprint.gradients / shards * (1 - 1 / copies)
-        return footprint.scale(
-            parameters=1 / shards,
-            gradients=1 if self.zero == 1 else 1 / shards,
-            optimizer=1 / shards,
-            activations=1 / data,
-            temporary=1 / data,
-        ).add(temporary=at_once, traffic=traffic)
+        divided = footprint.scale(
+            parameters=1 / shards, gradients=1 if self.zero == 1 else 1 / shards, optimizer=1 / shards
+        )
+        return divided.peaking(peak).add(traffic=traffic)

@@ -130,8 +130,11 @@ class TensorParallel(Technique):
             gradients=held,
             optimizer=held,
             activations=stays + (1 - stays) / ranks,
+            saved=stays + (1 - stays) / ranks,
+            passes=stays + (1 - stays) / ranks,
+            inside=stays + (1 - stays) / ranks,
             temporary=held,
-        ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden / axis("data").size)
+        ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden)
 
     def finish(self, model: nn.Module) -> nn.Module:
         if hasattr(model, "splitting"):

@@ -1,0 +1,62 @@
+"""Functions of the user's own that build a model: what they do wrong is told by their name."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thrifty.cli.plan_model import own_model
+from thrifty.core.errors import Refused, UsageError
+from thrifty.preparing import built
+
+
+def failing(kind: type[Exception] = KeyError) -> nn.Module:
+    raise kind("width")
+
+
+def test_a_builder_that_fails_is_named_with_what_it_raised_as_the_cause() -> None:
+    with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: KeyError: 'width'") as error:
+        built(failing)
+    assert error.value.fix and isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: ValueError: width"):
+        built(partial(failing, ValueError))
+
+
+@pytest.mark.parametrize("made", [lambda: None, lambda: {"width": 2}, lambda: nn.Linear])
+def test_a_builder_that_gives_no_module_is_told_so(made: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match=r"lambda> gives a (NoneType|dict|type), and no torch\.nn\.Module") as error:
+        built(made)
+    assert "return the model" in error.value.fix
+
+
+@pytest.mark.parametrize("kind", [Refused, MemoryError, torch.OutOfMemoryError])
+def test_what_says_itself_what_to_do_is_left_as_it_is(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="width"):
+        built(partial(failing, kind))
+
+
+def test_a_model_is_given_on_as_it_was_built() -> None:
+    model = nn.Linear(2, 2)
+    assert built(lambda: model) is model
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "fix"),
+    [
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'", "mend it"),
+        ("width = 1 / 0", "ZeroDivisionError", "mend it"),
+        ("def build(:", "SyntaxError", "mend it"),
+    ],
+)
+def test_a_module_that_fails_as_it_is_imported_is_named_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, fix: str
+) -> None:
+    (tmp_path / "broken_builders.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="broken_builders cannot be imported") as error:
+        own_model("broken_builders:build")
+    assert said in error.value.what and fix in error.value.fix and error.value.__cause__ is not None

@@ -1,0 +1,25 @@
+"""The Makefile installs what is asked for, once."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_other_extras_are_installed_when_they_are_asked_for(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copyfile(REPOSITORY / name, tmp_path / name)
+    bin_folder, log = tmp_path / ".venv" / "bin", tmp_path / "log"
+    bin_folder.mkdir(parents=True)
+    for name in ("pip", "ruff", "pyrefly", "lint-imports"):
+        (bin_folder / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{log}"\n')
+        (bin_folder / name).chmod(0o755)
+    (tmp_path / ".venv" / "installed").touch()
+    for extras in ([], [], ["EXTRAS=test,triton"], ["EXTRAS=test,triton"], []):
+        subprocess.run(["make", "lint", *extras], cwd=tmp_path, check=True, capture_output=True)
+    installed = [line.rpartition(".[")[2] for line in log.read_text().splitlines() if line.startswith("pip ")]
+    assert installed == ["test]", "test,triton]"]

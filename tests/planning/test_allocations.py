@@ -1,0 +1,28 @@
+"""Memory that the allocator gave out, told by its events."""
+
+import pytest
+
+from thrifty.planning.allocations import Blocks
+
+
+def test_what_is_given_out_and_taken_back_is_added_up() -> None:
+    blocks = Blocks()
+    blocks.give(1000, 100)
+    blocks.give(1100, 50)
+    assert blocks.now == 150 and blocks.bytes_at({1100, 7}) == 50
+    blocks.take_back(1000)
+    blocks.take_back(1000)  # what is not there any more
+    assert blocks.now == 50
+
+
+@pytest.mark.parametrize(
+    ("start", "size", "left"),
+    [(1000, 10, 10 + 300), (1050, 10, 10 + 300), (1050, 100, 100 + 200), (900, 1000, 1000), (1100, 100, 100 + 300)],
+)
+def test_memory_that_is_given_out_again_was_taken_back_unseen(start: int, size: int, left: int) -> None:
+    blocks = Blocks()
+    blocks.give(1000, 100)
+    blocks.give(1100, 100)
+    blocks.give(1500, 200)
+    blocks.give(start, size)
+    assert blocks.now == left
