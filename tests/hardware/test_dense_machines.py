@@ -12,7 +12,7 @@ from thrifty.core.errors import UsageError
 from thrifty.hardware.designs.systolic import folds, reported_cycles
 from thrifty.hardware.machine_file import find_machine
 from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.scale_sim import compute_report, read_cfg, read_topology
+from thrifty.hardware.scale_sim import Gemm, compute_report, read_cfg, read_topology
 from thrifty.hardware.simulate import simulate, within
 from thrifty.hardware.trace import AttentionTrace, layer_of
 
@@ -176,6 +176,14 @@ def test_a_wrong_topology_is_refused_by_its_line(text: str, said: str, tmp_path:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UsageError, match=said):
         read_topology(tmp_path / "t.csv")
+
+
+def test_one_number_on_an_array_of_one_multiplier_is_reported() -> None:
+    machine = find_machine("systolic")
+    for setting in ("rows", "columns"):
+        machine = machine.replaced(setting, 1)
+    (row,) = compute_report([Gemm("one", 1, 1, 1)], machine)
+    assert row["Total Cycles"] == 0 and row["Overall Util %"] == 100  # the number of its only cycle, from 0
 
 
 def test_a_dense_pipeline_by_hand() -> None:

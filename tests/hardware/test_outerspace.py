@@ -140,6 +140,22 @@ def test_what_is_for_attention_is_not_for_sparse_products_and_the_other_way_roun
         simulate_product(find_machine("elsa"), uniform(20, 0.1))
 
 
+@pytest.mark.parametrize("form", ["coo", "csc", "csr", "lil"])
+def test_a_product_is_the_same_in_all_of_scipys_formats(form: str) -> None:
+    drawn = sparse.random_array((30, 30), density=0.1, rng=np.random.default_rng(0), format="csr")
+    twice = sparse.coo_array((np.ones(4), ([0, 0, 5, 5], [3, 3, 2, 9])), shape=(30, 30))
+    drawn = sparse.csr_array(drawn + twice)
+    wanted, given = Product("a", drawn, drawn), drawn.asformat(form)
+    if form == "coo":  # with numbers that are to be added up
+        halves, places = given.data / 2, np.stack(given.coords)
+        given = sparse.coo_array((np.tile(halves, 2), np.tile(places, 2)), (30, 30))
+    found, entries = Product("a", given, given), given.nnz
+    machine = find_machine("outerspace")
+    assert found.multiplies == wanted.multiplies and given.nnz == entries
+    assert traffic(found, machine) == traffic(wanted, machine)
+    assert simulate_product(machine, found).cycles == simulate_product(machine, wanted).cycles
+
+
 def test_a_matrix_of_a_file_is_what_was_written(tmp_path: Path) -> None:
     drawn = sparse.random_array((30, 20), density=0.2, rng=np.random.default_rng(1))
     io.mmwrite(tmp_path / "m.mtx", drawn)

@@ -43,6 +43,19 @@ def test_every_filter_keeps_the_share_that_was_asked_for(design: str, density: f
     assert simulate(find_machine(design), found).cycles > 0
 
 
+@pytest.mark.parametrize("density", [0.1, 0.3, 0.6, 1.0])
+def test_of_a_decoders_pairs_dota_keeps_the_share_that_was_asked_for_too(density: float) -> None:
+    trace = recorded(causal=True)
+    for before, after in zip(trace.layers, filtered(trace, "dota", density).layers, strict=True):
+        off = after.kept_counts.sum() - density * before.kept_counts.sum()
+        assert abs(off) <= before.unit_queries.sum() / 2  # half a key of each query
+
+
+def test_queries_that_like_nothing_leave_a3_their_best_keys() -> None:
+    trace = AttentionTrace("one", (layer_of("0", q=-np.ones((1, 1, 3, 2), "f4"), k=np.ones((1, 1, 3, 2), "f4")),))
+    assert filtered(trace, "a3", 0.5).layers[0].kept_counts.tolist() == [[1, 1, 1]]
+
+
 @pytest.mark.parametrize("design", ["elsa", "sanger", "dota"])
 def test_more_pairs_keep_more_of_the_softmax_and_better_than_chance(design: str) -> None:
     kept = [float(filtered(TRACE, design, density).provenance["softmax kept"]) for density in (0.2, 0.5, 1.0)]

@@ -1,6 +1,7 @@
 """A trace holds what a model's attention was given and kept, whichever way it computes, and leaves the model alone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from thrifty.hardware.recording import probabilities_of, record
 from thrifty.hardware.trace_file import load_trace
 from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention import Attention, full_attention
+from thrifty.techniques.attention.window import Window
 
 TOKENS = 12
 
@@ -180,3 +182,44 @@ def test_the_command_knows_what_was_nearly_meant(source: str, said: str) -> None
     assert "power-law" in PATTERNS
     with pytest.raises(UsageError, match=said):
         CliRunner().invoke(command, [source], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("least", [-10000.0, -1e9, float("-inf")])
+def test_pairs_that_large_negative_numbers_hide_are_not_kept_and_biased_ones_are(least: float, dtype) -> None:
+    bias = -0.5 * torch.arange(TOKENS)[None, :].expand(TOKENS, -1)
+    hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    (layer,) = record(
+        Small(full_attention).to(dtype),
+        [vectors().to(dtype)],
+        lambda model, x: model(x, bias.masked_fill(hidden, least).to(dtype)[None, None]),
+    ).layers
+    assert np.array_equal(layer.kept(), np.broadcast_to(np.tri(TOKENS, dtype=bool), (8, TOKENS, TOKENS)))
+
+
+def test_a_core_that_hands_something_on_is_not_asked_as_if_it_were_the_next_one() -> None:
+    class Handing:
+        """Keeps one key more for every call that came before it in a pass."""
+
+        def __init__(self, relay: SimpleNamespace):
+            self.relay = relay
+
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self.relay.standing = (self.relay.standing or 0) + 1
+            kept = torch.arange(k.shape[2]) < self.relay.standing
+            return (q @ k.mT).masked_fill(~kept, float("-inf")).softmax(-1) @ v
+
+    relay = SimpleNamespace(standing=None)
+    model = nn.Sequential(*(Small(Handing(relay), 4, 4) for _ in range(3)))
+    trace = record(model, [vectors()])
+    assert [layer.kept_counts.max() for layer in trace.layers] == [1, 2, 3] and relay.standing == 3
+
+
+def test_cores_in_models_of_transformers_are_asked_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=300)).eval()
+    model = Window(window=3, block=4).model(model)
+    trace = record(model, [torch.arange(10)[None]])
+    assert [layer.name for layer in trace.layers] == [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert trace.layers[0].kept_counts[0].tolist() == [1, 2, *[3] * 8]

@@ -56,6 +56,16 @@ def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) 
 
 
 @pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("width", [1, 7, 64, 65, 96, 256])
+def test_no_design_multiplies_more_than_its_multipliers_can(name: str, width: int) -> None:
+    for tokens, density in ((1, 1.0), (70, 0.9)):
+        found = simulate(bare(name), synthesised("uniform", density, heads=3, tokens=tokens, width=width))
+        assert 0 < found.utilisation <= 1
+        for energy in found.energies:
+            assert energy.total > 0
+
+
+@pytest.mark.parametrize("name", DESIGNS)
 def test_a_denser_mask_is_never_faster(name: str) -> None:
     cycles = [simulate(find_machine(name), synthesised("runs", d, heads=2, tokens=64)).cycles for d in (0.1, 0.5, 1.0)]
     assert cycles == sorted(cycles)

@@ -206,6 +206,45 @@ def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model
         assert (last.std(-1) > 0.01).all()
 
 
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+@pytest.mark.parametrize(
+    "name", [*FIXED, *CALIBRATED, *(f"attention.{n}" for n in ("a3", "dota", "spatten", "vitcod"))]
+)
+def test_what_a_token_sees_depends_neither_on_later_tokens_nor_on_how_many_there_are(name: str, style: str) -> None:
+    run = compose(plain_run(style=style), with_optimizer([technique(name)]), 6)
+    state = run.start()
+    advance(run, state, 4)
+    assert state.model is not None
+    model, tokens = state.model.eval(), text()
+    with torch.no_grad():
+        whole = model(tokens)
+        for count in (1, 3, 8, 12, 15):
+            torch.testing.assert_close(model(tokens[:, :count]), whole[:, :count], rtol=1e-4, atol=1e-4)
+
+
+def test_how_many_keys_dota_keeps_in_a_decoder_is_known_again_when_a_run_is_resumed() -> None:
+    run, state = started("attention.dota")
+    resumed = restored(run, snapshot(state))
+    short = text()[:, :8]
+    with torch.no_grad():
+        found, expected = (each.model.eval()(short) for each in (resumed, state) if each.model is not None)
+    assert torch.equal(found, expected)
+
+
+def test_in_an_encoder_dota_keeps_a_share_of_each_examples_own_tokens() -> None:
+    model = technique("attention.dota", from_step=0).model(tiny_vit())
+    (place, *_), (detector, *_) = model.attention_places, model.losing_cores
+    q, k, v = (torch.randn(2, 4, 20, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    detector.given = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
+    seen = torch.arange(20) < torch.tensor([20, 10])[:, None]
+    with torch.no_grad():
+        together = detector(q, k, v, seen[:, None, None])
+        detector.given = detector.given[1:, :10]
+        alone = detector(q[1:, :, :10], k[1:, :, :10], v[1:, :, :10])
+    torch.testing.assert_close(together[1:, :, :10], alone)
+    assert place.module.longest_text == 0
+
+
 def detector_error(state: TrainState) -> float:
     errors: list[float] = []
     assert state.model is not None

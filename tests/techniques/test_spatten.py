@@ -86,6 +86,23 @@ def test_in_a_decoder_what_is_left_for_a_query_is_what_is_left_at_the_end_of_its
     assert bool(standings[-1].alive.diagonal(dim1=1, dim2=2).all())
 
 
+@pytest.mark.parametrize("latest", [0.0, 0.5, 1.0])
+def test_of_what_a_query_of_a_decoder_keeps_a_share_are_the_latest_tokens(latest: float) -> None:
+    shares = [KeptShares(1.0, 1.0, 1.0), KeptShares(0.7, 1.0, 1.0, latest), KeptShares(0.4, 1.0, 1.0, latest)]
+    *_, last = blocks_of_numbers(3, (2, 4, 20, 4), shares, causal=True)[2]
+    for query in range(20):
+        kept = max(round(0.4 * (query + 1)), 1)
+        near = max(round(latest * kept), 1)
+        assert bool(last.alive[:, query, query + 1 - near : query + 1].all())
+        assert last.alive[:, query].sum(-1).tolist() == [kept] * 2
+
+
+def test_the_latest_tokens_stay_in_decoders_alone() -> None:
+    for run, latest in ((plain_run, 0.5), (image_run, 0.0)):
+        model = technique(NAME, from_step=0).model(run().build())
+        assert [place.module.core.keep.latest for place in model.attention_places][1:] == [latest] * 3
+
+
 def test_what_is_gone_never_comes_back_and_what_a_mask_hides_is_never_there() -> None:
     q, k, v = drawn(2, 2, 6, 4)
     mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)

@@ -51,6 +51,8 @@ Found = tuple[Tensor, dict[str, np.ndarray]]
 def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
     """The mask of a threshold that keeps this share of the visible pairs (e, h, t, s), and one pair of each query."""
     seen = scores[visible]
+    if not len(seen):
+        return torch.zeros_like(visible)
     count = max(1, round(density * len(seen)))
     threshold = seen.kthvalue(len(seen) - count + 1).values
     return with_one(scores >= threshold, scores, visible)
@@ -86,15 +88,16 @@ def _sanger(heads: Heads) -> Found:
 
 
 def _dota(heads: Heads) -> Found:
-    """By queries and keys through a random projection, in place of a trained detector; as many keys for each query."""
+    """By queries and keys through a random projection, in place of a trained detector; as many keys for each query, or
+    all that it sees."""
     width, count = heads.q.shape[-1], heads.visible.shape[-1]
     generator = torch.Generator().manual_seed(0)
     projection = dota.sparse_projection(width, max(1, round(REDUCTION * width)), generator)
     scores = exact_scores(heads.q.float() @ projection, heads.k.float() @ projection)
-    counts = (heads.density * heads.visible.sum(-1).amax((1, 2))).round().long().clamp(min=1)
-    keys = dota.balanced_keys(scores, int(counts.max()), heads.visible)
-    spare = torch.arange(keys.shape[-1]) >= counts[:, None, None, None]
-    return dota.keep_of(keys.masked_fill(spare, -1), count), {}
+    seen = heads.visible.sum(-1).flatten(1)
+    reaching = (seen[..., None] > torch.arange(count)).sum(1)  # queries that have so many keys and one more
+    counts = (reaching.cumsum(-1) - heads.density * seen.sum(-1, keepdim=True)).abs().argmin(-1) + 1
+    return dota.keep_of(dota.balanced_keys(scores, int(counts.max()), heads.visible, counts), count), {}
 
 
 def _vitcod(heads: Heads) -> Found:

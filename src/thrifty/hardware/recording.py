@@ -7,6 +7,7 @@ output is the probabilities: what is above zero is what it kept. Forward passes 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,11 @@ from thrifty.hardware.trace import AttentionLayer, AttentionTrace, layer_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Core = Callable[..., Tensor]
+HIDDEN = -9000.0
+"""What is added to scores to hide a pair is less: -inf, the dtype's least, -1e9, or -10000, in bfloat16 -9984. Less
+than any bias that leaves a pair some weight, too."""
+CORES = ("core", "thrifty_core")
+"""Attributes of an attention of ours, and of a model of transformers, that hold what computes it."""
 
 
 @dataclass
@@ -124,10 +130,10 @@ def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
 def swapped(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
     """Within it the model has, in place of each of its cores, what `other` makes of that."""
     cores = []
-    for module in model.modules():
-        core = getattr(module, "core", None)
+    for module, name in product(model.modules(), CORES):
+        core = getattr(module, name, None)
         if callable(core):
-            holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, "core")
+            holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, name)
             if all(holder is not known for known, *_ in cores):  # layers may share a core
                 cores.append((holder, attribute, vars(holder).get(attribute)))
                 setattr(holder, attribute, other(getattr(holder, attribute)))
@@ -142,13 +148,25 @@ def swapped(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
 
 
 def _asked(core: Core, recorder: _Recorder) -> Core:
-    """Asks a core that does not call torch's function."""
+    """Asks a core that does not call torch's function; each time as if it had not been asked before, where it takes
+    something from the one before and hands it on, in its `relay`."""
+    relay = getattr(core, "relay", None)
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
-        before = recorder.seen
+        before, handed = recorder.seen, getattr(relay, "standing", None)
         output = core(q, k, v, *rest, **named)
-        if recorder.seen == before:
-            recorder.note(_Call(q, k, v, probabilities_of(core, q, k, *rest, **named) > 0))
+        if recorder.seen > before:
+            return output
+        left = getattr(relay, "standing", None)
+
+        def again(*given: Any, **named: Any) -> Tensor:
+            if relay is not None:
+                relay.standing = handed
+            return core(*given, **named)
+
+        recorder.note(_Call(q, k, v, probabilities_of(again, q, k, *rest, **named) > 0))
+        if relay is not None:
+            relay.standing = left
         return output
 
     return watched
@@ -168,7 +186,7 @@ def probabilities_of(core: Core, q: Tensor, k: Tensor, *rest: Any, **named: Any)
 
 def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
     if mask is not None:
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        seen = mask if mask.dtype == torch.bool else mask > HIDDEN
         return seen[(None,) * (4 - seen.dim())]
     if causal:
         return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]

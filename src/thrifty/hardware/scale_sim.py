@@ -106,7 +106,7 @@ def compute_report(layers: Sequence[Gemm], machine: Machine) -> list[dict[str, A
                 "LayerID": number,
                 "Layer": layer.name,
                 "Total Cycles": cycles,
-                "Overall Util %": 100 * macs / (cycles * rows * columns),
+                "Overall Util %": 100 * macs / (max(cycles, 1) * rows * columns),
                 "Mapping Efficiency %": 100 * held / (int(count) * rows * columns),
                 "Least Cycles of Words": words * machine.number("bits") / 8 * per_byte,
             }

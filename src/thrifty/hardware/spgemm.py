@@ -21,13 +21,15 @@ MOST = 10**8
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A (m, k) times B (k, n)."""
+    """A (m, k) times B (k, n), in any of scipy's sparse formats; numbers at one place are taken together."""
 
     name: str
     a: sparse.csr_array
     b: sparse.csr_array
 
     def __post_init__(self) -> None:
+        for name in ("a", "b"):
+            object.__setattr__(self, name, by_rows(getattr(self, name)))
         if self.a.shape[1] != self.b.shape[0]:
             raise UsageError(
                 f"{self.name}: {self.a.shape} times {self.b.shape} is no product", fix="give as many columns as rows"
@@ -82,6 +84,15 @@ class Product:
         return self.a.nnz / (self.a.shape[0] * self.a.shape[1])
 
 
+def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
+    """The same matrix in CSR, each number once; a copy where it was not so."""
+    rows = sparse.csr_array(matrix)
+    if not rows.has_canonical_format:
+        rows = rows.copy()
+        rows.sum_duplicates()
+    return rows
+
+
 @dataclass(frozen=True, eq=False)
 class Phase:
     """A part of a product that must be over before the next begins."""
@@ -117,7 +128,7 @@ def read_matrix(path: Path) -> Product:
         matrix = sparse.csr_array(io.mmread(path, spmatrix=False))
     except (ValueError, TypeError, OverflowError, StopIteration, EOFError) as error:
         raise IntegrityError(f"{path} is no undamaged Matrix Market file: {error}") from error
-    matrix.sum_duplicates()
+    matrix.sum_duplicates()  # before zeros are left out: numbers at one place may cancel
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
         raise IntegrityError(f"{path} holds what is no number")

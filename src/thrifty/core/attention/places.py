@@ -93,15 +93,25 @@ class Place:
             self.module.core = core
             return
         _register()
+        self.whole.plain_attention = self.implementation  # type: ignore[assignment]
         self.whole.set_attn_implementation(INTERFACE)  # type: ignore[operator]
         self.module.thrifty_core = core
 
+    @property
+    def implementation(self) -> str:
+        """By what name the whole looks up its plain attention, also while ours is in its place."""
+        assert self.whole is not None
+        name = self.whole.config._attn_implementation  # type: ignore[union-attr]
+        return self.whole.plain_attention if name == INTERFACE else name  # type: ignore[return-value]
+
     def take_away(self) -> None:
-        """The plain core again."""
+        """The plain core again; of a model of transformers the implementation as well, once no core is left."""
         if self.whole is None:
             self.module.core = self.plain
         elif hasattr(self.module, "thrifty_core"):
             del self.module.thrifty_core
+            if not any(hasattr(module, "thrifty_core") for module in self.whole.modules()):
+                self.whole.set_attn_implementation(self.implementation)  # type: ignore[operator]
 
 
 def find_places(model: nn.Module) -> list[Place]:

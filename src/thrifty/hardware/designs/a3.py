@@ -2,7 +2,8 @@
 
 Without `approximate`, three modules of n + 9 cycles each: scores, exponentials, outputs (7 cycles of a division and 2
 of a multiply-accumulate). With it, a query takes M iterations of the search, one a cycle, after a refill of the queues
-by the multipliers of scores and outputs; then C candidates and K that are kept go through the three modules.
+by the multipliers of scores and outputs; then C candidates and K that are kept go through the three modules. A key of
+a head that is wider than a module goes through it in parts, one a cycle (ours; the paper's heads are all as wide).
 
 A trace may count "iterations" and "candidates" for each query; without, M is `iterations` · n and C is K. Sorting the
 keys is not the accelerator's work: the paper does it elsewhere and adds 7 % (conservative) or 24 % (aggressive) for it.
@@ -32,6 +33,7 @@ def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers:
 def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     approximate = bool(machine.settings["approximate"])
     keys = layer.unit_keys[:, None]
+    of_scores, of_values = (-(-layer.width // machine.stations[name].width) for name in ("score", "output"))
     scanned = int(machine.number("scanned"))
     if approximate:
         kept, searched = layer.kept_counts, layer.count("iterations")
@@ -42,13 +44,13 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
         depth, width = int(machine.number("depth")), machine.stations["score"].width
         selecting = search_cycles(iterations, depth, layer.width, 2 * width)
-        scoring = np.maximum(candidates, ceil_div(keys, scanned)) + DRAIN
+        scoring = np.maximum(candidates * of_scores, ceil_div(keys, scanned)) + DRAIN
         weighing = ceil_div(candidates, int(machine.number("compared"))) + kept + DRAIN
     else:
         candidates = kept = layer.kept_counts * 0 + keys
         iterations, selecting = np.int64(0), np.int64(0)
-        scoring = weighing = candidates + DRAIN
-    cycles = (selecting, scoring, weighing, kept + DRAIN)
+        scoring, weighing = candidates * of_scores + DRAIN, candidates + DRAIN
+    cycles = (selecting, scoring, weighing, kept * of_values + DRAIN)
     service = np.stack([layer.per_query(each) for each in cycles])
     scores, weighed = (float(layer.per_query(each).sum()) for each in (candidates, kept))
     read, written = operand_bytes(layer, machine.number("bits"))

@@ -6,7 +6,8 @@ attention of a query overlap; hashing the next query and dividing the one before
 interleaved here.
 
 Cycles of a query are max(3·d^(4/3) / hash width, n / (banks · selectors), keys of the fullest bank, d / divide width),
-those before the first 3·d^(4/3)·(n + 1) / hash width.
+those before the first 3·d^(4/3)·(n + 1) / hash width. Heads wider than `head_width`, for which modules and selectors
+are built, go through them in parts of that width (ours; the paper's heads are all as wide).
 """
 
 from dataclasses import replace
@@ -43,11 +44,11 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     approximate = bool(machine.settings["approximate"])
     banks, width = machine.stations["attend"].width, layer.width
     hashing, dividing = (machine.stations[name].width for name in ("hash", "divide"))
-    each = layer.unit_keys[:, None]
+    each, parts = layer.unit_keys[:, None], -(-width // int(machine.number("head_width")))
     if approximate:
         in_banks = bank_counts(layer.kept(), banks)
         fullest, kept = in_banks.max(-1), in_banks.sum(-1)
-        selecting = ceil_div(each, banks * int(machine.number("selectors")))
+        selecting = ceil_div(each, banks * int(machine.number("selectors"))) * parts
         hashed = np.full((layer.units, layer.queries), ceil_div(np.array(hash_multiplications(width)), hashing))
         hashed[:, 0] = 0  # before the first item, with the keys
         lead = preprocessing_cycles(layer.unit_keys, width, hashing)
@@ -55,7 +56,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         fullest = np.broadcast_to(ceil_div(each, banks), (layer.units, layer.queries))
         kept = np.broadcast_to(each, fullest.shape)
         selecting, hashed, lead = np.int64(1), np.zeros_like(fullest), np.zeros_like(layer.unit_keys)
-    attended = np.maximum(fullest, selecting)
+    attended = np.maximum(fullest * parts, selecting)
     divided = np.full_like(attended, -(-width // dividing))
     service = np.stack([layer.per_query(cycles) for cycles in (hashed, attended, divided)])
     computed = float(layer.per_query(kept).sum())
@@ -71,9 +72,9 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         written=written,
         active={
             "hash": float(service[0].sum() + lead.sum()),
-            "select": pairs / (banks * machine.number("selectors")),
-            "attend": computed / banks,
-            "norm": float(layer.unit_keys.sum()) if approximate else 0.0,
+            "select": parts * pairs / (banks * machine.number("selectors")),
+            "attend": parts * computed / banks,
+            "norm": parts * float(layer.unit_keys.sum()) if approximate else 0.0,
         },
         operations=_operations(layer, machine, computed, pairs),
         notes=_notes(layer, machine),

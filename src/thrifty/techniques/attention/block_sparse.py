@@ -9,8 +9,9 @@ Note      at density 1/8, float32, 4 heads of 64, one thread on two cores busy w
           pass took 0.30 to 0.41 of the time of torch's attention at 2,048 tokens, 0.24 to 0.30 at 4,096 and, before its
           chunks were halved, 0.19 to 0.21 at 8,192; and 0.86 to 0.91 of its bytes at the peak
           (`benchmarks/bench_sparse_attention.py`; not yet repeated on a quiet machine). Drawn blocks are the same for
-          all heads and differ from block to block of the model; they follow from `seed`, the sizes and the module's
-          name. On GPUs the same products run in torch; there is no kernel of their own for them yet.
+          all heads and differ from block to block of the model; they follow from `seed`, their places and the module's
+          name; those of a decoder are the same in a longer text. On GPUs the same products run in torch; there is no
+          kernel of their own for them yet.
 """
 
 from collections.abc import Mapping

@@ -13,11 +13,13 @@ Avoid     expecting speed. For that: attention.block_sparse.
 Note      the detector's weights are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d;
           they start as random numbers that make estimates of size one (with larger ones a model of bytes was 0.4 nats
           worse after 500 steps), and are dropped at the end. The loss also reaches the model, whose scores become
-          easier to estimate; both learn from the first step, and keys are left out from `from_step` on. Operands of the
-          detector are rounded to `bits`, with gradients straight through. Where the model turns queries and keys by
-          their position (rotary), so does the detector, at frequencies of the model's, since its input does not tell
-          where a token is; that is ours. 152.6 times a GPU is the abstract's ratio; that it is of attention alone is
-          from memory (unverified), that DOTA was scaled to about the GPU's peak throughput is said by ViTCoD's paper.
+          easier to estimate; both learn from the first step, and keys are left out from `from_step` on. In a decoder a
+          query keeps as many in a shorter text, such as a prompt; what it sees does not change when the text grows up
+          to the length that was learned from. Operands of the detector are rounded to `bits`, with gradients straight
+          through. Where the model turns queries and keys by their position (rotary), so does the detector, at
+          frequencies of the model's, since its input does not tell where a token is; that is ours. 152.6 times a GPU is
+          the abstract's ratio; that it is of attention alone is from memory (unverified), that DOTA was scaled to about
+          the GPU's peak throughput is said by ViTCoD's paper.
 """
 
 from collections.abc import Mapping
@@ -27,6 +29,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.attention.filtering import ReplacedAttention
 from thrifty.core.attention.left_losses import WithLeftLosses
@@ -49,6 +53,7 @@ from thrifty.kernels.attention_filters.sanger import quantized
 from thrifty.kernels.sparse_attention.rows import row_attention
 
 DETECTOR = ("detector_of_queries", "detector_of_keys")
+BESIDE = ("detector_projection", "longest_text")
 
 
 class Detecting:
@@ -71,10 +76,32 @@ class Detecting:
                 self.losses.append(loss)
         if not self.is_chosen or estimated is None:
             return self.place.plain(q, k, v) if mask is None else self.place.plain(q, k, v, mask)
-        keys = balanced_keys(estimated.detach(), max(round(self.settings.density * k.shape[2]), 1), visible)
+        most, counts = self.kept_of(visible)
+        keys = balanced_keys(estimated.detach(), most, visible, counts)
         if self.settings.products == "rows":
             return row_attention(q, k, v, keys)
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
+
+    def kept_of(self, visible: Tensor) -> tuple[int, Tensor | None]:
+        """How many keys a query keeps at most, and in each example (b,) where those differ: an encoder keeps a share of
+        the example's own tokens, a decoder one of the longest text that it learned from, so that a query keeps as many
+        when it is the last one."""
+        share, tokens = self.settings.density, visible.shape[-1]
+        if self.place.causal:
+            return max(round(share * self.longest(tokens)), 1), None
+        counts = (visible.sum(-1).amax((1, 2)).double() * share).round().clamp(min=1)
+        return max(round(share * tokens), 1), counts
+
+    def longest(self, tokens: int) -> int:
+        """Tokens of the longest text so far, this one of so many among them; it is remembered if it is learned from."""
+        known = self.place.module.longest_text
+        if is_fake(known) or known.is_meta:
+            return tokens
+        with _disable_current_modes():  # what records a block's operations must find the same ones each time
+            most = max(int(known), tokens)
+            if torch.is_grad_enabled():
+                known.fill_(most)
+        return most
 
     def estimate(self) -> Tensor:
         module, x = self.place.module, self.given
@@ -125,7 +152,7 @@ class Dota(ReplacedAttention):
     }
 
     density: Share = 0.25
-    """Keys of each query, as a share of all of a text's."""
+    """Keys of each query, as a share of all of a text's; in a decoder, of the longest that it learned from."""
     ratio: Share = 0.25
     """The detector's width over the model's."""
     bits: Annotated[int, Bound(least=2, most=16)] = 4
@@ -165,6 +192,7 @@ class Dota(ReplacedAttention):
         draw = keyed_generator(f"{self.seed}/{place.name}.detector_projection", qkv.weight)
         projection = sparse_projection(width, reduced, draw).to(qkv.weight.device)
         place.module.register_buffer("detector_projection", projection, persistent=False)
+        place.module.register_buffer("longest_text", torch.zeros((), dtype=torch.int64, device=qkv.weight.device))
         for name in DETECTOR:
             weight = torch.empty(heads, reduced, reduced, device=qkv.weight.device)
             weight.normal_(
@@ -181,7 +209,7 @@ class Dota(ReplacedAttention):
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)
         for detector in model.losing_cores:
-            for name in (*DETECTOR, "detector_projection"):
+            for name in (*DETECTOR, *BESIDE):
                 delattr(detector.place.module, name)
         del model.losing_cores
         return model

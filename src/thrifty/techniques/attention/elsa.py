@@ -9,10 +9,14 @@ Cost      in software time and memory: all pairs are looked at, and a mask is ma
 Avoid     expecting speed. For that: attention.block_sparse.
 Note      thresholds are learned block by block from p on training examples, in the last steps of plain attention, and
           held from then on; the paper takes a trained model and trains no further, here the model learns on with its
-          filter. In a decoder n and the largest key are those that a query sees (ours: the paper is about encoders).
-          Head widths that are no power of 4 get other factors (ours). Signs give no gradient: it goes through the exact
-          scores of kept keys. The hashes' bias, 0.127 rad for width 64, is computed, not given. The headline of 58
-          times a V100 is twelve accelerators of 40 nm, attention alone.
+          filter. The later they are learned, the better they fit it at the end: of a small model of bytes with p = 1,
+          those of a tenth of the run left 41 % of the pairs in the end, those of its 60 % left 23 %, about what p means
+          of the trained one (one seed). In a decoder n and the largest key are those that a query sees (ours: the paper
+          is about encoders). Head widths that are no power of 4 get other factors (ours). A hash has as many bits as a
+          head is wide, 64 in the paper: narrow heads are told apart less well (of a trained model of bytes, hashes of
+          16 bits found 0.76 of a block's softmax in 21 % of the pairs; of 64 bits, for the same heads, 0.85 in 19 %).
+          Signs give no gradient: it goes through the exact scores of kept keys. The hashes' bias, 0.127 rad for width
+          64, is computed, not given. The headline of 58 times a V100 is twelve accelerators of 40 nm, attention alone.
 """
 
 from collections.abc import Mapping
