@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from parallel_work import digests
+from tensor_work import laid
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused
 from tiny_runs import advance, losses, plain_run, run_through, snapshot, technique, with_optimizer
@@ -26,6 +27,22 @@ def differences(strategy: str, offload: tuple[str, dict[str, Any]], others: list
             runs.append((losses(records), digests(snapshot(state).tensors)))
         if runs[0] != runs[1]:
             found.append(" and ".join(names) or "alone")
+    return found
+
+
+def differences_of_slices(tiers: list[str], others: dict[str, dict[str, Any]]) -> list[str]:
+    """Where a run whose fused layers are divided over these ranks, each of their slices by itself, is not bit for bit
+    what it is without the offload: with which technique, and on which tier."""
+    found = []
+    for name, settings in others.items():
+        chosen = with_optimizer([technique("parallelism.tensor"), technique(name, **settings)])
+        offloads = [technique("memory.offload_optimizer", to=tier) for tier in tiers]
+        runs = []
+        for more in ([], *([offload] for offload in offloads)):
+            with laid(tensor=2):
+                records, state = run_through(plain_run(depth=1, style="gpt"), [*more, *chosen], STEPS)
+                runs.append((losses(records), digests(snapshot(state).tensors)))
+        found += [f"{name} on {tier}" for tier, run in zip(tiers, runs[1:], strict=True) if run != runs[0]]
     return found
 
 

@@ -24,15 +24,14 @@ from thrifty.core.bounds import Bound, Positive, check_bounds, check_pattern
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.moments import Moment, in_steps
 from thrifty.core.recipe import Budget, Recipe
-from thrifty.core.sparse.masks import SLOT
 from thrifty.core.sparse.sparsity import masked_shapes
 from thrifty.preparing import BuildModel, prepare
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.recipes.values import differences, to_data
 from thrifty.run import resume, rewind, train
 from thrifty.techniques.sparsity.ticket import Scope, Ticket, density_of, pruned, ticket_bytes
+from thrifty.tickets import masks_of, write_whole
 from thrifty.training import checkpoint
-from thrifty.training.durable import Durable
 from thrifty.training.run_folder import RunFolder
 
 Control = Literal["random-mask", "reinitialise"]
@@ -129,33 +128,6 @@ def _chosen(parameters: Mapping[str, Tensor], lottery: Lottery, of: str) -> dict
     return found
 
 
-def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masks in a checkpoint's tensors, by the names of their weights."""
-    found = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition("/")
-        slot, _, parameter = rest.partition("/")
-        if kind == "optimizer" and slot.endswith(SLOT) and tensor.numel():
-            found[parameter] = tensor
-    return found
-
-
-def keep_ticket(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
-    """Writes the masks that a sparse run had, whatever technique drew them, as a ticket for other runs; returns its
-    density and its sha256, which a recipe must give with it. Raises UsageError for a run without masks and for a file
-    that exists."""
-    loaded = checkpoint.load(run / "checkpoints", step)
-    masks = masks_of(loaded.tensors)
-    if not masks:
-        raise UsageError(f"{run} keeps no weights under masks", fix="name a run with a sparse technique")
-    if file.exists():
-        raise UsageError(f"{file} exists already", fix="name a file that does not exist yet")
-    weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
-    content = ticket_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
-    _write(file, content)
-    return density_of(masks), hashlib.sha256(content).hexdigest()
-
-
 @contextmanager
 def _claimed(path: Path, recipe: Recipe, lottery: Lottery) -> Iterator[RunFolder]:
     """The folder of the lottery, new or of an earlier part of the same, locked."""
@@ -178,14 +150,6 @@ def _claimed(path: Path, recipe: Recipe, lottery: Lottery) -> Iterator[RunFolder
 def _binding(definition: Mapping[str, Any]) -> dict[str, Any]:
     settings = {name: value for name, value in definition["lottery"].items() if name not in ("rounds", "controls")}
     return {"recipe": definition["recipe"], "lottery": settings}
-
-
-def _write(path: Path, content: bytes) -> None:
-    """A file as a whole, or not at all."""
-    files, aside = Durable(), path.with_name(f".{path.name}.partial")
-    files.write_file(aside, [content])
-    files.rename(aside, path)
-    files.sync_folder(path.parent)
 
 
 @dataclass
@@ -243,7 +207,7 @@ class _Rounds:
         """The ticket of a round, where it was not drawn already; drawn again it is the same."""
         content, density = draw(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
-            _write(self.ticket(number), content)
+            write_whole(self.ticket(number), content)
         return density
 
     def finished(self, number: int, control: str) -> dict[str, Any] | None:

@@ -10,11 +10,12 @@ from thrifty.core.compose import Composition, compose
 from thrifty.core.elements import ScaleByAdam, ScaleByMomentum
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.partition import partition
 from thrifty.core.sparse.masks import Layer, Masks, check_masks, mask_of, masks_in
 from thrifty.core.sparse.sparsity import full_mask, masked_shapes, random_mask
 from thrifty.core.state import TrainState, fill_tensor
 from thrifty.core.surgery import noting
-from thrifty.core.transforms import Transform, chain, partition
+from thrifty.core.transforms import Transform, chain
 from thrifty.techniques.memory.offload_optimizer import offloaded
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.precision.bfloat16_weights import in_float32

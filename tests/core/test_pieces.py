@@ -18,9 +18,10 @@ from thrifty.core.elements import (
 )
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
+from thrifty.core.partition import partition
 from thrifty.core.pieces import InPieces
 from thrifty.core.tails import split
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, partition
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain
 from thrifty.techniques.optimizers.lion import lion
 
 

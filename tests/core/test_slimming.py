@@ -59,13 +59,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Qwen3 of transformers": lambda: theirs("Qwen3", **GROUPED),
     "Mistral of transformers": lambda: theirs("Mistral", **GROUPED),
     "BERT of transformers": lambda: theirs("Bert", HuggingFaceMaskedLM),
+    "DistilBERT of transformers": lambda: theirs("DistilBert", HuggingFaceMaskedLM, dim=32, n_heads=4, n_layers=2),
+    "OPT of transformers": lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two stacks": (lambda: ours("t5"), "two stacks"),
     "fused in Conv1D": (lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2), "Conv1D"),
     "heads in turn": (lambda: theirs("GPTNeoX"), "cannot be told apart"),
     "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "a number for each piece"),
-    "another count of heads": (lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32), "counts on"),
+    "a width of its own": (lambda: theirs("StableLm", num_key_value_heads=4), "counts on"),
     "queries, keys and values in one": (lambda: theirs("Phi3", num_key_value_heads=4), "cannot be told apart"),
 }
 

@@ -21,8 +21,9 @@ from thrifty.core.errors import UsageError
 from thrifty.core.fused import AdamByKernel, FusedAdamW, FusedSGD, by_kernels, fused_tail
 from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.parameters import is_matrix
+from thrifty.core.partition import partition
 from thrifty.core.pieces import InPieces
-from thrifty.core.transforms import Transform, chain, partition
+from thrifty.core.transforms import Transform, chain
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import ScaleByLion, lion
 

@@ -15,13 +15,14 @@ from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
 from thrifty.core.state import fill_tensor
-from thrifty.lottery import Lottery, keep_ticket, masks_of, play
+from thrifty.lottery import Lottery, play
 from thrifty.preparing import prepare
 from thrifty.recipes.toml import read_recipe, write_recipe
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import Linear
 from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.techniques.sparsity.ticket import density_of, read_ticket
+from thrifty.tickets import keep_ticket, masks_of
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
 

@@ -296,3 +296,17 @@ def test_gains_start_by_the_depth_of_their_own_stack() -> None:
     parameters = dict(LayerScale().model(model).named_parameters())
     assert parameters["shallow.1.mlp.down.gain"].detach().max() == pytest.approx(0.1)
     assert parameters["deep.19.attention.out.gain"].detach().max() == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(("kind", "more"), [("Gemma2", {"head_dim": 8}), ("Olmo2", {}), ("Llama", {})])
+def test_gains_that_a_norm_behind_them_would_undo_are_refused(kind: str, more: dict[str, int]) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=60, num_hidden_layers=2, pad_token_id=0, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = torch.arange(12)[None]
+    if kind == "Llama":
+        before = model(input_ids=tokens).logits
+        assert not torch.allclose(LayerScale(start=0.1).model(model)(input_ids=tokens).logits, before, atol=1e-3)
+        return
+    with pytest.raises(Refused, match=r"has a norm behind model\.layers\.0\.self_attn\.o_proj: it would undo"):
+        LayerScale().model(model)

@@ -15,7 +15,13 @@ from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.techniques.large_batch.noise_scale import Measuring, NoiseScale, measured_in_halves, signal_and_noise
+from thrifty.techniques.large_batch.noise_scale import (
+    Measuring,
+    NoiseScale,
+    held_down,
+    measured_in_halves,
+    signal_and_noise,
+)
 from thrifty.techniques.optimizers.adamw import adamw
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
@@ -96,6 +102,31 @@ def test_the_note_is_the_ratio_of_two_running_averages() -> None:
         assert notes["noise_scale"] == pytest.approx(noise / signal, rel=1e-4)
         scales.append(notes["noise_scale"])
     assert sum(scales[100:]) / 300 == pytest.approx(NOISE / SIGNAL, rel=0.1)
+
+
+def test_one_huge_gradient_is_soon_forgotten() -> None:
+    """One whose examples all agree, so that it looks like signal alone."""
+    huge = Batch({"x": 1000 * MEAN.expand(64, 6)}, torch.full((64,), 1 / 64, dtype=torch.float64))
+    scales = []
+    for spoiled in (None, 100):
+        measuring, model = Measuring(plain_backward, 1, 0.98), Weights()
+        for seed in range(200):
+            model.zero_grad()
+            notes = measuring(model, Projected(), huge if seed == spoiled else drawn(64, seed)).notes
+        scales.append(notes["noise_scale"])
+    assert scales[1] == pytest.approx(scales[0], rel=0.1)
+
+
+def test_nothing_is_held_down_at_the_first_measurement_nor_of_the_usual_size() -> None:
+    assert held_down(3.0, 8.0, 4, usual=0.5) == (3.0, 8.0)
+    assert held_down(300.0, 800.0, 4, usual=5.0) == pytest.approx((30.0, 80.0))
+    assert held_down(-1.0, 2.0, 4, usual=0.01) == (-1.0, 2.0)
+    measuring = Measuring(plain_backward, 3, 0.9)
+    assert measuring.usual(8) == 0.0
+    measuring.state["signal"].fill_(1 - 0.9**2)
+    for calls in (5, 6, 7):  # the fifth comes after two measurements, at the first and the fourth; so does the seventh
+        measuring.state["calls"].fill_(calls)
+        assert measuring.usual(8) == pytest.approx(1.0)
 
 
 def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:

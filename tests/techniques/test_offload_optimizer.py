@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offload_work import differences, refusal
+from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.core.compose import Plain, compose
-from thrifty.core.elements import ClipByGlobalNorm
-from thrifty.core.errors import Refused
+from thrifty.core.elements import ClipByGlobalNorm, scale_by_learning_rate
+from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.memories.link import Simulated
 from thrifty.core.memories.tiers import Where, tier_for
@@ -23,7 +23,7 @@ from thrifty.core.transforms import chain
 from thrifty.data.packing import PackedTokens
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory import offload_optimizer
-from thrifty.techniques.memory.offload_optimizer import OnCopies, offloaded, tiles
+from thrifty.techniques.memory.offload_optimizer import OffloadOptimizer, OnCopies, offloaded, tiles
 from thrifty.techniques.optimizers.adamw import adamw
 from tiny_runs import (
     advance,
@@ -78,6 +78,19 @@ def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
     others = [["optimizers.clip", "large_batch.accumulate"], ["optimizers.lamb"]]
     offload = ("memory.offload_optimizer", {"to": to})
     assert on_ranks(2, differences, strategy, offload, others) == [[], []]
+
+
+def test_what_stands_for_a_parameter_knows_in_which_order_its_lines_are_kept() -> None:
+    """Queries, keys and values of one layer are each divided over ranks, and each a layer of its own to Muon and LAMB;
+    SOAP and masks that move are of whole layers."""
+    others = {
+        "optimizers.muon": {"slices": True},
+        "optimizers.lamb": {"slices": True},
+        "optimizers.soap": {},
+        "sparsity.set": {"every": 1},
+        "sparsity.rigl": {"every": 1},
+    }
+    assert on_ranks(2, differences_of_slices, ["simulated", "disk"], others) == [[]] * 2
 
 
 def test_what_others_make_of_the_parameters_is_taken_over() -> None:
@@ -197,6 +210,15 @@ def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
         records, _ = run_through(plain, [offload, technique("optimizers.adamw", lr=1e-3)], 150)
         ends.append(statistics.mean(losses(records)[-20:]))
     assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] < 4.0
+
+
+def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(UsageError, match="offload_optimizer: to is 'dsik'") as refused:
+        OffloadOptimizer(to="dsik")  # type: ignore[arg-type]
+    assert "disk" in refused.value.fix
+    optimizer = offloaded(scale_by_learning_rate(0.1), to="dsik")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="there is no tier 'dsik'"):
+        TransformOptimizer([("weight", torch.nn.Parameter(torch.ones(2)))], optimizer)
 
 
 def test_there_is_nothing_to_delay_for_on_a_disk() -> None:

@@ -12,8 +12,9 @@ from thrifty.core.elements import ScaleByAdam, scale_by_learning_rate
 from thrifty.core.errors import Refused
 from thrifty.core.explain import explain
 from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.partition import partition
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain, partition
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
 from thrifty.kernels.block_codes import code_book, decode, encode
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import adamw

@@ -3,9 +3,9 @@
 import re
 import typing
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ Betas = Annotated[tuple[float, float], Bound(least=0, below=1)]
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation."""
+    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, or none of the
+    words it names."""
     hints = typing.get_type_hints(type(value), include_extras=True)
     for field in fields(value):
+        words = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is Literal else ()
+        if words and getattr(value, field.name) not in words:
+            given = getattr(value, field.name)
+            raise UsageError(f"{name}: {field.name} is {given!r}", fix=did_you_mean(str(given), words))
         for bound in getattr(hints[field.name], "__metadata__", ()):
             given = getattr(value, field.name)
             numbers = given if isinstance(given, tuple) else (given,)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from thrifty.core.layout import in_order, order_of
+
 _TABLE = re.compile(
     r"(^|[._])(position|positions|wpe|embed_positions|pos_embed|cls_token|class_token|relative_attention_bias)([._]|$)"
 )
@@ -45,7 +47,7 @@ def standing_for(parameter: Tensor, copy: Tensor) -> Tensor:
     """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
     if (factor := own_factor(parameter)) is not None:
         set_own_factor(copy, factor)
-    return copy
+    return in_order(copy, order_of(parameter))
 
 
 @dataclass(frozen=True)

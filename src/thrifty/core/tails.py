@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thrifty.core.fused import by_kernels, fused_tail, without_factors
+from thrifty.core.partition import Partition
 from thrifty.core.pieces import InPieces, Tail
-from thrifty.core.transforms import Chain, Numbers, Partition, Reach, Slots, Transform, moves
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, moves
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -32,36 +31,15 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return dict(zip(input_names(module), args, strict=False)) | kwargs
 
 
-def cached_shapes(body: nn.Module) -> list[torch.Size]:
-    """Of the keys that each block of a decoder keeps, (b, g, t, k), as it says itself: configs name heads in many ways,
-    and some share one among all queries. Values are of the same shape, or the model is refused."""
-    tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
-    devices = [tokens.device] if tokens.device.type == "cuda" else []
-    in_training = [module for module in body.modules() if module.training]
-    body.eval()  # in training a model may leave blocks out, or keep nothing because it makes its blocks again
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        # by its class, since a prefix that is there already would not let the cache out
-        filled = type(body).forward(body, input_ids=tokens, use_cache=True, return_dict=True).past_key_values
-    for module in in_training:
-        module.training = True
-    layers = getattr(filled, "layers", [])
-    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
-    if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
-        raise Refused(
-            f"{type(body).__name__} keeps something else than keys and values of equal shape", fix="use adapters.lora"
-        )
-    return [keys.shape for keys, _ in pairs]
-
-
 def room_in_masks(given: dict[str, Any], count: int) -> dict[str, Any]:
     """Masks (b, t) of inputs by name, longer by `count` tokens in front that all may see.
 
     Raises UsageError for a mask of another shape, for several texts in one row, of which only the first would be
-    behind the virtual tokens, and for a cache with something in it, which would be before them.
+    behind the virtual tokens, and for a cache: what is in it would be before them, and an empty one would be used
+    later on.
     """
     refuse_shared_rows(given)
-    cache = given.get("past_key_values")
-    if cache is not None and cache.get_seq_length():
+    if given.get("past_key_values") is not None:
         raise UsageError(
             "a model with virtual tokens cannot go on from a cache of what it read", fix="generate with use_cache=False"
         )

@@ -5,10 +5,11 @@ are filled up with heads and neurons of zeros, which change nothing of what is c
 width of a head from the width of the model, with as many heads as there were.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
+import torch
 from torch import nn
 
 from thrifty.core.sparse.slimming import Pieces, arrange, filled_up, find_pieces
@@ -39,37 +40,56 @@ def evened(model: Model, shape: Shape) -> tuple[Model, Shape]:
 
 
 def evened_wrapped(model: nn.Module) -> nn.Module:
-    """A copy of a model around one of transformers, all of its blocks alike, its config saying the sizes."""
+    """A copy of a model around one of transformers, all of its blocks alike, its config saying the sizes.
+
+    Which sizes the config can say is found out by building the model from it, without values.
+    """
     model = deepcopy(model)
-    config = model.lm.config
     heads, neurons = _by_kind(model)
-    width, together = getattr(heads[0].owner, "head_dim", None), heads[0].group or 1
-    count, whole = max(each.count for each in heads), config.num_attention_heads // together
-    while not (width and _is_taken(config, count * together, count if heads[0].group else 0, width)) and count < whole:
+    together, whole = heads[0].group or 1, _columns(model, {})
+    width = heads[0].width // together
+    most, count = (_count(heads, whole, heads[0].width), max(each.count for each in heads))
+    said = _sizes(count * together, count if heads[0].group else 0, width)
+    while count < most and _count(heads, _columns(model, said), heads[0].width) != count:
         count += 1
+        said = _sizes(count * together, count if heads[0].group else 0, width)
     hidden = max(each.count for each in neurons)
-    _fill_up(heads, count, bool(width))
-    _fill_up(neurons, hidden, True)
-    config.intermediate_size = hidden
-    if width:
-        for name, value in _sizes(count * together, count if heads[0].group else 0, width).items():
-            setattr(config, name, value)
+    words = [word for word in _HIDDEN if _count(neurons, _columns(model, {word: hidden}), 1) == hidden]
+    hidden = hidden if words else _count(neurons, whole, 1)
+    _fill_up(heads, count, count < most or hasattr(model.lm.config, "head_dim"))
+    _fill_up(neurons, hidden, bool(words))
+    for name, value in (dict.fromkeys(words[:1], hidden) | (said if count < most else {})).items():
+        setattr(model.lm.config, name, value)
     return model
+
+
+_HIDDEN = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "decoder_ffn_dim")
+"""What configs of transformers call the number of neurons."""
 
 
 def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
     return {"num_attention_heads": heads, "head_dim": width} | ({"num_key_value_heads": kv_heads} if kv_heads else {})
 
 
-def _is_taken(config: Any, heads: int, kv_heads: int, width: int) -> bool:
-    """Whether a config of this class may have so many heads: some must divide the width of the model."""
+def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
+    """How many numbers each layer takes where the config says these sizes; none where it may not say them, as where
+    the heads must divide the width of the model."""
     from huggingface_hub.errors import StrictDataclassError
 
+    lm = model.lm
     try:
-        type(config).from_dict(config.to_dict() | _sizes(heads, kv_heads, width))
+        config = type(lm.config).from_dict(lm.config.to_dict() | sizes)
+        with torch.device("meta"):
+            built = type(lm)(config)
     except (StrictDataclassError, ValueError):
-        return False
-    return True
+        return {}
+    return {f"lm.{name}": layer.in_features for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def _count(pieces: list[Pieces], columns: Mapping[str, int], width: int) -> int:
+    """Of how many pieces these columns are, in all blocks; 0 where they are of different numbers."""
+    found = {columns.get(each.name, 0) for each in pieces}
+    return found.pop() // width if len(found) == 1 else 0
 
 
 def _by_kind(model: nn.Module) -> tuple[list[Pieces], list[Pieces]]:

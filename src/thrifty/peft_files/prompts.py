@@ -130,8 +130,8 @@ class PrefixFormat(_VirtualTokens):
 
 def _places(model: nn.Module) -> Mapping[str, Place]:
     places = find_places(model)
-    blocks = next(iter(find_stacks(model).values()))
-    if len(places) != len(blocks) or getattr(model, "task", "next_token") != "next_token":
+    stacks = [*find_stacks(model).values()]
+    if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
         raise Refused(
             f"PEFT's files have prefixes for the blocks of a decoder, and {type(model).__name__} is something else",
             fix="use LoRA, which is stored for any model",

@@ -44,10 +44,23 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
-                raise Refused(
-                    f"{type(trial.block).__name__} has a norm behind {branch.name}: {why}",
-                    fix="take a model with norms in front of its branches alone, such as model.preset=llama-nano",
-                )
+                raise _normed_branch(trial.block, branch, why)
+
+
+def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
+    """Raises Refused where twice as much of a branch is as much in the stream: a norm behind it undoes what it is
+    multiplied by. `where` as in `find_branches`; blocks are tried as by `refuse_normed_sums`."""
+    for trial in _trials(model, where).values():
+        for branch in trial.branches:
+            if trial.undoes_factors(branch):
+                raise _normed_branch(trial.block, branch, why)
+
+
+def _normed_branch(block: nn.Module, branch: Branch, why: str) -> Refused:
+    return Refused(
+        f"{type(block).__name__} has a norm behind {branch.name}: {why}",
+        fix="take a model with norms in front of its branches alone, such as model.preset=llama-nano",
+    )
 
 
 class _Trial(NamedTuple):
@@ -72,6 +85,14 @@ class _Trial(NamedTuple):
         x = self.args[0]
         return torch.allclose(twice - x, 2 * (once - x), rtol=1e-2, atol=1e-2 * float((once - x).abs().max()))
 
+    def undoes_factors(self, branch: Branch) -> bool | None:
+        """Whether a branch tells in the stream, and how much of it there is does not; None where it cannot be run."""
+        none, once, twice = (self._run({branch.name: factor}) for factor in (0.0, 1.0, 2.0))
+        if none is None or once is None or twice is None:
+            return None
+        moved = float((once - none).abs().max())
+        return moved > 0 and float((twice - once).abs().max()) < 1e-2 * moved
+
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
         """With so much of random numbers in the place of what each branch gives."""
         like = next(self.block.parameters())
@@ -84,10 +105,10 @@ class _Trial(NamedTuple):
         return output[0] if isinstance(output, tuple) else output
 
 
-def _trials(model: nn.Module) -> dict[str, _Trial]:
+def _trials(model: nn.Module, where: str = "") -> dict[str, _Trial]:
     """Of the first block of each stack whose parameters have values."""
     stacks, found = find_stacks(model), {}
-    for stack, branches in find_branches(model).items():
+    for stack, branches in find_branches(model, where).items():
         block = stacks[stack][0]
         if not any(is_fake(parameter) for parameter in block.parameters()):
             found[stack] = _trial(model, block, branches[0], is_decoder(branches))
@@ -121,7 +142,14 @@ def _given(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[s
     finally:
         hook.remove()
     args, kwargs = seen[0] if seen else ((), {})
-    return (args, kwargs) if args and isinstance(args[0], Tensor) else None
+    if not args or not isinstance(args[0], Tensor):
+        return None
+    return [*map(_unless_cache, args)], {name: _unless_cache(value) for name, value in kwargs.items()}
+
+
+def _unless_cache(value: Any) -> Any:
+    """A block that is run again would find in a cache what it has read the first time."""
+    return None if hasattr(value, "get_seq_length") else value
 
 
 @contextmanager

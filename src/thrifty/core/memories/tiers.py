@@ -16,13 +16,13 @@ the device's memory (`StepTrace`) need not know of tiers; fake tensors are sent 
 
 from collections import defaultdict
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import Refused, UsageError, did_you_mean
 from thrifty.core.memories.disk import Disk
 from thrifty.core.memories.link import Link, Simulated
 from thrifty.core.memories.tickets import Beside, Ticket, Tier
@@ -36,8 +36,11 @@ SIMULATED_LINK = Link(bandwidth=16e9, latency=1e-5)
 def tier_for(where: Where, tensor: Tensor, folder: str = "") -> Tier:
     """The tier to which tensors like this one go; the same at every call. `folder` is where a disk's files are made.
 
-    Raises Refused for the host where there is no GPU whose memory it would be beside.
+    Raises UsageError for a tier that there is none of, and Refused for the host where there is no GPU whose memory it
+    would be beside.
     """
+    if where not in get_args(Where):
+        raise UsageError(f"there is no tier {where!r}", fix=did_you_mean(where, get_args(Where)))
     fake = isinstance(tensor, FakeTensor)
     beside_a_gpu = torch.cuda.is_available() and (fake or tensor.device.type == "cuda")
     if where == "host" and not beside_a_gpu:

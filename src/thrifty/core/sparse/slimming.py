@@ -26,7 +26,7 @@ ZERO = -1
 
 _HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size")
 _OF_HEADS = re.compile(r"heads$|head_size$|num_key_value_groups|embed_dim|hidden_size")
-_INSTEAD = "take a Llama, GPT or BERT of ours, or a Llama-like model or BERT of transformers"
+_INSTEAD = "take a Llama, GPT or BERT of ours, or a Llama-like model, BERT, DistilBERT or OPT of transformers"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ def _heads(branch: Branch) -> Pieces:
     # once pieces have been taken out, the numbers alone no longer tell which heads belong together
     group = getattr(owner, GROUP, 0 if heads > shared == 1 else heads // shared)
     per_piece = group or 1
-    known = {"heads": per_piece, "num_attention_heads": per_piece, "all_head_size": per_piece * width}
+    known = dict.fromkeys(("heads", "num_attention_heads", "num_heads", "n_heads"), per_piece)
+    known |= {"all_head_size": per_piece * width}
+    if getattr(owner, "embed_dim", None) == heads * width:  # what all heads give together, where it is asked for at all
+        known |= {"embed_dim": per_piece * width}
     known |= dict.fromkeys(("kv_heads", "num_key_value_heads"), 1 if group else 0)
     known |= {"num_key_value_groups": 0 if group else 1}
     _refuse_unknown_sizes(branch, known)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.change import Change
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
@@ -63,6 +63,18 @@ def cut_anew(embedding: Any, patch: int) -> None:
     embedding.patch_size = patch
 
 
+def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
+    """Images of the full size can be cut, or `cut_anew` would have refused; these were made smaller."""
+    (height, width), patch = args[0].shape[-2:], embedding.patch_size
+    if height % patch or width % patch:
+        raise UsageError(
+            f"images made smaller, to {height} x {width} pixels, cannot be cut into patches of {patch} x {patch}, with "
+            "which the run begins",
+            fix=f"let their sides be multiples of {patch}, as by growth.resolution.multiple={patch}, or give fewer "
+            "moments in growth.patch_size.at",
+        )
+
+
 @dataclass(frozen=True)
 class PatchSize(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
@@ -87,6 +99,8 @@ class PatchSize(Technique):
             _, embedding = find_embedding(model)
             model.final_patch = embedding.patch_size
             cut_anew(embedding, embedding.patch_size * factor)
+            if factor > 1:
+                embedding.register_forward_pre_hook(_refuse_uneven_images)
             return model
 
         def resize(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:

@@ -4,7 +4,8 @@ Paper     Touvron et al. 2021, Going deeper with Image Transformers (arXiv 2103.
 Promise   deep pre-norm models (36 blocks and more) train where they would stall. 24 blocks of width 64 after 250 steps
           on bytes: 2.34 nats against 2.52 from Xavier's first values (two seeds, `thrifty train norm_free`), nothing
           from GPT-2's (one seed), which scale the branches down already.
-Avoid     on trained weights: what their branches do would shrink to where the gains start.
+Avoid     on trained weights: what their branches do would shrink to where the gains start. With a norm behind each
+          branch, as in Gemma 2 and OLMo 2, whatever it is multiplied by comes out of one size: refused.
 Note      the start is 0.1 up to depth 18, 1e-5 at 24, 1e-6 deeper, as in the paper; the class default of 1e-4 found in
           several libraries is not the paper's. The gains are never decayed.
 """
@@ -18,6 +19,7 @@ from torch import nn
 
 from thrifty.core.bounds import Rate
 from thrifty.core.branches import add_gain, depths, find_branches, is_transposed, out_width
+from thrifty.core.growth.residuals import refuse_undone_gains
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
@@ -54,6 +56,7 @@ class LayerScale(Technique):
     """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
 
     def model(self, model: nn.Module) -> nn.Module:
+        refuse_undone_gains(model, self.where, "it would undo every gain in front of it")
         stacks = find_branches(model, self.where)
         for stack, depth in depths(model, stacks).items():
             blocks, start = stacks[stack], self.start or initial_gain(depth)

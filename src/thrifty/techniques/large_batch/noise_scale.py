@@ -9,7 +9,9 @@ Cost      every `every` steps the batch goes through in two halves: the same pro
 Does not  change the gradient beyond the order of summation (numerics: rounding).
 Note      it grows as the loss falls, so look at its curve, not at one number. The ratio is of two running averages:
           single measurements are noisy and may be negative. It is that of plain gradients; an optimizer that rescales
-          them has one of its own, of the same size as a rule.
+          them has one of its own, of the same size as a rule. A batch whose squared gradient is more than 10 times the
+          running average counts as 10 times it, which is ours: one 1000 times too long would otherwise be all there is
+          to see for some 500 measurements at a momentum of 0.98. At the first measurement there is nothing to go by.
 """
 
 import math
@@ -31,6 +33,9 @@ from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
+MOST = 10.0
+"""By how many times the usual squared gradient that of one batch counts at most."""
+
 
 def signal_and_noise(small: float, big: float, small_batch: float, big_batch: float) -> tuple[float, float]:
     """Unbiased estimates of |G|², the squared norm of the true gradient, and of tr Σ, the variance of one example's.
@@ -41,6 +46,13 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
     return signal, noise
+
+
+def held_down(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
+    """Signal and noise of a batch, both less in proportion where together they make its squared gradient,
+    signal + noise / batch, more than `MOST` times the usual one."""
+    factor = min(1.0, MOST * usual / size) if (size := signal + noise / batch) > 0 else 1.0
+    return factor * signal, factor * noise
 
 
 def measured_in_halves(
@@ -92,11 +104,20 @@ class Measuring:
             raise Refused("one example on a rank cannot be halved", fix="choose a larger data.batch")
         outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
         if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients
+            examples = axis("data").size * len(batch)
+            if (usual := self.usual(examples)) > 0:
+                signal, noise = held_down(signal, noise, examples, usual)
             for name, value in (("signal", signal), ("noise", noise)):
                 self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)
         signal, noise = float(self.state["signal"]), float(self.state["noise"])
         found = {"noise_scale": noise / signal} if signal > 0 else {}
         return replace(outcome, notes=outcome.notes | found)
+
+    def usual(self, batch: int) -> float:
+        """The squared gradient of a batch by what was measured before this call; 0 where nothing was."""
+        measured = -(-(int(self.state["calls"]) - 1) // self.every)
+        share = 1 - self.momentum**measured  # the averages start at zero
+        return (float(self.state["signal"]) + float(self.state["noise"]) / batch) / share if share > 0 else 0.0
 
 
 @dataclass(frozen=True)

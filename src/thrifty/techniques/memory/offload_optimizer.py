@@ -60,7 +60,8 @@ class StateOnTier(Site):
 
     def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Tier):
         super().__init__(transform, names, parameters)
-        placed = iter(tier.placed([tensor for tensors in self.state.values() for tensor in tensors]))
+        own = [tensor for tensors in self.state.values() for tensor in tensors]
+        placed = map(standing_for, own, tier.placed(own))
         self.state = {slot: [next(placed) for _ in tensors] for slot, tensors in self.state.items()}
 
 

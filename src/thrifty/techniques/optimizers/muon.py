@@ -34,10 +34,11 @@ from thrifty.core.elements import (
 )
 from thrifty.core.layout import order_of
 from thrifty.core.parameters import Slices, fused_slices, is_hidden_matrix
+from thrifty.core.partition import partition
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain, partition
+from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic, chosen to be steep at 0: five iterations take singular values from 0.002 of a matrix's norm

@@ -29,12 +29,13 @@ from thrifty.core.elements import Selective
 from thrifty.core.fused import Fused, by_kernels, fused_tail
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.parameters import standing_for
+from thrifty.core.partition import Partition
 from thrifty.core.pieces import local
 from thrifty.core.randomness import seed_of
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Chain, Content, Numbers, Partition, Reach, Slots, Transform, chain, moves
+from thrifty.core.transforms import Chain, Content, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
 Rounding = Literal["stochastic", "kahan", "nearest"]

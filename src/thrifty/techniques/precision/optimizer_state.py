@@ -25,11 +25,12 @@ from thrifty.core.bounds import Positive
 from thrifty.core.elements import Selective
 from thrifty.core.errors import Refused
 from thrifty.core.fused import by_kernels
+from thrifty.core.partition import Partition
 from thrifty.core.randomness import seed_of
 from thrifty.core.stages import Stage
 from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Chain, Numbers, Partition, Reach, Slots, Transform, chain, moves
+from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.kernels.block_codes import CodeBook, code_book, decode, encode
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
