@@ -31,9 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.adapters import Adapter, names_ending, train_only
+from thrifty.core.attention.key_caches import (
+    is_reader,
+    is_two_sided,
+    kept_shapes,
+    refuse_own_recomputation,
+    unwritten_cache,
+)
 from thrifty.core.bounds import Natural, Positive
 from thrifty.core.errors import Refused
-from thrifty.core.key_caches import is_reader, is_two_sided, kept_shapes, refuse_own_recomputation, unwritten_cache
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.virtual_tokens import (
