@@ -11,8 +11,8 @@ TESTED := $(VENV)/tested-$(EXTRAS)
 demo: $(VENV)/installed
 	$(BIN)/thrifty demo
 
-# two more workers than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
-WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 2, 8))")
+# one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
+WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
 test: $(TESTED) lint
