@@ -117,7 +117,7 @@ def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, fl
         seconds = sum(block.whole or math.inf for block, a in zip(inside, again, strict=True) if a)
         yield f"recompute, every {every}", seconds, peak_of_ways(blocks, [*ways, kept[-1]])
     chain = chain_of(blocks)
-    assert chain is not None
+    assert chain is not None and len(chain) == len(blocks)
     alone = replace(chain, stages=chain.stages[:-1])
     plain, most = simulate(alone, periodic_schedule(count, count))
     schedules = {"recompute, sqrt": periodic_schedule(count, math.isqrt(count - 1) + 1)}
@@ -139,8 +139,7 @@ def assert_best(blocks: Sequence[BlockCosts], singles: Sequence[tuple[str, float
     """At the budget of each single method a plan fits and none of them is faster."""
     for name, _, peak in singles:
         plan = best_plan(blocks, peak, allowed)
-        assert plan is not None, name
-        assert plan.peak <= peak * (1 + 1e-9), name
+        assert plan is not None and plan.peak <= peak * (1 + 1e-9), name
         for other, seconds, needed in singles:
             assert needed > peak or plan.seconds <= seconds * (1 + max(plan.gap, 1e-6)), (name, other)
 
@@ -290,10 +289,10 @@ def test_an_input_that_somebody_else_holds_on_to_is_not_moved() -> None:
 def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> None:
     blocks = blocks_of("gpt")
     chain = chain_of(blocks)
-    assert chain is not None
+    assert chain is not None and len(chain) == len(blocks)
     for peak in (least_bytes(chain), 0.3 * peak_when_kept(blocks), 0.7 * peak_when_kept(blocks)):
         plan = schedule_plan(blocks, peak)
-        assert plan is not None
+        assert plan is not None and plan.schedule is not None and plan.peak <= peak
         assert from_numbers(in_numbers(plan.schedule, len(blocks)), len(blocks)) == plan.schedule
     assert from_numbers(in_numbers(None, 5), 5) is None
 
