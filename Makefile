@@ -31,7 +31,7 @@ lint: $(TESTED)
 	$(BIN)/lint-imports
 
 bench: $(TESTED)
-	export OMP_WAIT_POLICY=PASSIVE; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done; \
+	export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=1000; for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done; \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-nano --vocabulary 4096 && \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-micro --length 256 --batch 32 --vocabulary 4096
 

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from hypothesis import settings
 
 from rank_processes import in_a_group_of_one
 
-FINISHED = itertools.count(1)
+FINISHED, KEPT = itertools.count(1), [0]
+"""Tests, and how many modules there were at each time that what is there was kept."""
 torch.set_num_threads(1)
 # machines that test are shared: how long an example takes there is no finding; and what a change is judged by are the
 # same examples each time, which `make explore` goes beyond
@@ -27,7 +29,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
-    if next(FINISHED) % 50 == 0:
+    if next(FINISHED) % 50 == 0 or len(sys.modules) > KEPT[-1] + 100:
         keep_what_is_there()
 
 
@@ -35,6 +37,7 @@ def keep_what_is_there() -> None:
     """What was imported stays to the end: each of the thousands of collections that tests ask for need not look."""
     gc.collect()
     gc.freeze()
+    KEPT.append(len(sys.modules))
 
 
 @pytest.fixture(scope="session", autouse=True)

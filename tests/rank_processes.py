@@ -1,6 +1,7 @@
 """Work done by several real processes in one gloo group."""
 
 import faulthandler
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -41,24 +42,22 @@ def in_a_group_of_one() -> Iterator[None]:
 
 def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     """What `work(*args)` returned on each rank; AssertionError with the traceback if it raised on any, or hung."""
-    with tempfile.TemporaryDirectory() as folder:
-        receivers, processes = [], []
-        for rank in range(size):
-            receiver, sender = PROCESSES.Pipe(duplex=False)
-            process = PROCESSES.Process(
-                target=_run_rank, args=(rank, size, str(Path(folder, "store")), sender, work, args), daemon=True
-            )
-            process.start()
-            sender.close()
-            receivers.append(receiver)
-            processes.append(process)
-        try:
-            assert all(receiver.poll(SECONDS) for receiver in receivers), "the ranks hang"
-            results = [_answer(rank, receiver) for rank, receiver in enumerate(receivers)]
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
+    meeting = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False)
+    receivers, processes = [], []
+    for rank in range(size):
+        receiver, sender = PROCESSES.Pipe(duplex=False)
+        process = PROCESSES.Process(target=_run_rank, args=(rank, size, meeting.port, sender, work, args), daemon=True)
+        process.start()
+        sender.close()
+        receivers.append(receiver)
+        processes.append(process)
+    try:
+        assert all(receiver.poll(SECONDS) for receiver in receivers), "the ranks hang"
+        results = [_answer(rank, receiver) for rank, receiver in enumerate(receivers)]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
     for rank, (worked, result) in enumerate(results):
         assert worked, f"rank {rank}: {result}"
     return [result for _, result in results]
@@ -71,10 +70,12 @@ def _answer(rank: int, receiver: Any) -> tuple[bool, Any]:
         raise AssertionError(f"rank {rank} died without a word; where it was then stands in its stderr") from None
 
 
-def _run_rank(rank: int, size: int, store: str, sender: Any, work: Callable[..., Any], args: Any) -> None:
+def _run_rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], args: Any) -> None:
     faulthandler.enable(all_threads=True)
+    gc.freeze()  # no collection here need look at all that the server has imported
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    store = dist.TCPStore("localhost", port, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     try:
         sender.send((True, work(*args)))
     except Exception:

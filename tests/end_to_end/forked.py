@@ -4,6 +4,7 @@ What differs from `python -m thrifty` is only that imports are done: it is a pro
 folder, environment and pipes, that runs the same `__main__`, can be killed, and ends with the same exit codes.
 """
 
+import gc
 import os
 import runpy
 import subprocess
@@ -102,6 +103,7 @@ def _start(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    gc.freeze()  # no collection here need look at all that the server has imported
     os.dup2(output.fileno(), 1)
     os.dup2(errors.fileno(), 2)
     for connection in {output, errors}:

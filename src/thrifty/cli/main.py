@@ -13,9 +13,12 @@ import click
 from thrifty.cli import __path__ as _folder
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 
-# A thread that waits for its fellows should sleep: spinning, as OpenMP does by default, makes a step up to ten times
-# slower as soon as anything else wants the processor, and gains nothing on a quiet machine. Read as torch is imported.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A thread that waits for its fellows looks for them some microseconds and then sleeps. Spinning, as OpenMP does by
+# default, makes a step up to ten times slower as soon as anything else wants the processor; sleeping at once makes many
+# small products up to three times slower on a quiet machine (benchmarks/bench_waiting.py). Read as torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 ABOUT = {
     "demo": "The whole story in a few minutes: plan, check, race, train, look.",

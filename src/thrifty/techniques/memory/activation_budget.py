@@ -10,8 +10,7 @@ Cost      one forward pass to learn from and a moment to solve; each operation o
 Does not  change any value unless `bits` allows compression (numerics: exact); rename any parameter.
 Avoid     when the model fits: the plan is then to keep everything. What is saved outside of the blocks stays.
 Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
-          counted, so that a resumed run makes the same plan; not for certain where the solver ran out of time, which
-          a gap of more than 0.5 % in the explanation tells.
+          counted, and the solver ends after as much search on any machine, so that a resumed run makes the same plan.
 """
 
 from collections.abc import Mapping, Sequence
