@@ -1,6 +1,7 @@
 """Times several ways of doing the same work in one process, in turn, so that a machine's drift meets all of them."""
 
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -85,5 +86,6 @@ def write(path: Path, facts: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     here = environment("cuda" if torch.cuda.is_available() else "cpu")
     machine = {name: here[name] for name in ("cpu", "cores", "device", "torch", "python", "started")}
+    openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    path.write_text(json.dumps({**facts, **machine, "command": command}, indent=1))
+    path.write_text(json.dumps({**facts, **machine, "openmp": openmp, "command": command}, indent=1))

@@ -5,11 +5,11 @@ Promise   time and memory of attention grow with tokens times kept blocks. Equal
           gradients included.
 Cost      quality, where what matters lies in blocks that are left out.
 Avoid     below some 2,000 tokens, and where half of the blocks or more are kept.
-Note      at density 1/8, float32, 4 heads of 64, two quiet cores: forward and backward pass took 0.27 (causal 0.38) of
-          the time of torch's attention at 2,048 tokens, 0.25 (0.33) at 4,096, 0.39 (0.43) at 8,192, and 0.80 to 0.84
-          of its bytes at the peak (`benchmarks/bench_sparse_attention.py`), where threads spin while they wait, as in a
-          program of one's own. The command line lets them sleep (OMP_WAIT_POLICY=PASSIVE): with two threads that took
-          1.0 to 1.6 of torch's time, since products are small; with OMP_NUM_THREADS=1, 0.21 (causal 0.27) at 2,048.
+Note      at density 1/8, float32, 4 heads of 64, two quiet cores, as the command line has threads wait: forward and
+          backward pass took 0.29 (causal 0.43) of the time of torch's attention at 2,048 tokens, 0.27 (0.39) at 4,096,
+          0.49 (0.40) at 8,192, and 0.79 to 0.84 of its bytes at the peak (`benchmarks/bench_sparse_attention.py`).
+          Products are small: threads that sleep at once while they wait (OMP_WAIT_POLICY=PASSIVE alone) make it three
+          times slower, and so does other work on the same cores.
           Drawn blocks are the same for all heads and differ from block to block of the model; they follow from `seed`,
           their places and the module's name; those of a decoder are the same in a longer text. On GPUs the same
           products run in torch; there is no kernel of their own for them yet.
