@@ -21,6 +21,8 @@ from thrifty.kernels.silence import silence
 
 SECONDS, NODES = 20.0, 200
 """How long the search goes on at most, and where plans must be the same again, how far."""
+INFEASIBLE = 2
+"""What scipy calls a program that nothing satisfies."""
 
 
 def fastest_plan(
@@ -35,7 +37,7 @@ def fastest_plan(
 
     Optimal within the relative `gap`, or the best that was found in 20 seconds: the plan says how far it may be from
     the best. With compression, whose noise is the plan's, the search ends after a number of nodes instead, so that the
-    same costs give the same plan on a machine of any speed.
+    same costs give the same plan on a machine of any speed. A search that ends with none goes on to the first.
     """
     program = _Program(blocks, compression, link, ways)
     found = program.solve(budget, gap)
@@ -75,15 +77,17 @@ class _Program:
         whole[self.waits] = 0
         upper = np.ones(count)
         upper[self.waits] = np.inf
+        problem = {
+            "c": cost / unit,
+            "constraints": LinearConstraint(self._matrix(), self.lower, self.upper),
+            "integrality": whole,
+            "bounds": Bounds(np.zeros(count), upper),
+        }
         end = {"node_limit": NODES} if self.offers.compression else {"time_limit": SECONDS}
         with silence():
-            found = milp(
-                cost / unit,
-                constraints=LinearConstraint(self._matrix(), self.lower, self.upper),
-                integrality=whole,
-                bounds=Bounds(np.zeros(count), upper),
-                options={"mip_rel_gap": gap} | end,
-            )
+            found = milp(**problem, options={"mip_rel_gap": gap} | end)
+            if found.x is None and found.status != INFEASIBLE:  # cut off before it found any: then the first there is
+                found = milp(**problem, options={"mip_rel_gap": np.inf})
         if found.x is None:
             return None
         chosen = [block.chosen(found.x) for block in self.blocks]

@@ -10,7 +10,8 @@ Cost      one forward pass to learn from and a moment to solve; each operation o
 Does not  change any value unless `bits` allows compression (numerics: exact); rename any parameter.
 Avoid     when the model fits: the plan is then to keep everything. What is saved outside of the blocks stays.
 Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
-          counted, and the solver ends after as much search on any machine, so that a resumed run makes the same plan.
+          counted, and the solver ends after as much search on any machine, so that a resumed run makes the same plan:
+          with a disk as well 17 s for 24 GPT-2 blocks, 89 s for 24 Llama blocks. Otherwise it ends after 20 s.
 """
 
 from collections.abc import Mapping, Sequence
