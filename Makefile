@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # one for each choice of extras, so that another choice is installed when it is asked for
 TESTED := $(VENV)/tested-$(EXTRAS)
+# modules are compiled when they are first imported: all that is installed would take as long as the rest of the install
+INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-slow explore lint bench clean
 
@@ -35,13 +38,15 @@ bench: $(TESTED)
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-nano --vocabulary 4096 && \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-micro --length 256 --batch 32 --vocabulary 4096
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) .
 	touch $@
 
-$(TESTED): $(VENV)/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+$(TESTED): pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) '.[$(EXTRAS)]'
 	touch $@
 
 clean:

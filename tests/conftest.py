@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from rank_processes import in_a_group_of_one
+from thrifty.core.accounting import settled
 
 FINISHED, KEPT = itertools.count(1), [0]
 """Tests, and how many modules there were at each time that what is there was kept."""
@@ -21,10 +22,6 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
-
-
-def pytest_collection_finish() -> None:
-    keep_what_is_there()
 
 
 @pytest.hookimpl(trylast=True)
@@ -38,6 +35,13 @@ def keep_what_is_there() -> None:
     gc.collect()
     gc.freeze()
     KEPT.append(len(sys.modules))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settled_session() -> Iterator[None]:
+    with settled():
+        keep_what_is_there()
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

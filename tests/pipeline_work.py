@@ -202,7 +202,7 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
             state.optimizer.zero_grad()
             gc.collect()
             slots = (tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
-            measured.append((sent.bytes, live.held_besides(*state.model.parameters(), *slots)))
+            measured.append((sent.bytes, live.held_besides([*state.model.parameters(), *slots])))
     mesh.lift()
     return measured
 

@@ -10,12 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from thrifty.core.accounting import StepTrace, count_step, settled, tensor_bytes
+from thrifty.core import accounting
+from thrifty.core.accounting import StepTrace, settled, tensor_bytes
 from thrifty.core.compose import compose
-from thrifty.core.explain import count
+from thrifty.core.explain import count, passes_of
 from thrifty.core.footprint import Footprint
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.techniques.optimizers.adamw import adamw
 from tiny_runs import plain_run, technique
 
 
@@ -52,6 +51,15 @@ def test_the_peak_is_the_largest_sum_alive(rows: list[int]) -> None:
     assert (live.now, live.peak) == (kept, wanted)
 
 
+def test_what_is_made_where_a_known_tensor_was_is_counted() -> None:
+    with FakeTensorMode():
+        known = [torch.ones(100) for _ in range(50)]
+        with StepTrace(*known) as live:
+            del known
+            made = [torch.ones(100) for _ in range(50)]
+            assert live.now == 400 * len(made)
+
+
 def test_fake_tensors_are_followed_as_real_ones_are() -> None:
     def work() -> None:
         x = torch.ones(64, 32)
@@ -70,9 +78,8 @@ def test_fake_tensors_are_followed_as_real_ones_are() -> None:
 
 def test_the_footprint_of_a_model_is_the_one_on_paper() -> None:
     run = compose(plain_run(batch=4, depth=1), [technique("optimizers.adamw")], 3)
-    model = run.build_model()
-    optimizer = TransformOptimizer(model.named_parameters(), adamw())
-    found = count_step(model, run.objective, run.backward, run.source.at(0), optimizer)
+    passes = passes_of(run, run.source.at(0))
+    model, found = passes.model, passes.followed_by(run.transform(), 3)
     size = sum(parameter.numel() for parameter in model.parameters())
     assert found.parameters == found.gradients == 4 * size
     assert found.optimizer == 8 * size
@@ -121,7 +128,10 @@ def test_bytes_of_a_tensor_are_those_of_its_elements() -> None:
     assert tensor_bytes(nn.Parameter(torch.zeros(2))) == 8
 
 
-def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends() -> None:
+def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accounting, "_is_settled", False)  # as it is outside of tests
     gc.unfreeze()
     try:
         with settled():

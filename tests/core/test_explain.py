@@ -5,7 +5,7 @@ import pytest
 
 from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Refused
-from thrifty.core.explain import explain, touched
+from thrifty.core.explain import count, explain, touched
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
 from tiny_runs import advance, plain_run, technique
@@ -49,6 +49,18 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
     assert 0 < after["optimizer"] < after["parameters"] / 2  # a byte per masked weight
     before, after = effect("schedules.cosine")
     assert after == before
+
+
+@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "growth.resolution"])
+def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
+    """Though those that change the update alone share the passes through the model."""
+    names = (name, "optimizers.clip", "optimizers.adamw", "schedules.cosine", "large_batch.exponential_average")
+    run = compose(plain_run(), [technique(each) for each in names], 6)
+    explanation = explain(run)
+    for place, row in enumerate(explanation.rows):
+        _, alone = count(run, run.techniques[: place + 1])
+        assert row.after == alone
+    assert any("have no images" in decision for decision in explanation.decisions) == (name == "growth.resolution")
 
 
 def test_explaining_changes_nothing_of_the_run() -> None:

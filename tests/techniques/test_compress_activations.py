@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_work import STEPS
-from thrifty.core.accounting import StepTrace, count_step, tensor_bytes
+from thrifty.core.accounting import StepTrace, tensor_bytes
 from thrifty.core.activations.saved import kept_by
 from thrifty.core.activations.sensitivity import sensitivities
 from thrifty.core.backward import Backward, Outcome, plain_backward
@@ -19,8 +19,8 @@ from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import UsageError
 from thrifty.core.explain import count
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.optimizer import TransformOptimizer
 from thrifty.core.state import read_log
+from thrifty.core.step_count import CountedPasses
 from thrifty.kernels.group_coding import Coded, CodedMask
 from thrifty.kernels.in_codes import InCodes, few_values
 from thrifty.models.presets import Shape, assemble
@@ -189,8 +189,8 @@ def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) 
     )
     _, predicted = count(run, run.techniques)
     model = run.build_model()
-    optimizer = TransformOptimizer(model.named_parameters(), run.transform())
-    assert count_step(model, run.objective, run.backward, run.source.at(1), optimizer) == predicted
+    passes = CountedPasses(model, run.objective, run.backward, run.source.at(1))
+    assert passes.followed_by(run.transform(), 2) == predicted
     bare = compose(twelve_blocks(), with_optimizer([]), 2)
     _, plain = count(bare, bare.techniques)
     held = 0

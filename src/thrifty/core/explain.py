@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import StepTrace, count_step, one_thread, settled, tensor_bytes
+from thrifty.core.accounting import StepTrace, one_thread, settled, tensor_bytes
 from thrifty.core.batches import Batch
 from thrifty.core.compose import CPU, Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.micro_batches import fewer_alike, shares_of
 from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.pieces import InPieces, Piece, Tail, local
+from thrifty.core.pieces import local
+from thrifty.core.step_count import CountedPasses
 from thrifty.core.surgery import noting
-from thrifty.core.tails import InOrder, Members
 from thrifty.core.technique import Technique
 
-COUNTED = ("model", "batches", "objective", "backward", "update")
+IN_PASSES = ("model", "batches", "objective", "backward")
+COUNTED = (*IN_PASSES, "update")
 """Seams whose effect on memory and work shows in a traced step."""
 OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary")
 """What is in proportion to the examples that a rank sees."""
@@ -80,23 +80,22 @@ def explain(run: Composition) -> Explanation:
 
 
 def _explained(run: Composition) -> Explanation:
-    parameters, counted = count(run, ())
+    counts = _Counts(run)
+    parameters, counted = counts.of(())
     plain, before = counted, counted
     rows: list[Row] = []
-    decisions: list[str] = []
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
         shares = shares_of(so_far)
         is_counted = not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED)
         if is_counted or shares > shares_of(so_far[:-1]):
-            with noting() as decisions:
-                _, counted = count(run, tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
+            _, counted = counts.of(tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
         rows.append(Row(technique, before, after))
         before = after
-    return Explanation(parameters, plain, tuple(rows), tuple(decisions))
+    return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
 
 
 def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
@@ -106,55 +105,58 @@ def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
 def count(run: Composition, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
     """The number of parameters, and one step's footprint, of the run with only these techniques; of several `shares`
     into which its examples are divided, the bytes are those of one and the FLOPs those of all."""
-    part = replace(run, techniques=techniques, notes={})
-    whole = part.source.at(run.steps - 1)
-    is_joint = run.objective.joint  # each rank compares its own examples with everybody's
-    share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
-    part, batch, times = fewer_alike(part, share)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        plain = part.plain
-        part = replace(part, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU)
-        parameters, footprint = count_built(part, batch.map(fake.from_tensor))
-    if is_joint:
-        footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
-    return parameters, footprint.scale(flops=times * len(whole) / len(share))
+    return _Counts(run).of(techniques, shares)
 
 
-def count_built(run: Composition, batch: Batch) -> tuple[int, Footprint]:
-    """The same for all of a run's techniques on this batch: built and traced for real unless tensors are fake."""
+class _Counts:
+    """Counts of a run with some of its techniques. Where those differ from the ones before in the update alone, the
+    passes through the model are not traced again."""
+
+    def __init__(self, run: Composition):
+        self.run = run
+        self.decisions: list[str] = []
+        """What the techniques that were counted last decide when they see the first batch."""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._key: tuple[tuple[Technique, ...], int] | None = None
+
+    def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
+        with noting() as said:
+            parameters, footprint = self._of(techniques, shares)
+        self.decisions = [*dict.fromkeys([*said, *self._said_in_passes])]
+        return parameters, footprint
+
+    def _of(self, techniques: tuple[Technique, ...], shares: int) -> tuple[int, Footprint]:
+        part = replace(self.run, techniques=techniques, notes={})
+        whole = part.source.at(self.run.steps - 1)
+        is_joint = self.run.objective.joint  # each rank compares its own examples with everybody's
+        share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
+        part, batch, times = fewer_alike(part, share)
+        key = tuple(technique for technique in techniques if _overrides(technique, IN_PASSES)), shares
+        if key != self._key:
+            self._key = None
+            with noting() as self._said_in_passes:
+                self._passes = self._counted_passes(part, batch)
+            self._key = key
+        with self._fake, one_thread():
+            footprint = self._passes.followed_by(part.transform(), part.steps)
+        if is_joint:
+            footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
+        parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
+        return parameters, footprint.scale(flops=times * len(whole) / len(share))
+
+    def _counted_passes(self, part: Composition, batch: Batch) -> CountedPasses:
+        fake, plain = self._fake, part.plain
+        with fake:
+            faked = replace(plain, build=lambda: _faked(plain.build(), fake))
+            return passes_of(replace(part, plain=faked, device=CPU), batch.map(fake.from_tensor))
+
+
+def passes_of(run: Composition, batch: Batch) -> CountedPasses:
+    """The passes through a run's model on this batch: built and traced for real unless tensors are fake."""
     with one_thread():
         with StepTrace() as built:
             model = run.build_model()
-            optimizer = TransformOptimizer(model.named_parameters(), run.transform())
-        keep_unlike_pieces(optimizer.site.tail, optimizer.parameters)
-        updates = kinds_of_update(optimizer, run.steps)
-        footprint = count_step(model, run.objective, run.backward, batch, optimizer, built, updates)
-    return sum(parameter.numel() for parameter in model.parameters()), footprint
-
-
-def kinds_of_update(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
-    """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
-    kinds: dict[tuple[bool, ...], int] = {}
-    for step in range(min(steps, looked_at)):
-        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.numbers(step, step).values()), step)
-    return list(kinds.values())
-
-
-def keep_unlike_pieces(tail: Tail, parameters: Sequence[Tensor]) -> None:
-    """Leaves out of an update all pieces but one of those that are alike: one is worked on after the other, so the
-    others would hold no more, and billions of parameters are many pieces."""
-    if isinstance(tail, InOrder):
-        keep_unlike_pieces(tail.first, parameters)
-        keep_unlike_pieces(tail.then, parameters)
-    elif isinstance(tail, Members):
-        for own, member in tail.tails:
-            keep_unlike_pieces(member, [parameters[i] for i in own])
-    elif isinstance(tail, InPieces):
-        tail.pieces = list({_likeness(piece, parameters): piece for piece in tail.pieces}.values())
-
-
-def _likeness(piece: Piece, parameters: Sequence[Tensor]) -> tuple[tuple[torch.Size, int | None], ...]:
-    return tuple((parameters[i].shape, rows and rows.stop - rows.start) for i, rows in piece.spans)
+        return CountedPasses(model, run.objective, run.backward, batch, built)
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

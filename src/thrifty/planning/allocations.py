@@ -1,6 +1,6 @@
 """What the steps of a run really hold, by the events of torch's own allocator: what a prediction is measured by.
 
-No byte is counted here as predictions count them (`core/accounting.py`): torch's profiler reports every block of
+No byte is counted here as predictions count them (`core/step_count.py`): torch's profiler reports every block of
 memory that is given out and taken back, from before the model is made, inside of operations too.
 """
 

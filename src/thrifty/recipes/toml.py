@@ -40,15 +40,18 @@ def recipe_from_data(data: Mapping[str, Any]) -> Recipe:
     return replace(build(Recipe, plain), techniques=chosen)
 
 
-def technique_tables(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each technique named in a [techniques] table, with its settings."""
+    return _tables_below(table, "", techniques.names())
+
+
+def _tables_below(table: Mapping[str, Any], prefix: str, known: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not isinstance(table, Mapping):
         raise UsageError(f"techniques{'.' + prefix if prefix else ''} must be a table, not {table!r}")
-    known = techniques.names()
     for key, value in table.items():
         name = f"{prefix}.{key}" if prefix else key
         if any(other.startswith(name + ".") for other in known) and name not in known:
-            yield from technique_tables(value, name)
+            yield from _tables_below(value, name, known)
         else:
             yield name, value
 

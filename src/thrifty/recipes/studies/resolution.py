@@ -47,15 +47,15 @@ def measure(
 
 def resolution(
     seeds: int = 3,
-    budgets: tuple[int, ...] = (500, 1000, 2000),
+    budgets: tuple[int, ...] = (200, 400, 800),
     data: str = "cifar10",
     depth: int = 4,
     width: int = 128,
     patch: int = 4,
-    batch: int = 128,
+    batch: int = 64,
     tested: int = 5000,
 ) -> Study:
-    """A 4-block ViT on CIFAR-10 for 500, 1000 and 2000 steps: full images throughout, images that grow, and images of
+    """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images throughout, images that grow, and images of
     low frequencies that grow.
 
     Command   thrifty train resolution
