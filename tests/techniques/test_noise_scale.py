@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from thrifty.core.accounting import count_step
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.step_count import CountedPasses
 from thrifty.techniques.large_batch.noise_scale import (
     Measuring,
     NoiseScale,
@@ -165,9 +164,8 @@ def test_a_measured_step_holds_no_more_than_is_claimed_and_that_is_more_only_whe
     plain = plain_run(batch=batch)
 
     def counted(backward: Backward) -> Footprint:
-        model = plain.build()
-        optimizer = TransformOptimizer(model.named_parameters(), adamw())
-        return count_step(model, plain.objective, backward, plain.source.at(0), optimizer)
+        passes = CountedPasses(plain.build(), plain.objective, backward, plain.source.at(0))
+        return passes.followed_by(adamw(), 1)
 
     unmeasured, measured = counted(plain_backward), counted(Measuring(plain_backward, 1, 0.9))
     claimed = NoiseScale().footprint(unmeasured)

@@ -112,13 +112,15 @@ class StepTrace(TorchDispatchMode):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._follow(storage, storage.nbytes())
+                self._see(tensor.untyped_storage())
         if not _sums_gradients(func):
             self.peak = max(self.peak, self.now)
             if self.watch is not None:
                 self.watch(self.now)
         return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        self._follow(storage, storage.nbytes())
 
     def _follow(self, storage: torch.UntypedStorage, own: int) -> None:
         """Until it is freed; `own` of its bytes are the step's."""
