@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from side_by_side import ratio, rows, side_by_side, tell, write
-from thrifty.core.accounting import count_step
 from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.step_count import CountedPasses
 from thrifty.core.technique import Technique
 from thrifty.data.packing import PackedTokens
 from thrifty.kernels.group_coding import Coded, encode
@@ -91,8 +90,7 @@ def race_steps(arguments: argparse.Namespace) -> dict[str, object]:
     steps, saved = {}, {}
     for name, run in runs.items():
         own = recomputing if name == "recompute" else model
-        optimizer = TransformOptimizer(own.named_parameters(), run.transform())
-        saved[name] = count_step(own, run.objective, run.backward, batch, optimizer).activations
+        saved[name] = CountedPasses(own, run.objective, run.backward, batch).activations
 
         def step(run: Composition = run, own: torch.nn.Module = own) -> None:
             own.zero_grad()

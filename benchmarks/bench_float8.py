@@ -58,7 +58,7 @@ def compare(shape: str, rounds: int, folder: Path | None) -> None:
 
     timings = side_by_side({name: partial(both, way) for name, way in contenders(weight).items()}, rounds)
     flops = 6 * tokens * inputs * outputs
-    tell(f"linear layer {shape}, forward and backward, on {DEVICE.type}", timings, BASELINE, flops / 1e12, "TFLOP/s")
+    tell(f"linear layer {shape}, forward and backward, on {DEVICE.type}", timings, BASELINE, flops / 1e9, "GFLOP/s")
     if folder:
         facts = {"benchmark": "float8", "shape": shape, "on units": has_units(DEVICE)}
         keep(folder / f"float8-{shape.replace(',', '-')}.json", facts, timings, BASELINE)

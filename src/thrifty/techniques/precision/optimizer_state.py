@@ -5,7 +5,8 @@ Paper     Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (ar
 Promise   a little over 1 byte (int8) or 2 (bfloat16) for each moment's 4, at the same loss: 400 steps of 0.6M
           parameters ended within 0.2 % of float32 with AdamW (beta2 0.95 and 0.999) and Lion, two seeds each.
 Cost      moments are opened and closed again in every step, in pieces that stay in the cache. On 2 cores AdamW's step
-          takes 6 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 1.4 in float32.
+          takes 6 to 8 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 0.8 to 1.4 in
+          float32, and torchao's 8 bits 21 (`benchmarks/bench_optimizer_state.py`).
 Does not  touch weights and their averages, vectors, or tensors with fewer than `smallest` numbers.
 Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.999 the root of a second moment stands
           3 times too high 2500 steps after its gradients fell to a tenth; rounded by chance it follows within 10 %.
