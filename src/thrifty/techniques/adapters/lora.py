@@ -4,7 +4,7 @@ Paper     Hu et al. 2022, LoRA (arXiv 2106.09685), section 4.1; the rank-stabili
           Kalajdzievski 2023 (arXiv 2312.03732).
 Promise   gradients and optimizer state only for the small factors; the function is unchanged at step 0. Works on linear
           layers, `Conv1D`, embeddings and torch's own attention of any model, in fused layers on each slice apart.
-Cost      two thin products per layer. Against peft a step takes 0.94 to 1.01 of the time and holds the same bytes or
+Cost      two thin products per layer. Against peft a step takes 0.91 to 1.02 of the time and holds the same bytes or
           less (Llama and GPT-2, 4 blocks of width 512, 2 shared cores, `benchmarks/bench_lora.py`). torch's own
           attention reads its weights itself: there they are formed with their additions at each call, and dropout
           before A is impossible.
