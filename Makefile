@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # one for each choice of extras, so that another choice is installed when it is asked for
 TESTED := $(VENV)/tested-$(EXTRAS)
-# modules are compiled when they are first imported: all that is installed would take as long as the rest of the install
+# modules are compiled when they are first imported, and that is kept, whatever the environment prefers: compiling all
+# that is installed would take as long as the rest of the install
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 export PYTHONDONTWRITEBYTECODE :=
 

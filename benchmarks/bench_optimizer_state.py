@@ -1,8 +1,9 @@
 """Optimizer steps with moments in 8 bits and in bfloat16 against float32, on the parameters of a 30M-parameter model.
 
-Promise: a quarter of float32's state and a little (int8), or half of it (bfloat16), and steps at least twice as fast
-as those of torchao and bitsandbytes where they are installed. Beside torch's fused kernel, which has only to read and
-write memory, rounding costs time on a processor: the table says how much.
+Promise: a quarter of float32's state and a little (int8), or half of it (bfloat16), and steps at least five times as
+fast as those of torchao and bitsandbytes where they are installed: held on one machine, and 2.7 times on another
+(`results/benchmarks/optimizer-state-cpu.json`). Beside torch's fused kernel, which has only to read and write memory,
+rounding costs time on a processor: the table says how much.
 """
 
 import importlib

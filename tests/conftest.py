@@ -40,7 +40,6 @@ def keep_what_is_there() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def settled_session() -> Iterator[None]:
     with settled():
-        keep_what_is_there()
         yield
 
 

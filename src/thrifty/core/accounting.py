@@ -39,7 +39,8 @@ def settled() -> Iterator[None]:
     """The cycle collector leaves alone what is there before the block. Several counts then take a moment each, where
     going through all that is imported takes tenths of a second."""
     global _is_settled
-    if _is_settled or gc.get_freeze_count():  # somebody outside settled it, and will end it; counting is slow
+    # somebody outside settled it, and will end it; the collector is asked last: it counts all that it leaves alone
+    if _is_settled or gc.get_freeze_count():
         yield
         return
     _is_settled = True

@@ -43,12 +43,13 @@ class CountedPasses:
             with passes:
                 outcome: Outcome = backward(model, marking, batch)
                 del outcome
-            self.flops = live.flops
-            self.activations, self.peak, self.left = (
-                there - before for there in (marking.after_forward, live.peak, live.now)
-            )
-            self.most, self.inside = (max(there - before, 0) for there in (passes.peak, passes.peak_inside))
-            self.hidden, self.saved = passes.hidden, min(max(passes.saved, 0), self.activations)
+            self.flops, self.hidden = live.flops, passes.hidden
+            self.activations = marking.after_forward - before
+            self.saved = min(max(passes.saved, 0), self.activations)
+            self.peak, self.left = live.peak - before, live.now - before
+            """The most bytes beyond what was there before; those that stay: gradients, as a rule."""
+            self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
+            """The most beside complete gradients; the same from when the first gradient of a block is complete."""
 
     def followed_by(self, transform: Transform, steps: int) -> Footprint:
         """The footprint of the whole step in a run of so many.

@@ -35,7 +35,8 @@ COMPILED_FROM = 2**16
 """Tensors of fewer numbers are not worth compiling for."""
 MIXED = 8
 """Operations after which the compiler names a result that is used twice, instead of writing it out at each use: a hash
-uses each of its words twice, six times over. It is compiled in a fifth of the time, and runs in half to nine tenths."""
+uses each of its words twice, six times over. Compiled in a tenth to a quarter of the time (12 s instead of 45 for 2
+bits), coding runs in 0.4 to 1.05 of what it took (8,192 lines of bfloat16, one thread)."""
 _TOO_WIDE = 1e30
 """Steps beyond this are those of masks that hold the lowest number there is."""
 
