@@ -17,6 +17,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 """Real processes that start in milliseconds: each is a fork of a server in which all is imported but nothing used."""
 PROCESSES.set_forkserver_preload(
     [
+        "thrifty.cli.main",
         "thrifty.run",
         "torch._dynamo",
         "torch.distributed.checkpoint",

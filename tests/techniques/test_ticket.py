@@ -75,6 +75,12 @@ def test_a_ticket_comes_back_from_its_file_and_the_same_ticket_is_the_same_bytes
     assert changed != (tmp_path / "t").read_bytes()  # it says of which weights it was drawn
 
 
+def test_masks_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
+    masks = {f"{number}.weight": torch.ones(1, 1, dtype=torch.bool) for number in range(40)}
+    (tmp_path / "t").write_bytes(content := ticket_bytes(masks, "here", {}))
+    assert list(read_ticket(str(tmp_path / "t"), hashlib.sha256(content).hexdigest())) == sorted(masks)
+
+
 # what a run under a ticket is
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -83,6 +84,7 @@ class _Observer:
         self.evaluated_step: int | None = None
         self.rate = 0.0
         self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.also}
+        self._ending, self._has_ended = Lock(), False
 
     def follow(self, stop: StopRequest) -> str:
         if self.recipe.evaluation.at_start and self.state.step == 0:
@@ -228,9 +230,15 @@ class _Observer:
             self.folder.append({"kind": kind, "step": self.state.step} | values)
 
     def stopped(self, text: str, exit_code: int = 1) -> None:
-        with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
-            self.note("notice", text=text)
-            self.summarize("stopped", exit_code)
+        """Why and that the run ended, written down once: the thread that trains may come free, and find out by itself,
+        while another one writes this for it."""
+        with self._ending:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
+                self.note("notice", text=text)
+                self.summarize("stopped", exit_code)
 
     def summarize(self, status: str, exit_code: int) -> dict[str, Any]:
         counters = self.state.counters

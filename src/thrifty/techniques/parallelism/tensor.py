@@ -65,7 +65,7 @@ def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGrou
             partial += local([parameter.grad])
         elif isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    for dtype in {gradient.dtype for gradient in partial}:
+    for dtype in dict.fromkeys(gradient.dtype for gradient in partial):  # in one order on all ranks
         alike = [gradient for gradient in partial if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in alike])
         dist.all_reduce(flat, group=group)

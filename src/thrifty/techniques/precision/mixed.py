@@ -63,7 +63,7 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
     all their numbers are finite and 1 where not."""
     found = torch.zeros((), device=gradients[0].device)
     inverse = torch.full((), factor, device=found.device)
-    for dtype in {gradient.dtype for gradient in gradients}:
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
         torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
     return found

@@ -115,7 +115,7 @@ def read_ticket(file: str, sha256: str) -> dict[str, Tensor]:
             fix="bring the old file back, or set sha256 anew in another run",
         )
     try:
-        stored = dict(deserialize(content))
+        stored = dict(sorted(deserialize(content)))  # come in another order in each process; ranks need one
     except SafetensorError as error:
         raise IntegrityError(f"{path} is no safetensors file: {error}", fix="draw the ticket again") from error
     with unseen(), unset_fake_temporarily():  # real where all else is counted on fake tensors, and gone before a step
