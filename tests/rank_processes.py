@@ -73,6 +73,7 @@ def _answer(rank: int, receiver: Any) -> tuple[bool, Any]:
 
 def _run_rank(rank: int, size: int, port: int, sender: Any, work: Callable[..., Any], args: Any) -> None:
     faulthandler.enable(all_threads=True)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of threads that never ran any Python, too
     gc.freeze()  # no collection here need look at all that the server has imported
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port, size)
