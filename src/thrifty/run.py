@@ -28,7 +28,7 @@ from thrifty.training import checkpoint, shelf
 from thrifty.training.environment import environment
 from thrifty.training.forking import take_over
 from thrifty.training.meeting import agent
-from thrifty.training.memory import MemoryMeter
+from thrifty.training.memory import MemoryMeter, keeping_freed
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.session import Session
 
@@ -239,7 +239,8 @@ def _run(
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
     drawn = partial(pictures, ends=data.ends)
     session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
-    summary = session.run_to_end(state, meter)
+    with keeping_freed(run.device):
+        summary = session.run_to_end(state, meter)
     if rank() == 0:
         ledger.keep(folder.path, summary)
     return summary

@@ -10,6 +10,7 @@ def main() -> None:
     from thrifty.planning.probing import timed
     from thrifty.preparing import prepare
     from thrifty.recipes.toml import recipe_from_data
+    from thrifty.training.memory import keeping_freed
 
     job = json.load(sys.stdin)
     try:
@@ -17,7 +18,8 @@ def main() -> None:
         model = own_model(job["model"]).build if job["model"] else None
         prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
         held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-        timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"])
+        with keeping_freed(prepared.run.device):  # as a run does
+            timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"])
     except ThriftyError as error:
         sys.exit(error.what)
     print(json.dumps(timing.as_dict()))

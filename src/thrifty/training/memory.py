@@ -1,10 +1,49 @@
-"""How much memory this process takes, above what it took before the model was built."""
+"""How much memory this process takes, above what it took before the model was built, and where freed memory goes."""
 
+import ctypes
+import os
+import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
+_MOST = 2**31 - 1
+_BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
+"""Where glibc's own limits, which move, end up in a program that frees large blocks. Once set they move no more."""
+
+
+@contextmanager
+def keeping_freed(device: torch.device) -> Iterator[None]:
+    """Memory that a step on a processor frees stays with the process, for the next step; at the end it is given back.
+
+    By default the C library gives large blocks back to the kernel at once, which clears each of their pages when the
+    next step asks for as much (benchmarks/bench_freed_memory.py). Does nothing where the C library is not glibc, or
+    the environment has settings for it.
+    """
+    libc = _glibc() if device.type == "cpu" else None
+    if libc is None or not libc.mallopt(_MMAP_THRESHOLD, _MOST):
+        yield
+        return
+    libc.mallopt(_TRIM_THRESHOLD, _MOST)
+    try:
+        yield
+    finally:
+        for limit, value in _BEFORE.items():
+            libc.mallopt(limit, value)
+        libc.malloc_trim(0)
+
+
+@cache
+def _glibc() -> ctypes.CDLL | None:
+    told = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and not told else None
 
 
 class MemoryMeter:

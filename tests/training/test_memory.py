@@ -1,0 +1,44 @@
+"""Memory that steps free is there for the next step, and the machine's again when training is over."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, resource, psutil, torch
+from thrifty.training.memory import keeping_freed
+
+def faults_of(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        torch.empty(2**26, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = faults_of(4)
+with keeping_freed(torch.device("cpu")):
+    faults_of(8)  # until blocks have found their places
+    kept, held = faults_of(4), psutil.Process().memory_info().rss
+print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(4)]))
+"""
+
+
+def found(**environment: str) -> list[int]:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
+def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
+    before, kept, given_back, after = found()
+    assert kept < before / 4 and after > before / 2
+    assert given_back > 2**25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
+@pytest.mark.parametrize("own", [{"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
+def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> None:
+    before, kept, given_back, _ = found(**own)
+    assert kept > before / 2 and given_back < 2**25
