@@ -41,13 +41,17 @@ def in_a_group_of_one() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(*args)` returned on each rank; AssertionError with the traceback if it raised on any, or hung."""
+def on_ranks(size: int, work: Callable[..., Any], *args: Any, strangers: bool = False) -> list[Any]:
+    """What `work(*args)` returned on each rank; AssertionError with the traceback if it raised on any, or hung.
+
+    `strangers` have nothing from a common server: as under torchrun each has its own order of what is hashed.
+    """
+    context: Any = multiprocessing.get_context("spawn") if strangers else PROCESSES
     meeting = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False)
     receivers, processes = [], []
     for rank in range(size):
-        receiver, sender = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(target=_run_rank, args=(rank, size, meeting.port, sender, work, args), daemon=True)
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_run_rank, args=(rank, size, meeting.port, sender, work, args), daemon=True)
         process.start()
         sender.close()
         receivers.append(receiver)

@@ -80,6 +80,13 @@ def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
     assert list(first[name].tensors) == list(state.tensors())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", CLAIMING)
+def test_processes_that_order_names_differently_do_the_same(strategy: str) -> None:
+    first, second = on_ranks(2, train_with_each, [technique(strategy)], OTHERS, strangers=True)
+    assert first == second and len(first) > len(OTHERS) / 2
+
+
 @pytest.mark.parametrize("strategy", CLAIMING)
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can(strategy: str) -> None:
     for what, fix in on_ranks(2, refusals, strategy):
