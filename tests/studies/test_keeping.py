@@ -11,6 +11,7 @@ from studies.tiny_studies import levels
 from thrifty.core.errors import UsageError
 from thrifty.studies.keeping import compare, keep
 from thrifty.studies.result import Cell, Result, read_result
+from thrifty.studies.table import table
 
 PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "train", "levels"]}
 
@@ -37,6 +38,14 @@ def test_a_kept_result_is_json_without_nan_and_a_table(tmp_path: Path) -> None:
     assert "Infinity" not in text
     assert read_result(tmp_path / "levels" / "cpu.json") == kept(result())
     assert "| one" in (tmp_path / "levels" / "cpu.md").read_text()
+
+
+def test_the_table_says_how_many_seeds_every_case_has_at_least() -> None:
+    whole, partial, single = result(), result(), result(seeds=1)
+    del partial.cells["two", 3], partial.cells["three", 3]
+    assert "Means over 4 seeds with" in table(whole)
+    assert "Means over 3 or more seeds with" in table(partial)
+    assert "One seed, no intervals." in table(single)
 
 
 def test_nothing_kept_is_overwritten_and_nothing_unfinished_is_kept(tmp_path: Path) -> None:

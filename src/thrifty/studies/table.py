@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,11 @@ def sentence(verdict: ExpectationVerdict) -> str:
 
 def spread(result: Result) -> str:
     """What stands behind the numbers, in one sentence."""
-    seeds = len({seed for _, seed in result.cells})
-    return f"Means over {seeds} seeds with 95 % intervals (Student's t)." if seeds > 1 else "One seed, no intervals."
+    seeds = Counter(label for label, _ in result.cells).values()
+    fewest, most = min(seeds, default=0), max(seeds, default=0)
+    if most < 2:
+        return "One seed, no intervals."
+    return f"Means over {most if fewest == most else f'{fewest} or more'} seeds with 95 % intervals (Student's t)."
 
 
 def place(facts: Mapping[str, Any]) -> str:
