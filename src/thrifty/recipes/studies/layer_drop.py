@@ -87,5 +87,5 @@ def layer_drop(
             for budget in budgets
         ],
         plots=[losses_by("dropping")],
-        minutes=20,
+        minutes=40,
     )

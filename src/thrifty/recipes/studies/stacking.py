@@ -57,8 +57,8 @@ def stacking(
 
     Command   thrifty train stacking
     Expect    stacking gains at the short budget, and less than half of that at five times as long a one. Copies that
-              start silent, and moments from the mean of their layer, change less than stacking itself does. A quarter
-              of an hour on two cores.
+              start silent, and moments from the mean of their layer, change less than stacking itself does. Forty
+              minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     cases = {label: {**case, **fixed} for label, case in grid(way=tuple(WAYS), full_steps=budgets).items()}
@@ -86,5 +86,5 @@ def stacking(
             ),
         ],
         plots=[losses_by("way")],
-        minutes=15,
+        minutes=40,
     )
