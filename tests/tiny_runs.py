@@ -61,6 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "memory.activation_budget": {"costs": "counted"},
     "optimizers.adamw": {"lr": 3e-3},
     "optimizers.lamb": {"lr": 1e-2},
+    "optimizers.lars": {"lr": 0.1},
     "optimizers.lion": {"lr": 1e-3},
     "optimizers.muon": {"lr": 1e-2, "precision": "float32"},
     "optimizers.soap": {"every": 2},

@@ -25,7 +25,7 @@ def a_block(chance: random.Random, size: int, in_part: float = 0.0) -> BlockCost
         reads = {source for source in range(number) if chance.random() < 0.4}
         item = Item(number, "op", "", chance.randint(1, 9), chance.randint(1, 9), reads, number)
         item.saved_bytes = item.bytes * (chance.random() < 0.7)
-        item.floating = chance.random() < 0.8
+        item.codable = chance.random() < 0.8
         item.storable = chance.random() < 0.9
         tape.items[number] = item
         tape.operations.append("op")
@@ -45,7 +45,7 @@ def legal(blocks: list[BlockCosts], compression: Compression | None, link: Link 
         for item in items:
             ways: list[Way | None] = [Way.RECOMPUTE, Way.KEEP] if item.saved else [None, Way.RECOMPUTE, Way.KEEP]
             if item.storable:
-                ways += [Way.OFFLOAD] * bool(link) + [Way.COMPRESS] * bool(compression and item.floating)
+                ways += [Way.OFFLOAD] * bool(link) + [Way.COMPRESS] * bool(compression and item.codable)
             choices.append(ways)
         found = []
         for chosen in itertools.product(*choices):

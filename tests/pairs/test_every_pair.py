@@ -1,17 +1,19 @@
 """Every two techniques either go together, through a structural change and a resume, or are refused with a reason.
 
-What goes together with a technique is tried with it several at once: a run of six covers five of its pairs. Where such
-a run fails, or is refused, its pairs are tried one by one, so that what is named is a pair.
+What goes together is tried several at once: a run of eight covers 28 pairs. Where such a run fails, or is refused, its
+pairs are tried one by one, so that what is named is a pair.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import combinations
 
 import pytest
 import torch
 
+from pairs.covering import Group, around, covering
 from rank_processes import in_a_group_of_one
 from runs_for import RUNS, plain_for
 from thrifty import techniques
@@ -21,118 +23,144 @@ from thrifty.core.technique import Technique
 from tiny_runs import advance, assert_same, restored, run_through, snapshot, technique, with_optimizer
 
 STEPS, SAVED = 4, 2
-AT_ONCE = 6
+AT_ONCE = 8
 NAMES = techniques.names()
 
 
-@pytest.mark.parametrize("name", NAMES[:-1])
-def test_it_trains_and_resumes_with_every_later_one_or_one_of_them_is_refused(name: str) -> None:
-    for group in gathered(name):
-        with surroundings(group):
-            try_together(group)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "group" in metafunc.fixturenames:
+        metafunc.parametrize("group", groups(), ids="+".join)
 
 
-def gathered(name: str) -> list[list[str]]:
-    """The technique with each that comes after it in the catalogue and is not for other data; those in one group that
-    nothing forbids to have at once."""
-    groups: list[list[str]] = []
-    for other in NAMES[NAMES.index(name) + 1 :]:
-        if len({RUNS[each] for each in (name, other) if each in RUNS}) > 1:
-            continue
-        for group in groups:
-            if len(group) < AT_ONCE and go_together(group, other):
-                group.append(other)
-                break
-        else:
-            groups.append([name, other])
-    return groups
+def test_they_train_and_resume_together(group: Group) -> None:
+    with surroundings(group):
+        try_together(group)
 
 
-def go_together(group: list[str], other: str) -> bool:
-    """Whether the other can join in: on the same data, able to work on that run, and refused by none."""
-    run = made_for(*group)
-    if run != made_for(group[0], other) or not all(works_alone(each, run) for each in (*group, other)):
+@pytest.mark.parametrize("name", NAMES)
+def test_what_it_cannot_be_composed_with_is_refused_with_a_reason(name: str) -> None:
+    for other in NAMES:
+        if other != name and same_data((name, other)) and not compose_together((name, other)):
+            try_pair((name, other))
+
+
+def test_every_two_meet_in_a_run_or_cannot_be_composed() -> None:
+    met = {frozenset(pair) for group in groups() for pair in pairs_of(group)}
+    for pair in combinations(NAMES, 2):
+        assert frozenset(pair) in met or not compose_together(pair), pair
+
+
+@cache
+def groups() -> list[Group]:
+    """Every two that are for the same data and that nothing forbids to have at once are in one of these."""
+    found = covering([name for name in NAMES if name not in RUNS], compose_together, AT_ONCE)
+    for number, name in enumerate(RUNS):  # on its own data, where others may refuse to work: its pairs only
+        found += around(
+            name, [other for other in NAMES if other not in list(RUNS)[: number + 1]], compose_together, AT_ONCE
+        )
+    return found
+
+
+def pairs_of(group: Group) -> list[Group]:
+    """The pairs that a run of this group is for."""
+    first, *others = group
+    return [(first, other) for other in others] if first in RUNS else list(combinations(group, 2))
+
+
+def same_data(group: Group) -> bool:
+    return len({RUNS[name] for name in group if name in RUNS}) < 2
+
+
+def compose_together(group: Group) -> bool:
+    if not same_data(group):
         return False
     try:
-        compose(plain_for(*group), chosen_of([*group, other]), STEPS)
+        compose(plain_run_for(made_for(group)), chosen_of(group), STEPS)
     except UsageError:
         return False
     return True
 
 
-def made_for(*names: str) -> str | None:
+def made_for(group: Group) -> str | None:
     """Which of these decides what data the run is of."""
-    return next((name for name in names if name in RUNS), None)
+    return next((name for name in group if name in RUNS), None)
 
 
 @cache
-def works_alone(name: str, run: str | None) -> bool:
+def plain_run_for(name: str | None) -> Plain:
+    return plain_for(*([name] if name else []))
+
+
+@cache
+def works_alone(name: str, on: str | None) -> bool:
     """Whether it does not refuse, by name, to work on the run that this one is for."""
-    with surroundings([name]):
+    with surroundings((name,)):
         try:
-            run_through(plain_for(*([run] if run else [])), chosen_of([name]), 1)
+            run_through(plain_run_for(on), chosen_of((name,)), 1)
         except Refused as refused:
             return name not in refused.what
     return True
 
 
-def chosen_of(names: list[str]) -> list[Technique]:
-    return with_optimizer([technique(name) for name in names])
+def chosen_of(group: Group) -> list[Technique]:
+    return with_optimizer([technique(name) for name in group])
 
 
 @contextmanager
-def surroundings(names: list[str]) -> Iterator[None]:
-    if "compile" in names:
+def surroundings(group: Group) -> Iterator[None]:
+    if "compile" in group:
         torch._dynamo.reset()
-    if any(name.startswith("parallelism.") for name in names):
+    if any(name.startswith("parallelism.") for name in group):
         with in_a_group_of_one():  # several ranks: tests/techniques/test_parallelism.py
             yield
     else:
         yield
 
 
-def try_together(group: list[str]) -> None:
-    first, *others = group
-    if len(others) == 1:
-        return try_pair(first, *others)
-    plain, chosen = plain_for(*group), chosen_of(group)
+def try_together(group: Group) -> None:
+    if len(group) == 2:
+        return try_pair(group)
+    plain, chosen = plain_run_for(made_for(group)), chosen_of(group)
     try:
         train_and_resume(plain, chosen, compose(plain, chosen, STEPS))
     except Exception as failure:
-        for other in others:
-            try_pair(first, other)
+        if isinstance(failure, Refused) and (name := refusing_by_itself(failure, group)):
+            try_pair((group[0], name))
+            return try_together(tuple(other for other in group if other != name))
+        for pair in pairs_of(group):
+            try_pair(pair)
         if not isinstance(failure, Refused):
-            failure.add_note(f"in a run with {', '.join(group)}, though each goes with {first}")
+            failure.add_note(f"in a run of {', '.join(group)}, though each two of them go together")
             raise
 
 
-def try_pair(*pair: str) -> None:
+def try_pair(pair: Group) -> None:
     try:
-        goes_or_is_refused(list(pair))
+        goes_or_is_refused(pair)
     except Exception as failure:
         failure.add_note(" and ".join(pair))
         raise
 
 
-def goes_or_is_refused(pair: list[str]) -> None:
-    plain, chosen = plain_for(*pair), chosen_of(pair)
+def goes_or_is_refused(pair: Group) -> None:
+    plain, chosen = plain_run_for(made_for(pair)), chosen_of(pair)
     try:
         run = compose(plain, chosen, STEPS)
     except UsageError as refused:
-        assert all(name in refused.what for name in pair) or is_refused_by_itself(refused, pair)
+        assert all(name in refused.what for name in pair) or refusing_by_itself(refused, pair)
         assert refused.fix
         return
     try:
         train_and_resume(plain, chosen, run)
     except Refused as refused:
-        assert is_refused_by_itself(refused, pair)
+        assert refusing_by_itself(refused, pair)
         assert refused.fix
 
 
-def is_refused_by_itself(refused: UsageError, pair: list[str]) -> bool:
-    """Whether it is one of the pair that refuses, by name, to work on the run that the other one is for: alone too."""
-    run = made_for(*pair)
-    return any(name in refused.what and name not in RUNS and not works_alone(name, run) for name in pair)
+def refusing_by_itself(refused: UsageError, group: Group) -> str | None:
+    """Which one of the group refuses, by name, to work on the run that another one is for: alone too."""
+    on = made_for(group)
+    return next((n for n in group if n in refused.what and n not in RUNS and not works_alone(n, on)), None)
 
 
 def train_and_resume(plain: Plain, chosen: list[Technique], run: Composition) -> None:

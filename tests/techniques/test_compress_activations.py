@@ -111,6 +111,13 @@ def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
     assert squares[0].max() > 0 and squares[2].max() > 0
 
 
+def test_numbers_of_8_bits_stay_as_they_are() -> None:
+    """Compiled products in FP8 keep their factors."""
+    keeper = small_codes(0)
+    assert keeper.keep(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
+    assert keeper.keep(torch.randn(32, 64)) is not None
+
+
 def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:
     """Published code keeps a reference to running ranges, and decodes the first pass with those of the second."""
     net = nn.Linear(64, 16, bias=False)

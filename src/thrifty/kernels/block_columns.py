@@ -26,7 +26,7 @@ class Offers:
             cost[Way.RECOMPUTE] = item.seconds
         if item.storable and self.link:
             cost[Way.OFFLOAD] = 0.0
-        if item.storable and item.floating and compression:
+        if item.storable and item.codable and compression:
             cost[Way.COMPRESS] = compression.seconds_per_byte * item.bytes
         allowed = [way for way in cost if way in self.allowed or way is Way.KEEP]
         return {way: self.column(cost[way]) for way in allowed}

@@ -51,7 +51,7 @@ class InCodes:
             return None
         if activation.dtype == torch.bool:
             return encode_mask(activation)
-        if not activation.is_floating_point():
+        if not activation.is_floating_point() or activation.itemsize == 1:  # FP8 is in codes already
             return None
         if self.is_statistic(activation):
             self.small_in_a_row += 1

@@ -60,7 +60,7 @@ class BlockCosts:
                 continue
             ways = sizes.setdefault(owner, {Way.OFFLOAD: 0})
             ways[Way.OFFLOAD] += size
-            if not is_small and (owner == INPUT or self.tape.items[owner].floating):
+            if not is_small and (owner == INPUT or self.tape.items[owner].codable):
                 ways[Way.COMPRESS] = ways.get(Way.COMPRESS, 0) + size
         return sizes
 

@@ -52,7 +52,8 @@ class Item:
     """False where something reads it before it is written to again: there is no one value to store."""
     repeatable: bool = True
     """False where making it also writes into something outside the block, such as running statistics."""
-    floating: bool = True
+    codable: bool = True
+    """Whether it is of floating-point numbers of more than 8 bits."""
     itemsize: int = 4
     """Bytes of a number."""
     drawn: bool = False
@@ -181,7 +182,7 @@ class _Recording(TorchDispatchMode):
         made = self.made(given, result)
         if made:
             items[number] = Item(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
-            items[number].floating = made[0].is_floating_point()
+            items[number].codable = made[0].is_floating_point() and made[0].itemsize > 1
             items[number].itemsize = made[0].element_size()
             for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
                 self.owners[storage.cdata] = storage, number
