@@ -4,7 +4,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import textwrap
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from end_to_end.command_line import CommandLine, assert_equal, kill, rank_processes, wait_until
+from end_to_end.command_line import CommandLine, Running, assert_equal, kill, rank_processes, wait_until
 from thrifty.training.run_folder import RunFolder
 
 REPLICATED = ("--with", "parallelism.replicate")
@@ -86,9 +85,9 @@ def saved(thrifty: CommandLine, name: str) -> list[int]:
 
 
 @contextmanager
-def running(thrifty: CommandLine, *words: str, restarts: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """A command on two ranks, of which nothing is left afterwards."""
-    thrifty.fresh = True
+def running(thrifty: CommandLine, *words: str, restarts: int = 0, fresh: bool = False) -> Iterator[Running]:
+    """A command on two ranks, of which nothing is left afterwards; `fresh` where it matters what torchrun says."""
+    thrifty.fresh = fresh
     process = thrifty.start(*words, ranks=2, restarts=restarts)
     try:
         yield process
@@ -96,7 +95,7 @@ def running(thrifty: CommandLine, *words: str, restarts: int = 0) -> Iterator[su
         kill(process)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 60) -> str:
+def ended(process: Running, seconds: float = 60) -> str:
     """What the ranks and torchrun wrote on stderr, once they have failed within so many seconds."""
     stderr = process.communicate(timeout=seconds)[1]
     assert process.returncode == 1
@@ -118,7 +117,7 @@ def told(stderr: str) -> str:
 def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
     impatient: CommandLine, number: signal.Signals, happened: str
 ) -> None:
-    with running(impatient, *impatient.recipe("run", *REPLICATED, **ENDLESS)) as process:
+    with running(impatient, *impatient.recipe("run", *REPLICATED, **ENDLESS), fresh=True) as process:
         assert wait_until(lambda: saved(impatient, "run"), process, STARTING)
         lost = rank_processes(process)[1]
         os.kill(lost, number)
@@ -146,7 +145,7 @@ def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: Command
 
 def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) -> None:
     words = troubled.recipe("run", *REPLICATED, "--with", "trouble:kind=error", **ENDLESS)
-    with running(troubled, *words) as process:
+    with running(troubled, *words, fresh=True) as process:
         stderr = ended(process, STARTING)
     line = told(stderr)
     assert re.search(r"rank 1 on \S+ \(process \d+\) failed in step 7: ValueError: a fault of the model", line)

@@ -1,4 +1,5 @@
-"""Every two techniques either go together, through a structural change and a resume, or are refused with a reason.
+"""Every two techniques either go together, through a structural change and a resume and in whatever order they are
+given, or are refused with a reason.
 
 What goes together is tried several at once: a run of eight covers 28 pairs. Where such a run fails, or is refused, its
 pairs are tried one by one, so that what is named is a pair.
@@ -172,7 +173,7 @@ def train_and_resume(plain: Plain, chosen: list[Technique], run: Composition) ->
     assert all(math.isfinite(record.loss) and not record.skipped for record in records)
     run.verify(state)
 
-    again = compose(plain, chosen, STEPS)
+    again = compose(plain, chosen[::-1], STEPS)
     resumed = restored(again, saved)
     again.verify(resumed)
     advance(again, resumed)

@@ -18,7 +18,7 @@ def faults_of(times):
 
 before = faults_of(4)
 with keeping_freed(torch.device("cpu")):
-    faults_of(8)  # until blocks have found their places
+    faults_of(24)  # until blocks have found their places: seven of a size are kept aside
     kept, held = faults_of(4), psutil.Process().memory_info().rss
 print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(4)]))
 """
@@ -33,7 +33,7 @@ def found(**environment: str) -> list[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
 def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
     before, kept, given_back, after = found()
-    assert kept < before / 4 and after > before / 2
+    assert kept < before / 8 and after > before / 4
     assert given_back > 2**25
 
 
