@@ -153,6 +153,8 @@ def test_identity_follows_changes(tmp_path):
 def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
     """The library takes a local folder of that name for the data set, so no network is needed."""
     pytest.importorskip("datasets")
+    for package in ("datasets.config", "huggingface_hub.constants"):  # which would be asked for what is absent
+        monkeypatch.setattr(f"{package}.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     (tmp_path / "me" / "tales").mkdir(parents=True)
