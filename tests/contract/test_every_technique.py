@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import random
 import subprocess
 import sys
 import tomllib
@@ -126,6 +127,20 @@ def test_it_keeps_every_name_of_the_plain_model(one: Technique) -> None:
     assert plain <= found
     if one.stage in HOW:
         assert plain == found
+
+
+def test_the_order_in_which_techniques_are_given_is_irrelevant(one: Technique) -> None:
+    """A composition is the same whatever the order, and so is its run, which sees nothing else; the tests of pairs
+    train in two orders."""
+    together = with_optimizer([one])
+    for other in ("optimizers.clip", "schedules.linear", "large_batch.accumulate", "memory.recompute"):
+        if other != one.name and not technique(other).claims & one.claims:
+            together.append(technique(other))
+    plain = plain_for(one.name)
+    run = compose(plain, together, 4)
+    random.Random(one.name).shuffle(together)
+    for order in (together, together[::-1]):
+        assert compose(plain, order, 4) == run
 
 
 def test_a_run_started_again_and_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(

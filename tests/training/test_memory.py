@@ -14,17 +14,18 @@ def faults_of(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(times):
         torch.empty(2**26, dtype=torch.uint8).fill_(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
 
 before = faults_of(4)
 with keeping_freed(torch.device("cpu")):
     faults_of(24)  # until blocks have found their places: seven of a size are kept aside
     kept, held = faults_of(4), psutil.Process().memory_info().rss
-print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(4)]))
+print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(1)]))
 """
 
 
-def found(**environment: str) -> list[int]:
+def found(**environment: str) -> list[float]:
+    """Page faults of a large block before, while memory is kept, and of the first one after; bytes given back third."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -33,7 +34,7 @@ def found(**environment: str) -> list[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
 def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
     before, kept, given_back, after = found()
-    assert kept < before / 8 and after > before / 4
+    assert kept < before / 8 and after > before / 2
     assert given_back > 2**25
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors in and out of the codes of `group_codes.py`, at the speed of memory.
+"""Whole tensors in and out of the codes of `group_codes.py`.
 
 Large tensors go through compiled code where there is a compiler, all others through torch's operations, on a processor
 in pieces that fit its cache: the same functions each time, and the results are equal bit for bit. To torch each

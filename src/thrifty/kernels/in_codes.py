@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.activations.saved import SMALLEST
+from thrifty.core.activations.saved import SMALLEST, codable
 from thrifty.core.pieces import NUMBERS
 from thrifty.kernels.group_coding import Coded, CodedMask, encode, encode_mask, in_memory
 from thrifty.kernels.group_ranges import GROUP, by_group, by_head
@@ -51,7 +51,7 @@ class InCodes:
             return None
         if activation.dtype == torch.bool:
             return encode_mask(activation)
-        if not activation.is_floating_point() or activation.itemsize == 1:  # FP8 is in codes already
+        if not codable(activation):
             return None
         if self.is_statistic(activation):
             self.small_in_a_row += 1

@@ -21,6 +21,11 @@ _SAME_VALUES = frozenset(
 """Nodes whose result is their input in another shape, order or number format."""
 
 
+def codable(tensor: Tensor) -> bool:
+    """Whether it is of floating-point numbers that codes of 8 bits make smaller: not those of FP8, codes already."""
+    return tensor.is_floating_point() and tensor.itemsize > 1
+
+
 class Keeper(Protocol):
     def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
         """Take an activation over until the backward pass asks for it.

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thrifty.core.activations.saved import SMALLEST, whole_of
+from thrifty.core.activations.saved import SMALLEST, codable, whole_of
 
 UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 """Operations that write running statistics although their schema does not say so."""
@@ -53,7 +53,7 @@ class Item:
     repeatable: bool = True
     """False where making it also writes into something outside the block, such as running statistics."""
     codable: bool = True
-    """Whether it is of floating-point numbers of more than 8 bits."""
+    """Whether codes make it smaller."""
     itemsize: int = 4
     """Bytes of a number."""
     drawn: bool = False
@@ -182,7 +182,7 @@ class _Recording(TorchDispatchMode):
         made = self.made(given, result)
         if made:
             items[number] = Item(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
-            items[number].codable = made[0].is_floating_point() and made[0].itemsize > 1
+            items[number].codable = codable(made[0])
             items[number].itemsize = made[0].element_size()
             for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
                 self.owners[storage.cdata] = storage, number

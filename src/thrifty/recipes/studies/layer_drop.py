@@ -60,7 +60,7 @@ def layer_drop(
     constant and at a decayed rate.
 
     Command   thrifty train layer_drop
-    Expect    at none of the four is there a gain of a hundredth of a nat. Twenty minutes on two cores.
+    Expect    at none of the four is there a gain of a hundredth of a nat. Forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     levels = grid(dropping=(False, True), rate=tuple(RATES), full_steps=budgets)
