@@ -10,7 +10,7 @@ TESTED := $(VENV)/tested-$(EXTRAS)
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow explore lint bench clean
+.PHONY: demo test test-slow test-gpu explore lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/thrifty demo
@@ -24,6 +24,10 @@ test: $(TESTED) lint
 
 test-slow: $(TESTED)
 	$(PYTEST) -m slow
+
+# what only a GPU can show, and every technique alone and in company, on it
+test-gpu: $(TESTED)
+	THRIFTY_TEST_DEVICE=cuda $(PYTEST) -n $(WORKERS) --dist worksteal tests/gpu tests/contract tests/pairs tests/kernels
 
 explore: $(TESTED)
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "hypothesis and not slow" --hypothesis-profile=explore

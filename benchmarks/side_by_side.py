@@ -85,7 +85,8 @@ def write(path: Path, facts: Mapping[str, object]) -> None:
     """Figures as JSON, with the machine, the versions and the command that repeats them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     here = environment("cuda" if torch.cuda.is_available() else "cpu")
-    machine = {name: here[name] for name in ("cpu", "cores", "device", "torch", "python", "started")}
+    names = ("cpu", "gpu", "cores", "device", "torch", "python", "started")
+    machine = {name: here[name] for name in names if name in here}
     openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.write_text(json.dumps({**facts, **machine, "openmp": openmp, "command": command}, indent=1))

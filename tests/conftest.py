@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from rank_processes import in_a_group_of_one
 from thrifty.core.accounting import settled
+from thrifty.training.same_bits import same_bits
+from tiny_runs import DEVICE
 
 FINISHED, KEPT = itertools.count(1), [0]
 """Tests, and how many modules there were at each time that what is there was kept."""
@@ -39,7 +41,7 @@ def keep_what_is_there() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def settled_session() -> Iterator[None]:
-    with settled():
+    with settled(), same_bits(DEVICE):
         yield
 
 

@@ -34,7 +34,8 @@ SECONDS = 300
 def in_a_group_of_one() -> Iterator[None]:
     """A process group of this process alone, as torchrun with one process makes it."""
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 import heapq
 import json
+import os
 import textwrap
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -25,6 +26,8 @@ from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.loop import Record, train
 
+DEVICE = torch.device(os.environ.get("THRIFTY_TEST_DEVICE", "cpu"))
+"""Where tiny runs run: `make test-gpu` says cuda."""
 VOCABULARY = 256
 SETTINGS: dict[str, dict[str, Any]] = {
     "adapters.bias_only": {"add": True},
@@ -179,8 +182,12 @@ def losses(records: Iterable[Record]) -> list[float]:
     return [record.loss for record in records]
 
 
+def composed(plain: Plain, chosen: Sequence[Technique], steps: int) -> Composition:
+    return compose(plain, chosen, steps, DEVICE)
+
+
 def run_through(plain: Plain, chosen: Sequence[Technique], steps: int) -> tuple[list[Record], TrainState]:
-    run = compose(plain, chosen, steps)
+    run = composed(plain, chosen, steps)
     state = run.start()
     return advance(run, state), state
 

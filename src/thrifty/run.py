@@ -30,12 +30,13 @@ from thrifty.training.forking import take_over
 from thrifty.training.meeting import agent
 from thrifty.training.memory import MemoryMeter, keeping_freed
 from thrifty.training.run_folder import RunFolder
+from thrifty.training.same_bits import same_bits
 from thrifty.training.session import Session
 
 FREE_TO_CHANGE = ("name", "about", "evaluation", "checkpoints", "mesh")
 """Sections of a recipe that do not touch what is computed, so that a resumed run may have others."""
 
-MACHINE = ("cpu", "cores", "device", "ranks", "mesh", "torch", "thrifty")
+MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 """What must be the same for a resumed run to keep what was counted and measured when it started."""
 
 
@@ -203,7 +204,7 @@ def _run(
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
-    same_machine = all(before["environment"].get(name) == here[name] for name in MACHINE)
+    same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
     is_known = same_machine and bool(before["explanation"] and before["summary"])
     explanation = None if is_known else explain(run)
     peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
@@ -239,7 +240,7 @@ def _run(
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
     drawn = partial(pictures, ends=data.ends)
     session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
-    with keeping_freed(run.device):
+    with keeping_freed(run.device), same_bits(run.device, recipe.deterministic):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
         ledger.keep(folder.path, summary)

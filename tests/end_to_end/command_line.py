@@ -21,7 +21,9 @@ from end_to_end.forked import Forked
 from thrifty.training.checkpoint import load
 
 MODULES = ("bisect", "heapq", "queue", "sched", "shlex", "textwrap")
-PLAIN = ("--without", "compile", "--without", "attention.tiled", "--without", "precision.mixed")
+PLAIN = ("--without", "compile", "--without", "precision.mixed")
+if not torch.cuda.is_available():  # where a GPU has its own tiles
+    PLAIN += ("--without", "attention.tiled")
 TINY = {
     "model.preset": "llama-nano",
     "model.width": 32,

@@ -13,6 +13,7 @@ from thrifty.kernels.cross_entropy import (
     IGNORED,
     Step,
     chunk_step,
+    filled_up,
     gradient_norm_scores,
     linear_cross_entropy,
     linear_cross_entropy_reference,
@@ -237,3 +238,19 @@ def test_gradient_norm_scores_are_the_norms_of_the_gradient_at_the_logits():
     torch.nn.functional.cross_entropy(logits, case.targets, reduction="sum").backward()
     scores = gradient_norm_scores(case.hidden, case.weight, case.targets, bias=case.bias, chunk=20)
     torch.testing.assert_close(scores, logits.grad.square().sum(-1))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("v", [64, 100])
+def test_a_head_filled_up_to_a_multiple_of_64_gives_the_same_losses_and_gradients(v, has_bias):
+    case = Case(v=v)
+    bias = case.bias if has_bias else None
+    soft = hard = case.counts
+    plain = chunk_step(case.hidden, case.weight, bias, case.targets, soft, hard, True, True, has_bias)
+    weight, filled_bias = filled_up(case.weight, bias)
+    assert len(weight) == 64 * -(-v // 64)
+    filled = chunk_step(case.hidden, weight, filled_bias, case.targets, soft, hard, True, True, has_bias)
+    for mine, theirs in zip(filled, plain, strict=True):
+        if theirs is not None:
+            kept = mine[:v] if mine.shape[:1] == (len(weight),) and len(weight) != len(case.hidden) else mine
+            torch.testing.assert_close(kept, theirs)

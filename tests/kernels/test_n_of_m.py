@@ -107,8 +107,6 @@ def test_it_is_the_mask_of_torch_s_greedy_tiles_where_those_are_best_and_never_k
     assert (kept >= kept_greedily - 1e-5).all() and (kept > kept_greedily + 1e-3).any()
     same = tiles(best == greedy).all(1)[whole]
     assert torch.equal(same, (kept - kept_greedily).abs() < 1e-5) and same.sum() > len(same) / 2
-    # a matrix that is masked already loses nothing there, which packing on a GPU relies on
-    assert torch.equal(_sparse_semi_structured_tile(weight * best) != 0, best)
 
 
 def test_many_tiles_are_the_same_in_parts() -> None:
@@ -296,7 +294,7 @@ def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
     pattern = Pattern(transposable=transposable)
     x, weight, bias, upstream = (
         drawn(*shape, seed=seed, dtype=dtype).cuda()
-        for seed, shape in enumerate([(128, 256), (192, 256), (192,), (128, 192)])
+        for seed, shape in enumerate([(128, 256), (384, 256), (384,), (128, 384)])
     )
     mask = pattern.mask(weight)
     found = []

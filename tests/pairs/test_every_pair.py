@@ -18,10 +18,10 @@ from pairs.covering import Group, around, covering
 from rank_processes import in_a_group_of_one
 from runs_for import RUNS, plain_for
 from thrifty import techniques
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.compose import Composition, Plain
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.technique import Technique
-from tiny_runs import advance, assert_same, restored, run_through, snapshot, technique, with_optimizer
+from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
 
 STEPS, SAVED = 4, 2
 AT_ONCE = 8
@@ -76,7 +76,7 @@ def compose_together(group: Group) -> bool:
     if not same_data(group):
         return False
     try:
-        compose(plain_run_for(made_for(group)), chosen_of(group), STEPS)
+        composed(plain_run_for(made_for(group)), chosen_of(group), STEPS)
     except Exception:  # a refusal; what else may fail is told by the test that asks for the reason
         return False
     return True
@@ -123,7 +123,7 @@ def try_together(group: Group) -> None:
         return try_pair(group)
     plain, chosen = plain_run_for(made_for(group)), chosen_of(group)
     try:
-        train_and_resume(plain, chosen, compose(plain, chosen, STEPS))
+        train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
     except Exception as failure:
         if isinstance(failure, Refused) and (name := refusing_by_itself(failure, group)):
             try_pair((group[0], name))
@@ -146,7 +146,7 @@ def try_pair(pair: Group) -> None:
 def goes_or_is_refused(pair: Group) -> None:
     plain, chosen = plain_run_for(made_for(pair)), chosen_of(pair)
     try:
-        run = compose(plain, chosen, STEPS)
+        run = composed(plain, chosen, STEPS)
     except UsageError as refused:
         assert all(name in refused.what for name in pair) or refusing_by_itself(refused, pair)
         assert refused.fix
@@ -173,7 +173,7 @@ def train_and_resume(plain: Plain, chosen: list[Technique], run: Composition) ->
     assert all(math.isfinite(record.loss) and not record.skipped for record in records)
     run.verify(state)
 
-    again = compose(plain, chosen[::-1], STEPS)
+    again = composed(plain, chosen[::-1], STEPS)
     resumed = restored(again, saved)
     again.verify(resumed)
     advance(again, resumed)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
-    """Scores and weighted values, a causal mask not taken off, as torch counts its other attention kernels."""
+    """Scores and weighted values, a causal mask not taken off."""
     b, h, t, k = query
     return 4 * b * h * t * key[2] * k
 
@@ -24,13 +24,17 @@ def _grouped_flops(a: torch.Size, b: torch.Size, *others: Any, **_: Any) -> int:
     return 2 * products * a[-2] * a[-1] * b[-1]
 
 
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 FLOPS_OF = {
     **flop_registry,
     torch.ops.aten._grouped_mm: shape_wrapper(_grouped_flops),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: shape_wrapper(_attention_flops),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: shape_wrapper(_attention_backward_flops),
+    **{
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{way}"): shape_wrapper(formula)
+        for kernel in _KERNELS
+        for way, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
+    },
 }
-"""torch's own formulas, and those of kernels that it does not know."""
+"""torch's own formulas, and those of kernels that it does not know, or not with heads that share keys."""
 
 
 def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

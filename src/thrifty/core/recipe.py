@@ -177,6 +177,9 @@ class Recipe:
     seed: int = 0
     device: str = "auto"
     """"cpu", "cuda", or "auto" for a GPU where there is one."""
+    deterministic: bool = True
+    """Whether a GPU uses only kernels that give the same bits each time, so that a resumed run is the one that was not
+    stopped. A processor's always do."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)

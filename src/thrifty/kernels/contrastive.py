@@ -14,9 +14,9 @@ as long as each rank weighs its own and gradients are summed.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
 
 from thrifty.core.errors import UsageError
+from thrifty.core.parallel.collectives import all_gather_single, reduce_scatter_single
 
 TILE = 1024
 """Rows and columns of a tile: 4 MiB."""

@@ -95,25 +95,33 @@ def scaled_matmul(
 ) -> Tensor:
     """The product (m, n) of codes (m, k) and (k, n) with scales () or (m, 1) and (1, n), on units made for it.
 
-    The result's width must be a multiple of 16; the inner one is filled up. `fast` adds up in fewer bits.
+    Widths that are no multiples of 16 are filled up. `fast` adds up in fewer bits.
     """
-    missing = -a.shape[1] % MULTIPLE
-    if missing:
-        a = F.pad(a.view(torch.uint8), (0, missing)).view(a.dtype)
-        b = F.pad(b.T.view(torch.uint8), (0, missing)).view(b.dtype).T
+    width, (inner, outer) = b.shape[1], (-size % MULTIPLE for size in b.shape)
+    if inner or outer:
+        a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
+        b = F.pad(b.view(torch.uint8), (0, outer, 0, inner)).view(b.dtype)
+        b_scale = F.pad(b_scale, (0, outer), value=1.0) if b_scale.ndim else b_scale
     a, b = a.contiguous(), b.T.contiguous().T  # the layout that the units read
     undo_a, undo_b = a_scale.reciprocal(), b_scale.reciprocal()
     if not a_scale.ndim:
-        return torch._scaled_mm(a, b, undo_a, undo_b, out_dtype=dtype, use_fast_accum=fast)
-    # kernels with scales of rows take fewer formats and give fewer dtypes
-    one = undo_a.new_ones(())
-    return (torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast) * undo_a * undo_b).to(dtype)
+        product = torch._scaled_mm(a, b, undo_a, undo_b, out_dtype=dtype, use_fast_accum=fast)
+    else:  # kernels with scales of rows take fewer formats and give fewer dtypes
+        one = undo_a.new_ones(())
+        product = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast) * undo_a * undo_b
+    return _as(product[:, :width] if outer else product, dtype)
 
 
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in float32 from the numbers that the codes stand for, on any device."""
     with torch.autocast(a.device.type, enabled=False):
-        return (decode(a, a_scale) @ decode(b, b_scale)).to(dtype)
+        return _as(decode(a, a_scale) @ decode(b, b_scale), dtype)
+
+
+def _as(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converted only where that is called for: a conversion of a tensor to what it is, last in an autograd function, is
+    compiled by torch 2.11 to gradients of zero."""
+    return product if product.dtype == dtype else product.to(dtype)
 
 
 def pushed(history: Tensor, amax: Tensor) -> Tensor:

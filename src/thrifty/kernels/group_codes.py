@@ -33,8 +33,9 @@ def mixed(words: Tensor) -> Tensor:
 
 
 def seed_word(seed: int, device: torch.device) -> Tensor:
-    """A seed of 32 bits as int32 ()."""
-    return mixed(torch.tensor((seed + 2**31) % 2**32 - 2**31, dtype=torch.int32, device=device))
+    """A seed of 32 bits as int32 (), mixed; on a processor, so that no device waits for it or is waited for."""
+    word = mixed(torch.tensor((seed + 2**31) % 2**32 - 2**31, dtype=torch.int32))
+    return word if device.type == "cpu" else torch.full((), int(word), dtype=torch.int32, device=device)
 
 
 def words_of_lines(first: int, count: int, seed: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, 
     bits_of_low = low.view(torch.int32)
     # the lower half of a float32 is what bfloat16 drops: cut off it brings nearer to zero
     least = (torch.where(low < 0, bits_of_low + 0xFFFF, bits_of_low) & ~0xFFFF).view(torch.float32)
-    step = ((high - least) / (2**bits - 1 - zeros)).view(torch.int32)
+    step = ((high - least) / (2**bits - 1 - int(zeros))).view(torch.int32)
     return least, (step + 0xFFFF & ~0xFFFF).view(torch.float32)
 
 
@@ -85,7 +86,7 @@ def quantise(
     them gets the first or the last code. With `zeros` code 0 is that of exact zeros and of nothing else. `first` is
     which line of its tensor the first one is."""
     by_line = words_of_lines(first, len(lines), seed)
-    parts, top = 8 // bits, 2**bits - 1 - zeros
+    parts, top = 8 // bits, 2**bits - 1 - int(zeros)
     lanes = lines.shape[1] // parts
     scale = torch.where(step > _LEAST_STEP, _ONE / step, 0.0)
     word = packed = torch.zeros(())

@@ -1,8 +1,9 @@
 """Whole tensors in and out of the codes of `group_codes.py`.
 
 Large tensors go through compiled code where there is a compiler, all others through torch's operations, on a processor
-in pieces that fit its cache: the same functions each time, and the results are equal bit for bit. To torch each
-direction is one operation: what it holds for a moment is not seen from outside, and shapes can be traced through it.
+in pieces that fit its cache: the same functions each time, and the results are equal bit for bit, but for a last bit of
+divisions that a GPU's compiler rounds otherwise. To torch each direction is one operation: what it holds for a moment
+is not seen from outside, and shapes can be traced through it.
 """
 
 import importlib.util
@@ -82,8 +83,8 @@ def encode(tensor: Tensor, bits: int, seed: int, ranges: Ranges | None = None, z
     """A dense tensor of floating-point numbers in codes of 2, 4 or 8 bits. None where it has numbers that are not
     finite, or numbers that only a mask has, beyond 10^30.
 
-    With `zeros` exact zeros stay what they are and nothing else becomes one: whoever asks for the sign of an activation
-    relies on that.
+    With `zeros` exact zeros stay what they are, and nothing that has a sign becomes one where all others of its group
+    have the same: whoever asks which activations a ReLU let through relies on that.
     """
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(in_memory(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)

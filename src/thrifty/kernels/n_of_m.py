@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
+from thrifty.kernels.running_sums import running_sums
 from thrifty.kernels.transposable import transposable_mask, transposable_patterns
 
 
@@ -104,7 +105,7 @@ def unbiased_estimate(
     groups = given.unflatten(0, (-1, m)).transpose(0, 1).contiguous()
     p = keep_probabilities(groups, n)
     start = torch.rand(groups.shape[1:], generator=generator, device=groups.device)
-    passed = (p.cumsum(0).clamp_max_(n) - start).ceil_()
+    passed = (running_sums(p, 0).clamp_max_(n) - start).ceil_()
     kept = passed > torch.cat([torch.zeros_like(passed[:1]), passed[:-1]])
     estimate = (groups / p).masked_fill_(~kept, 0.0)
     estimate.masked_fill_(~groups.sum(0).isfinite(), torch.nan)

@@ -8,16 +8,12 @@ On a GPU with units for 2:4 sparse products these are made there; elsewhere by d
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.sparse import (
-    SparseSemiStructuredTensorCUSPARSELT,
-    SparseSemiStructuredTensorCUTLASS,
-    to_sparse_semi_structured,
-)
+from torch.sparse import to_sparse_semi_structured
 
 from thrifty.kernels.n_of_m import Pattern, unbiased_estimate
 
@@ -62,13 +58,10 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, weight, mask, bias, products, dtype):  # type: ignore[override]
         ctx.products, ctx.dtypes = products, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         x, masked = x.to(dtype), (weight * mask).to(dtype)
-        packed = _packed(masked, products.pattern.transposable) if products.go_to_units(masked) else None
-        # packed both ways at once; masked again rather than kept otherwise: weight and mask are there anyway
-        ctx.packed = packed if products.pattern.transposable and ctx.needs_input_grad[0] else None
-        of_x = ctx.needs_input_grad[0] and ctx.packed is None
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *((weight, mask) if of_x else (None, None)))
-        bias = None if bias is None else bias.to(dtype)
-        return torch.nn.functional.linear(x, masked if packed is None else packed, bias)
+        # masked again rather than kept: weight and mask are there anyway
+        of_x = (weight, mask) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, *of_x)
+        return _times_turned(x, masked, products, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -78,8 +71,10 @@ class _Product(torch.autograd.Function):
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         of_x, of_weight, of_bias = None, None, None
         if ctx.needs_input_grad[0]:
-            masked: Any = (weight * mask).to(gradient.dtype) if ctx.packed is None else ctx.packed
-            of_x = (gradient @ masked).to(x_dtype)
+            masked = (weight * mask).to(gradient.dtype)
+            turned = products.pattern.transposable and products.go_to_units(masked.T)
+            of_x = _times_turned(gradient, masked.T, products) if turned else gradient @ masked
+            of_x = of_x.to(x_dtype)
         if ctx.needs_input_grad[1]:
             outputs = gradient.T
             if products.estimate:  # sparse along tokens, over which this product sums
@@ -92,13 +87,9 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, None, of_bias, None, None
 
 
-def _packed(masked: Tensor, both_ways: bool) -> Tensor:
-    """A 2:4 matrix as the units take it, and where asked for its transpose beside it."""
-    masked = masked.contiguous()  # that of a `Conv1D` is not, and torch packs no other
-    if not both_ways:
-        return to_sparse_semi_structured(masked)
-    has_library = torch.backends.cusparselt.is_available()
-    kind = SparseSemiStructuredTensorCUSPARSELT if has_library else SparseSemiStructuredTensorCUTLASS
-    # it prunes while it packs, one number after the other: by magnitude, all that a mask has left is found first. Its
-    # default goes by value, and would keep zeros rather than negative numbers
-    return kind.prune_dense_static_sort(masked, algorithm="largest_abs_values_greedy")
+def _times_turned(x: Tensor, matrix: Tensor, products: Products, bias: Tensor | None = None) -> Tensor:
+    """x (n, k) times the transpose of a matrix (m, k) whose rows are sparse, plus a bias."""
+    if products.go_to_units(matrix):
+        # a matrix that lies the other way round is not packed, and a result may, which no kernel of attention takes
+        return F.linear(x, to_sparse_semi_structured(matrix.contiguous()), bias).contiguous()
+    return F.linear(x, matrix, bias)

@@ -28,9 +28,10 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
     if grid == (s, s):
         return positions
     first, patches = positions.split([before, s * s], dim=1)
-    square = patches.unflatten(1, (s, s)).permute(0, 3, 1, 2)
-    other = F.interpolate(square.float(), size=grid, mode="bicubic", align_corners=False).to(positions.dtype)
-    return torch.cat((first, other.flatten(2).mT), 1)
+    # by what becomes of each position alone: a GPU sums gradients of an interpolation itself in no fixed order
+    basis = torch.eye(s * s, device=positions.device).view(-1, 1, s, s)
+    by = F.interpolate(basis, size=grid, mode="bicubic", align_corners=False).flatten(1)
+    return torch.cat((first, (by.T @ patches.float()).to(positions.dtype)), 1)
 
 
 def resized_patches(kernel: Tensor, side: int) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_single, all_reduce
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from thrifty.core.parallel.collectives import all_gather_single
 from thrifty.kernels import cross_entropy
 from thrifty.kernels.cross_entropy import IGNORED, chunk_gradients
 
@@ -32,13 +33,14 @@ def vocabulary_step(
     hard: Tensor | None,
     *wanted: bool,
     first: int,
+    count: int,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`chunk_step` for weight (w, d) and bias (w,) of the w tokens from `first` on. Losses and lse are those of the
-    whole vocabulary; the gradient of hidden is this part's, to be summed over the group."""
+    """`chunk_step` for weight (w, d) and bias (w,) of `count` tokens from `first` on, and impossible ones. Losses and
+    lse are those of the whole vocabulary; the gradient of hidden is this part's, to be summed over the group."""
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
     own = targets - first
-    lse, of_target = _over_vocabulary(logits, own, group)
+    lse, of_target = _over_vocabulary(logits, own, count, group)
     kept = targets != IGNORED
     losses, masked_lse = torch.where(kept, lse - of_target, 0.0), torch.where(kept, lse, 0.0)
     if soft is None or hard is None:
@@ -46,11 +48,11 @@ def vocabulary_step(
     return losses, masked_lse, *chunk_gradients(logits, lse, hidden, weight, own, soft, hard, *wanted)
 
 
-def _over_vocabulary(logits: Tensor, own: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp over the whole vocabulary, and the logit of the target, (c,) each, from a part's logits (c, w)
-    and the targets counted from its first token."""
-    here = (own >= 0) & (own < logits.shape[1])
-    picked = logits.gather(1, own.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+def _over_vocabulary(logits: Tensor, own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
+    """The log-sum-exp over the whole vocabulary, and the logit of the target, (c,) each, from the logits (c, w) of a
+    part of `count` tokens and the targets counted from its first token."""
+    here = (own >= 0) & (own < count)
+    picked = logits.gather(1, own.clamp(0, count - 1)[:, None]).squeeze(1)
     told = torch.stack((logits.logsumexp(-1), torch.where(here, picked, 0.0)))
     of_parts = all_gather_single(told, 0, group).view(-1, *told.shape)
     return of_parts[:, 0].logsumexp(0), of_parts[:, 1].sum(0)
@@ -68,7 +70,9 @@ def linear_cross_entropy(
     """`cross_entropy.linear_cross_entropy` for a head divided along the vocabulary over a mesh of one axis. All ranks
     come here with the same hidden states, targets and weights, and get the same losses."""
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
-    step = partial(vocabulary_step, first=_first(weight), group=weight.device_mesh.get_group())
+    step = partial(
+        vocabulary_step, first=_first(weight), count=len(weight.to_local()), group=weight.device_mesh.get_group()
+    )
     return cross_entropy.linear_cross_entropy(
         whole.to_local(grad_placements=[Partial()]),
         weight.to_local(),
@@ -91,7 +95,7 @@ def gradient_norm_scores(
     scores = []
     for part, target in zip(hidden.split(chunk), targets.split(chunk), strict=True):
         logits = F.linear(part, here, here_bias).to(torch.promote_types(hidden.dtype, torch.float32))
-        lse, of_target = _over_vocabulary(logits, target - first, group)
+        lse, of_target = _over_vocabulary(logits, target - first, len(here), group)
         share = (of_target - lse).exp()
         squares = all_reduce((logits - lse[:, None]).exp().square().sum(-1), "sum", group)
         # all squares but the target's, and that of 1 - share in its place

@@ -12,7 +12,7 @@ from thrifty.report.redaction import redact, redact_command
 from thrifty.report.templates import template
 from thrifty.report.units import MISSING, duration, percent, scaled, significant, whole
 
-FACTS = ("cpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 UNEQUAL = 0.05
 """From here on a budget that was to be equal is said not to have been, and no finding that it could explain is."""
 OUTCOMES = {"better": "holds", "worse": "fails"}

@@ -13,7 +13,7 @@ from thrifty.studies.study import Plot
 from thrifty.studies.table import rows, sentence, spread
 from thrifty.training.run_folder import RunFolder
 
-FACTS = ("cpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 
 
 def write_page(result: Result, folder: Path) -> Path:

@@ -40,6 +40,11 @@ def environment(device: str) -> dict[str, Any]:
         "cores": len(usable_cores()),
         "memory": psutil.virtual_memory().total,
         "device": device,
+        **(
+            {"gpu": torch.cuda.get_device_name(device)}
+            if device.startswith("cuda") and torch.cuda.is_available()
+            else {}
+        ),
         "command": redacted([*_program(), *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

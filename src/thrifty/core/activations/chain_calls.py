@@ -220,8 +220,8 @@ class _Kept(torch.autograd.Function):
 
 def _keep(tensors: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     # detached: the graph before them would hold this call, and this call the graph
-    node = _Kept.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors)).grad_fn
-    return lambda: node.saved_tensors
+    kept = _Kept.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+    return lambda: kept.grad_fn.saved_tensors  # a node whose result is gone may forget what it saved
 
 
 def _give(left_out: tuple[Call, int]) -> Tensor:

@@ -7,6 +7,7 @@ runs the objective on the model as that stage (`core/parallel/stage_models.py`).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class Line:
             if stage.is_last:
                 losses = objective.losses(prediction, batch)
                 self._losses[part] = losses.detach()
-                return (losses * batch.weight).sum()
+                return (losses * batch.weight).sum().float()  # as the schedule was told
             return self._expected(passage.given)
 
     def block(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -194,3 +195,23 @@ def _filled(batch: Batch, rows: int) -> Batch:
         return batch
     again = batch.take(torch.arange(rows, device=batch.weight.device) % len(batch))
     return again.weighted(torch.cat([batch.weight, batch.weight.new_zeros(missing)]))
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, of_result: Tensor) -> Tensor:
+        return 2 * of_result
+
+
+@cache
+def goes_in_halves() -> bool:
+    """Whether schedules that compute gradients of weights later go through functions that are not torch's own."""
+    node: Any = _Doubled.apply(torch.zeros((), requires_grad=True)).grad_fn
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False

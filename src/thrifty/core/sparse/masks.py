@@ -164,7 +164,8 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
             mask, order = masks.get(name), order_of(parameter)
             if mask is None or tensor.shape != mask.shape:
                 continue
-            outside = int((full_value(tensor, order) != 0).logical_and_(~full_value(mask, order)).sum())
+            closed = ~full_value(mask, order).to(tensor.device)  # which may be offloaded
+            outside = int((full_value(tensor, order) != 0).logical_and_(closed).sum())
             if outside:
                 raise IntegrityError(f"{technique}: {slot} of {name} has {outside} values outside the mask")
 

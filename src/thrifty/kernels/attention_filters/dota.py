@@ -18,7 +18,7 @@ PARALLEL = 4
 
 def sparse_projection(width: int, reduced: int, generator: torch.Generator) -> Tensor:
     """P (d, k): sqrt(3 / k) times 1 or -1, one in six each, or 0 (Achlioptas 2003), in float32."""
-    drawn = torch.rand(width, reduced, generator=generator)
+    drawn = torch.rand(width, reduced, generator=generator, device=generator.device)
     signs = torch.where(drawn < 1 / 6, 1.0, torch.where(drawn < 1 / 3, -1.0, 0.0))
     return math.sqrt(3 / reduced) * signs
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thrifty.kernels.attention_filters.keep_sets import exact_scores, heads_of_keys, seen_softmax
+from thrifty.kernels.running_sums import running_sums
 
 TOKENS_SPARED, HEADS_SPARED = 0.15, 0.3
 """Of the blocks, from the first on, in which no token, or no head, goes."""
@@ -61,7 +62,7 @@ def head_importance(outputs: Tensor) -> Tensor:
 def causal_importance(probabilities: Tensor) -> Tensor:
     """What each key (b, t, s) was given by all heads and by the queries up to and including each: what a causal model
     may know of it there. The last row is `token_importance`."""
-    return probabilities.float().sum(1).cumsum(1)
+    return running_sums(probabilities.float().sum(1), 1)
 
 
 def pruned_share(block: int, blocks: int, average: float, spread: float, spared: float) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thrifty.core.errors import IntegrityError
 from thrifty.kernels.attention_filters.keep_sets import heads_of_keys
+from thrifty.kernels.running_sums import running_sums
 from thrifty.kernels.sparse_attention.blocks import block_attention
 from thrifty.kernels.sparse_attention.grids import BlockGrid, blocks_of
 
@@ -40,7 +41,7 @@ def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
     """Of average attention maps (…, t, s), rows of which sum to 1, the largest entries of each row until their sum
     reaches `cut`; rows and columns of the `first` tokens are always kept. A mask of the same shape."""
     ordered = average.sort(dim=-1, descending=True, stable=True)
-    before = ordered.values.cumsum(-1) - ordered.values
+    before = running_sums(ordered.values, -1) - ordered.values
     kept = torch.zeros_like(average, dtype=torch.bool).scatter(-1, ordered.indices, before < cut)
     kept[..., :first, :] = True
     kept[..., :, :first] = True

@@ -6,8 +6,8 @@ Promise   on CPUs, two to four times the speed of torch's own attention in bfloa
           (benchmarks/bench_attention.py), keeping as little for the backward pass. On a machine busy with other
           work its many short steps wait more often and the gain may vanish.
 Note      `kernel = triton` runs FlashAttention's own loops, running softmax included, on GPUs with Triton
-          (`kernels/flash_triton.py`). It is held to torch's attention in Triton's interpreter and was never timed, nor
-          run on a GPU. Rows that several texts share go through the tiles of torch's operations there too.
+          (`kernels/flash_triton.py`). It is held to torch's attention in Triton's interpreter and on an H100, and was
+          never timed. Rows that several texts share go through the tiles of torch's operations there too.
 Does not  change what is computed (numerics: rounding).
 Avoid     without the technique `compile`, and on GPUs, where torch's own kernel is faster.
 """

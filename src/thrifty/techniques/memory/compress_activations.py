@@ -7,14 +7,16 @@ Promise   saved activations in `bits` + 1/8 bits instead of 32 (or 16) each, dro
 Cost      a pass of coding in the forward and one of decoding in the backward pass; noise in the gradients. On a busy
           CPU a step of 12 blocks of width 512 took 1.10 times as long with 4 bits and kept 0.14 of the bytes; at width
           64, where less is computed for each number, 1.3 times. With a C++ compiler (`thrifty doctor` tells) some ten
-          seconds before the first step on a machine. Written to run on GPUs, and not yet measured there.
+          seconds before the first step on a machine. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16, not
+          compiled) took 2.2 to 2.6 times as long as without, at 0.62, 0.48 and 0.40 of its peak with 8, 4 and 2 bits:
+          coding itself took 20 of 108 ms, the rest was the processor, which waits for the device at each tensor.
 Does not  change the forward pass: the first loss is bitwise the plain one. Parameters, integers, what norms and
           attention keep for each row (means, normalisers) and what the loss keeps stay exact.
 Note      every tensor that comes back has the saved one as its expectation, ranges rounded to bfloat16 included. So
           gradients of matrices are unbiased; behind what is not linear in what it saves (GELU, softmax, norms) they
-          are so to first order. Exact zeros stay zeros and nothing else becomes one, which ReLU's gradient asks for.
-          Bits that adapt gain where tensors differ much; on a small language model one allocation lowered the variance
-          by 8 % and another raised it by 5 %.
+          are so to first order. Exact zeros stay zeros, and of numbers of one sign no other becomes one, which ReLU's
+          gradient asks for. Bits that adapt gain where tensors differ much; on a small language model one allocation
+          lowered the variance by 8 % and another raised it by 5 %.
 """
 
 import math

@@ -57,7 +57,7 @@ from thrifty.core.mesh import axis
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.parallel.elsewhere import present
 from thrifty.core.parallel.model_parts import balanced, parts_of
-from thrifty.core.parallel.pipeline_line import Line
+from thrifty.core.parallel.pipeline_line import Line, goes_in_halves
 from thrifty.core.parallel.stage_models import StageModel, cut
 from thrifty.core.ranks import from_first_rank
 from thrifty.core.stages import Stage
@@ -277,7 +277,12 @@ class Pipeline(Technique):
         return 1 if self.schedule in ONE_STAGE else 2 if self.schedule == "zbv" else self.chunks
 
     def _check(self, ranks: int) -> None:
-        """Raises Refused for numbers of micro-batches that torch's schedules cannot take."""
+        """Raises Refused for what torch's schedules cannot take."""
+        if self.schedule in ("zero_bubble", "zbv") and not goes_in_halves():
+            raise Refused(
+                f"torch {torch.__version__} cannot take the backward pass of the loss in halves",
+                fix="schedule=interleaved, or a newer torch",
+            )
         if self.schedule == "1f1b" and self.parts < ranks:
             raise Refused(f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more")
         if self.schedule in ("interleaved", "zero_bubble") and self.parts % max(1, self.parts // ranks):

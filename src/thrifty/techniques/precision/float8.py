@@ -8,7 +8,9 @@ Promise   products on the units that some GPUs have for these formats, and one b
           bfloat16: 4 blocks of width 64, all treated, after 200 steps on bytes +0.010 ± 0.014 nats with delayed
           scales, -0.007 ± 0.008 with one for each row (held out, eight seeds).
 Cost      two more passes over each factor. Without such units products are emulated, with the same codes: a layer took
-          some ten times as long as in bfloat16 on a CPU core, those runs about twice. On units it was never timed.
+          some ten times as long as in bfloat16 on a CPU core, those runs about twice. On an
+          H100's units a step of GPT-2-small (16 x 1024 tokens) took 1.8 times as long as in bfloat16, and 1.07 times
+          where both are compiled, at 0.90 of its peak: its layers are too narrow to gain.
 Does not  touch embeddings, norms, softmax, biases, the head and all else outside the blocks; change the format of
           parameters and gradients; act in evaluation, which is of the model that will be exported.
 Avoid     on devices without the units, but to learn what 8 bits do to a run.

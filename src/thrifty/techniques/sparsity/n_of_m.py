@@ -9,8 +9,9 @@ Promise   every treated weight acts as an N:M sparse one at every step, along it
           with `mvue`, of its weight's gradient.
 Cost      a boolean for each weight; masks made every `every` steps; weights masked once in each pass.
 Does not  touch embeddings, norms, biases, the head and all else outside the blocks; rename a parameter; save time
-          without units for 2:4 products. On those products are torch's, in 16 bits, and unrun here. Published on an
-          A100: 1.24 to 1.27 times as fast for one layer, 6 % for a ViT-L (torchao, which has removed its own since).
+          without units for 2:4 products. On those products are torch's, in 16 bits. On an H100 that gains
+          nothing at the widths of GPT-2-small: weights are packed in each pass, and a step took over twice as long.
+          Published on an A100: 1.24 to 1.27 times as fast for one layer, 6 % for a ViT-L (torchao, since removed).
 Avoid     with adapters: merged, they would fill up the masks. A dense finish while the rate decays to zero: measured,
           it raised the loss by 0.012 and 0.014 nats.
 Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nats held out (two seeds) to 2:4 masks,

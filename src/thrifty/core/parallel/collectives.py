@@ -1,0 +1,9 @@
+"""Collectives that can be traced, by the names that torch 2.13 gave them."""
+
+try:
+    from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single
+except ImportError:
+    from torch.distributed._functional_collectives import all_gather_tensor as all_gather_single
+    from torch.distributed._functional_collectives import reduce_scatter_tensor as reduce_scatter_single
+
+__all__ = ["all_gather_single", "reduce_scatter_single"]

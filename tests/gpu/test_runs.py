@@ -1,0 +1,64 @@
+"""The command line on a GPU: it trains there, goes on exactly, and knows beforehand what memory it takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until, write_corpus
+from gpu_only import on_a_gpu
+
+pytestmark = on_a_gpu
+STEPS = 30
+GROWING = ["--with", "growth.stacking:at=[8,16]", "--with", "sparsity.rigl:every=4,density=0.5"]
+SAVING = ["--with", "memory.recompute", "--with", "memory.offload_optimizer", "--with", "large_batch.accumulate"]
+
+
+@pytest.fixture
+def thrifty(tmp_path: Path) -> CommandLine:
+    write_corpus(tmp_path / "corpus")
+    return CommandLine(tmp_path, {"THRIFTY_CACHE": str(tmp_path / "cache")}, fresh=True)
+
+
+def test_auto_is_the_gpu(thrifty: CommandLine) -> None:
+    thrifty.train("run", timeout=300)
+    told = json.loads((thrifty.run("run") / "environment.json").read_text())
+    assert told["device"] == "cuda:0" and told["gpu"] == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("more", [[], GROWING, SAVING], ids=["alone", "growing and sparse", "saving memory"])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "mixed and compiled"])
+def test_a_killed_run_goes_on_to_the_bits_of_one_that_was_not(
+    thrifty: CommandLine, plain: bool, more: list[str]
+) -> None:
+    common = [*more, "--set", "checkpoints.every=5"]
+    thrifty.train("straight", *common, steps=STEPS, plain=plain, timeout=300)
+    process = thrifty.start(*thrifty.recipe("killed", *common, steps=STEPS, plain=plain))
+    checkpoints = thrifty.run("killed") / "checkpoints"
+    assert wait_until(lambda: (checkpoints / "LATEST").exists(), process, seconds=200)
+    kill(process)
+    thrifty("resume", "killed", timeout=300)
+    assert_equal(thrifty.tensors("killed"), thrifty.tensors("straight"))
+    losses = [[record["loss"] for record in thrifty.records(name)] for name in ("killed", "straight")]
+    assert losses[0] == losses[1] and len(losses[0]) == STEPS
+
+
+@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard", "parallelism.tensor"])
+def test_a_rank_under_torchrun_trains_over_nccl(thrifty: CommandLine, strategy: str) -> None:
+    ranked = thrifty.train("ranked", "--with", strategy, ranks=1, timeout=300)
+    alone = thrifty.train("alone", timeout=300)
+    assert ranked["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-4)
+
+
+def test_the_memory_that_it_takes_was_told_beforehand(thrifty: CommandLine) -> None:
+    wide = {"model__width": 512, "model__depth": 6, "data__batch": 32, "data__length": 256}
+    for name, more in (("plain", []), ("recompute", ["--with", "memory.recompute"])):
+        told = thrifty.train(name, *more, timeout=300, **wide)
+        assert told["peak_memory"] == pytest.approx(told["predicted_memory"], rel=0.1), name
+
+
+def test_a_model_trained_there_writes_text_there(thrifty: CommandLine) -> None:
+    thrifty.train("run", plain=False, timeout=300)
+    assert thrifty("sample", "run", "--prompt", "def ", timeout=300).stdout.strip()
+    assert torch.cuda.get_device_name() in thrifty("doctor", timeout=300).stdout

@@ -1,0 +1,43 @@
+"""A run on a GPU made twice: equal to the last bit where kernels are held to an order."""
+
+import pytest
+import torch
+
+from gpu_only import GPU, on_a_gpu
+from thrifty.core.compose import Plain, compose
+from thrifty.data.packing import PackedTokens
+from thrifty.kernels.running_sums import running_sums
+from thrifty.models.presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.objectives.next_token import NextToken
+from thrifty.training.same_bits import same_bits
+from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, technique
+
+pytestmark = on_a_gpu
+
+
+def wide_model() -> torch.nn.Module:
+    """Wide and long enough for the attention kernels that sum in the order in which threads come."""
+    model = assemble(Shape("llama", 2, 256, 4, 2, 512, VOCABULARY, 512, True))
+    initialize(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("names", [[], ["compile"], ["attention.block_sparse"], ["attention.spatten"]], ids=str)
+def test_two_runs_are_equal(names: list[str]) -> None:
+    plain = Plain(wide_model, PackedTokens(corpus(), 512, 8, seed=0), NextToken())
+    chosen = [technique("optimizers.adamw"), technique("precision.mixed"), *map(technique, names)]
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        run = compose(plain, chosen, 8, GPU)
+        state = run.start()
+        with same_bits(GPU):
+            advance(run, state)
+        found.append(snapshot(state))
+    assert_same(*found)
+
+
+def test_running_sums_are_those_of_the_processor() -> None:
+    numbers = torch.rand(64, 4097)
+    torch.testing.assert_close(running_sums(numbers.to(GPU), 1).cpu(), numbers.cumsum(1), rtol=1e-5, atol=1e-5)

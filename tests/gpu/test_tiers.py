@@ -1,0 +1,89 @@
+"""Tensors that go from a GPU to the host's memory and back while it computes: every value, no byte left behind."""
+
+import gc
+
+import torch
+from torch import nn
+
+from gpu_only import GPU, on_a_gpu
+from thrifty.core.compose import Composition, Plain, compose
+from thrifty.core.memories.tiers import tier_for
+from thrifty.core.technique import Technique
+from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, tiny_model, with_optimizer
+
+pytestmark = on_a_gpu
+
+
+def run_of(plain: Plain, *chosen: Technique) -> Composition:
+    return compose(plain, with_optimizer(chosen), 6, GPU)
+
+
+def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
+    """Freed memory is written over at once, so that a copy that came too late would show."""
+    tier = tier_for("auto", torch.ones(1, device=GPU))
+    assert tier.name == "host"
+    generator = torch.Generator(GPU).manual_seed(0)
+    for _ in range(5):
+        sent = []
+        for place in range(40):
+            tensor = torch.randn(200, 997, device=GPU, generator=generator).relu_()[:, : 997 - place]
+            expected = (tensor.double().sum(), tensor.clone())
+            ticket = tier.send(tensor)
+            del tensor
+            sent.append((ticket, *expected))
+            if place >= 3:
+                sent[place - 3][0].settle()
+            torch.full((200, 997), torch.nan, device=GPU)  # takes what has been settled
+        for place in reversed(range(40)):
+            for ahead in sent[max(0, place - 3) : place]:
+                ahead[0].prefetch()
+            ticket, total, values = sent[place]
+            back = ticket.get()
+            assert torch.equal(back, values) and back.double().sum() == total
+    del sent, ticket, back, values, ahead
+    gc.collect()
+    torch.cuda.synchronize()
+    assert tier.account.now == 0
+
+
+def test_offloaded_activations_change_no_bit_and_take_less_of_the_gpus_memory() -> None:
+    plain = plain_run(batch=64, depth=8, style="gpt", dropout=0.3)
+    found = []
+    for chosen in ([], [technique("memory.offload_activations", ahead=2, keep_last=0, smallest=1)]):
+        run = run_of(plain, *chosen)
+        torch.cuda.synchronize()
+        gc.collect()
+        state = run.start()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        records = advance(run, state)
+        found.append((losses(records), snapshot(state), torch.cuda.max_memory_allocated() - before))
+        del state, run
+    (expected, kept, most), (losses_found, offloaded, less) = found
+    assert losses_found == expected
+    assert_same(offloaded, kept)
+    assert less < 0.6 * most
+
+
+def test_an_offloaded_optimizer_is_that_of_the_processor_and_takes_none_of_the_gpus_memory() -> None:
+    """Its state lies beside the processor, which computes the update: the plain run, but for the last bit of a step."""
+    plain = plain_run(style="gpt")
+    expected = run_of(plain)
+    state = expected.start()
+    wanted = losses(advance(expected, state))
+    run = run_of(plain, technique("memory.offload_optimizer"))
+    state = run.start()
+    found = losses(advance(run, state))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=0)
+    assert state.optimizer is not None
+    slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]
+    assert slots and all(tensor.device.type == "cpu" for tensor in slots)
+
+
+def test_the_run_of_a_gpu_is_that_of_a_processor_within_rounding() -> None:
+    plain = plain_run(style="llama")
+    ways = [compose(plain, with_optimizer([]), 6, device) for device in (torch.device("cpu"), GPU)]
+    here, there = (torch.tensor(losses(advance(run, run.start()))) for run in ways)
+    torch.testing.assert_close(there, here, rtol=1e-4, atol=0)
+    model: nn.Module = tiny_model()
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
