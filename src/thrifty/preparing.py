@@ -36,6 +36,7 @@ from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training import heartbeat
 from thrifty.training.agreement import Alone, Together
+from thrifty.training.same_bits import same_bits
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
@@ -270,12 +271,13 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch
     state = run.place()
     assert state.model is not None and state.optimizer is not None
     seconds = []
-    for step in range(run.steps - PROBED, run.steps):
-        start = time.monotonic()
-        run.backward(state.model, run.objective, run.source.at(step).to(device)).loss.item()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
-        seconds.append(time.monotonic() - start)
+    with same_bits(device, recipe.deterministic):
+        for step in range(run.steps - PROBED, run.steps):
+            start = time.monotonic()
+            run.backward(state.model, run.objective, run.source.at(step).to(device)).loss.item()
+            state.optimizer.step()
+            state.optimizer.zero_grad()
+            seconds.append(time.monotonic() - start)
     step = statistics.median(seconds[2:])
     spent = time.monotonic() - began
     steps = together().first(lambda: math.floor((budget - spent) / step))

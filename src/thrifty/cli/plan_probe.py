@@ -11,6 +11,7 @@ def main() -> None:
     from thrifty.preparing import prepare
     from thrifty.recipes.toml import recipe_from_data
     from thrifty.training.memory import keeping_freed
+    from thrifty.training.same_bits import same_bits
 
     job = json.load(sys.stdin)
     try:
@@ -18,7 +19,8 @@ def main() -> None:
         model = own_model(job["model"]).build if job["model"] else None
         prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
         held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-        with keeping_freed(prepared.run.device):  # as a run does
+        device = prepared.run.device
+        with keeping_freed(device), same_bits(device, recipe.deterministic):  # as a run does
             timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"])
     except ThriftyError as error:
         sys.exit(error.what)

@@ -29,6 +29,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.preparing import BuildModel, Prepared, prepare
+from thrifty.training.same_bits import same_bits
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
@@ -67,7 +68,8 @@ def check(
 
     subject = Subject(reopened, small.techniques, steps, small.seed, prepared.run.device)
     verdicts: list[PromiseVerdict] = []
-    with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
+    same = same_bits(subject.device, small.deterministic)
+    with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder, same:
         here = Path(folder)
         objective, batch = prepared.run.plain.objective, prepared.run.source.at(0)
         verdicts.append(check_labels.labels(objective, batch))
