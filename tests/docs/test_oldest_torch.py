@@ -1,0 +1,65 @@
+"""What is used of torch is there in the oldest version that is promised, which CI does not install.
+
+`torch_2_11.txt` has the names that were found in it. A new one is to be tried there (pip install torch==2.11.0) before
+it is added: `python tests/docs/test_oldest_torch.py` says what the torch at hand does not have, and writes the list.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).with_name("torch_2_11.txt")
+
+
+def used() -> set[str]:
+    """`torch.nn.functional.linear` for `from torch.nn.functional import linear` or where it stands so. Left out is what
+    is tried and done without, and operations."""
+    return {name for file in (ROOT / "src").rglob("*.py") for name in names_in(ast.parse(file.read_text()))}
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Try):
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and is_name_in_torch(path := ast.unparse(node)):
+            yield path
+            continue
+        yield from names_in(node)
+
+
+def is_name_in_torch(path: str) -> bool:
+    return path.startswith("torch.") and not path.startswith("torch.ops.") and path.replace(".", "").isidentifier()
+
+
+def is_there(name: str) -> bool:
+    found: Any = torch
+    path = name.split(".")
+    for place, part in enumerate(path[1:], start=2):
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(".".join(path[:place]))
+        except ImportError:
+            return False
+    return True
+
+
+def test_what_is_used_of_torch_was_found_in_the_oldest_version() -> None:
+    new = used() - set(LIST.read_text().split())
+    assert not new, f"to be tried with torch 2.11: {', '.join(sorted(new))}"
+
+
+def test_it_is_there_in_this_version() -> None:
+    assert not [name for name in sorted(used()) if not is_there(name)]
+
+
+if __name__ == "__main__":
+    missing = [name for name in sorted(used()) if not is_there(name)]
+    LIST.write_text("".join(f"{name}\n" for name in sorted(used() - {*missing})))
+    sys.exit(f"missing: {', '.join(missing)}" if missing else 0)
