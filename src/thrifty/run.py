@@ -30,11 +30,10 @@ from thrifty.training.forking import take_over
 from thrifty.training.meeting import agent
 from thrifty.training.memory import MemoryMeter, keeping_freed
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.same_bits import same_bits
 from thrifty.training.session import Session
 
-FREE_TO_CHANGE = ("name", "about", "evaluation", "checkpoints", "mesh")
-"""Sections of a recipe that do not touch what is computed, so that a resumed run may have others."""
+FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
+"""Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
 
 MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 """What must be the same for a resumed run to keep what was counted and measured when it started."""
@@ -240,7 +239,7 @@ def _run(
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
     drawn = partial(pictures, ends=data.ends)
     session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
-    with keeping_freed(run.device), same_bits(run.device, recipe.deterministic):
+    with keeping_freed(run.device):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
         ledger.keep(folder.path, summary)

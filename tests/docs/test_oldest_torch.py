@@ -23,20 +23,38 @@ def used() -> set[str]:
     return {name for file in (ROOT / "src").rglob("*.py") for name in names_in(ast.parse(file.read_text()))}
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Try):
+def names_in(file: ast.AST) -> Iterator[str]:
+    own = dict(short_names(file))
+    waiting = [file]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Try) and any(
+            handler.type and is_for_absence(handler.type) for handler in node.handlers
+        ):
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Attribute) and is_name_in_torch(path := ast.unparse(node)):
-            yield path
+        elif isinstance(node, ast.Attribute) and (path := ast.unparse(node)).replace(".", "").isidentifier():
+            first, _, rest = path.partition(".")
+            if first in own and not (path := f"{own[first]}.{rest}").startswith("torch.ops."):
+                yield path
             continue
-        yield from names_in(node)
+        waiting += ast.iter_child_nodes(node)
 
 
-def is_name_in_torch(path: str) -> bool:
-    return path.startswith("torch.") and not path.startswith("torch.ops.") and path.replace(".", "").isidentifier()
+def short_names(file: ast.AST) -> Iterator[tuple[str, str]]:
+    """What names of a file stand for in torch: `nn`, `F`, `dist`."""
+    for node in ast.walk(file):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    yield alias.asname or "torch", alias.name if alias.asname else "torch"
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from ((alias.asname or alias.name, f"torch.{alias.name}") for alias in node.names)
+
+
+def is_for_absence(caught: ast.expr) -> bool:
+    return any(name in ast.unparse(caught) for name in ("ImportError", "AttributeError", "ModuleNotFoundError"))
 
 
 def is_there(name: str) -> bool:

@@ -22,7 +22,7 @@ from thrifty.training.checkpoint import load
 
 MODULES = ("bisect", "heapq", "queue", "sched", "shlex", "textwrap")
 PLAIN = ("--without", "compile", "--without", "precision.mixed")
-if not torch.cuda.is_available():  # where a GPU has its own tiles
+if not torch.cuda.is_available():  # with one, presets have no such technique
     PLAIN += ("--without", "attention.tiled")
 TINY = {
     "model.preset": "llama-nano",

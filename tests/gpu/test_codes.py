@@ -1,4 +1,4 @@
-"""Codes made by a GPU: those of the processor, bit for bit; products of 8-bit floats: those that are emulated."""
+"""Codes made by a GPU: those of the processor but for roundings; products of 8-bit floats: those that are emulated."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_every_16_bit_number_gets_the_code_that_the_processor_gives_it(format: F
 
 @pytest.mark.parametrize("rows", [False, True], ids=["tensor", "rows"])
 @pytest.mark.parametrize("left", FORMATS, ids=lambda format: format.name)
-@pytest.mark.parametrize("shape", [(64, 128, 32), (50, 72, 48), (256, 1024, 512)])
+@pytest.mark.parametrize("shape", [(64, 128, 32), (50, 72, 41), (256, 1024, 512)])
 def test_products_of_its_units_are_the_emulated_ones(shape: tuple[int, int, int], left: Format, rows: bool) -> None:
     if not has_units(GPU):
         pytest.skip("this GPU has no units for 8-bit floats")

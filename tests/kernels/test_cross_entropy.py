@@ -1,7 +1,10 @@
 """The chunked cross-entropy against the plain one, in values, gradients and memory."""
 
+from functools import partial
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -13,11 +16,12 @@ from thrifty.kernels.cross_entropy import (
     IGNORED,
     Step,
     chunk_step,
-    filled_up,
     gradient_norm_scores,
+    head_filled_up,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
+from thrifty.kernels.vocabulary_parallel import vocabulary_step
 
 
 class Case:
@@ -247,10 +251,23 @@ def test_a_head_filled_up_to_a_multiple_of_64_gives_the_same_losses_and_gradient
     bias = case.bias if has_bias else None
     soft = hard = case.counts
     plain = chunk_step(case.hidden, case.weight, bias, case.targets, soft, hard, True, True, has_bias)
-    weight, filled_bias = filled_up(case.weight, bias)
+    weight, filled_bias = head_filled_up(case.weight, bias)
     assert len(weight) == 64 * -(-v // 64)
     filled = chunk_step(case.hidden, weight, filled_bias, case.targets, soft, hard, True, True, has_bias)
     for mine, theirs in zip(filled, plain, strict=True):
         if theirs is not None:
             kept = mine[:v] if mine.shape[:1] == (len(weight),) and len(weight) != len(case.hidden) else mine
             torch.testing.assert_close(kept, theirs)
+
+
+def test_a_part_of_a_head_that_is_filled_up_tells_the_others_the_same(one_rank):
+    """Targets of the next rank are no impossible tokens of this one's."""
+    case = Case(v=31)
+    case.targets[::3] += 31
+    case.targets[::5] = IGNORED
+    step = partial(vocabulary_step, first=0, count=31, group=dist.group.WORLD)
+    given = case.targets, case.counts, case.counts, True, True, True
+    plain = step(case.hidden, case.weight, case.bias, *given)
+    filled = step(case.hidden, *head_filled_up(case.weight, case.bias), *given)
+    for mine, theirs, count in zip(filled, plain, (75, 75, 75, 31, 31), strict=True):
+        torch.testing.assert_close(mine[:count], theirs)

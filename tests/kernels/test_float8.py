@@ -217,16 +217,16 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("rows", [False, True], ids=["tensor", "row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inner", [64, 41])
-def test_products_on_units_are_those_of_the_reference(rows: bool, dtype: torch.dtype, inner: int) -> None:
-    a, b = drawn(20, inner), drawn(inner, 48)
+@pytest.mark.parametrize("inner, outer", [(64, 48), (41, 48), (41, 37)])
+def test_products_on_units_are_those_of_the_reference(rows: bool, dtype: torch.dtype, inner: int, outer: int) -> None:
+    a, b = drawn(20, inner), drawn(inner, outer)
     a_scale, b_scale = (
         scale_from_amax(amax_of(x, dim if rows else None), form) for x, dim, form in ((a, 1, E5M2), (b, 0, E4M3))
     )
     factors = cast(a, a_scale, E5M2), a_scale, cast(b, b_scale, E4M3), b_scale, dtype
     found, wanted = scaled_matmul(*factors), scaled_matmul_reference(*factors)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    assert found.dtype == dtype
+    assert found.dtype == dtype and found.is_contiguous()
     torch.testing.assert_close(found, wanted, **near)
 
 

@@ -81,7 +81,7 @@ def test_the_variance_is_below_its_bound(bits: int, zeros: bool) -> None:
         assert (step[:, 0] >= exact - 1e-7).all() and (step[:, 0] <= 1.04 * exact).all()
 
 
-def test_zeros_stay_zeros_and_nothing_else_becomes_one() -> None:
+def test_zeros_stay_zeros_and_of_numbers_that_are_not_negative_no_other_becomes_one() -> None:
     tensor = drawn(64, 256).relu()
     tensor[7] = 0.0
     for bits in (2, 4, 8):

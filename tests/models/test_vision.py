@@ -134,6 +134,13 @@ def test_positions_on_their_own_grid_are_the_table_itself_and_keep_what_is_in_fr
     torch.testing.assert_close(level, torch.ones(1, 21, 8))
 
 
+def test_resized_positions_keep_float32_under_autocast() -> None:
+    table = torch.randn(1, 17, 8, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = resized_positions(table, (3, 5), 1)
+    assert found.dtype == torch.float32 and torch.equal(found, resized_positions(table, (3, 5), 1))
+
+
 def test_patches_are_row_by_row():
     embedding = PatchEmbedding(8, 4, 1, 4, "mean")
     nn.init.zeros_(embedding.patch.bias)

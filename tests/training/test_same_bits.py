@@ -1,5 +1,6 @@
 """Kernels that give the same bits each time are asked for on a GPU while a run lasts; after it all is as it was."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ asked = torch.are_deterministic_algorithms_enabled
 
 @pytest.fixture(autouse=True)
 def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(WORKSPACE, ":16:8")
+    monkeypatch.delenv(WORKSPACE, raising=False)
     before = asked()
     yield
     assert asked() == before
@@ -23,6 +24,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_gpu_is_asked_for_them_as_long_as_the_block_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with same_bits(GPU):
+        assert os.environ[WORKSPACE] == ":4096:8"
         assert asked() and not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -9,14 +9,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 
-def _attention_flops(query: torch.Size, key: torch.Size, *others: Any, **options: Any) -> int:
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any) -> int:
     """Scores and weighted values, a causal mask not taken off."""
     b, h, t, k = query
-    return 4 * b * h * t * key[2] * k
+    return 2 * b * h * t * key[2] * (k + value[3])
 
 
-def _attention_backward_flops(of_output: torch.Size, query: torch.Size, key: torch.Size, *others: Any, **_: Any) -> int:
-    return _attention_flops(query, key) // 2 * 5  # the scores again, and two products for each of the two
+def _attention_backward_flops(
+    of_output: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any
+) -> int:
+    """The scores again, and two products for each of the two."""
+    b, h, t, k = query
+    return 2 * b * h * t * key[2] * (3 * k + 2 * value[3])
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *others: Any, **_: Any) -> int:

@@ -175,7 +175,7 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
     accurate = _accurate(hidden.dtype)
     cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
     if hidden.is_cuda and hidden.dtype.itemsize == 2:
-        cast_weight, cast_bias = filled_up(cast_weight, cast_bias)
+        cast_weight, cast_bias = head_filled_up(cast_weight, cast_bias)
     losses, lse = (torch.empty(targets.shape, dtype=accurate, device=hidden.device) for _ in range(2))
     of_hidden = torch.empty_like(hidden) if wants[0] else None
     of_weight = torch.zeros_like(weight, dtype=accurate) if wants[1] else None
@@ -196,9 +196,10 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
     return [losses, lse, of_hidden, of_weight, of_bias]
 
 
-def filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A head (v, d) whose v is a multiple of 64, the tokens that it has more being impossible: their logits are minus
-    infinity. Products of 16-bit numbers with an odd v, as of 50,257, take a GPU three times as long."""
+def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A head (v', d) and (v',) whose v' is a multiple of 64, the tokens that it has more being impossible: a bias, of
+    zeros where there is none, makes their logits minus infinity. Products of 16-bit numbers with an odd v, such as
+    50,257, take a GPU three times as long."""
     missing = -len(weight) % 64
     if not missing:
         return weight, bias

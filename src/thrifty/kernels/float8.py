@@ -109,7 +109,7 @@ def scaled_matmul(
     else:  # kernels with scales of rows take fewer formats and give fewer dtypes
         one = undo_a.new_ones(())
         product = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast) * undo_a * undo_b
-    return _as(product[:, :width] if outer else product, dtype)
+    return _as(product[:, :width].contiguous() if outer else product, dtype)
 
 
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

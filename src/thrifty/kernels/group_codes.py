@@ -33,7 +33,7 @@ def mixed(words: Tensor) -> Tensor:
 
 
 def seed_word(seed: int, device: torch.device) -> Tensor:
-    """A seed of 32 bits as int32 (), mixed; on a processor, so that no device waits for it or is waited for."""
+    """A seed of 32 bits as int32 (), mixed on a processor and then put on the device, which need not be waited for."""
     word = mixed(torch.tensor((seed + 2**31) % 2**32 - 2**31, dtype=torch.int32))
     return word if device.type == "cpu" else torch.full((), int(word), dtype=torch.int32, device=device)
 

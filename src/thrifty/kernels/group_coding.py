@@ -83,8 +83,8 @@ def encode(tensor: Tensor, bits: int, seed: int, ranges: Ranges | None = None, z
     """A dense tensor of floating-point numbers in codes of 2, 4 or 8 bits. None where it has numbers that are not
     finite, or numbers that only a mask has, beyond 10^30.
 
-    With `zeros` exact zeros stay what they are, and nothing that has a sign becomes one where all others of its group
-    have the same: whoever asks which activations a ReLU let through relies on that.
+    With `zeros` exact zeros stay what they are, and no positive number becomes one where its group has no negative
+    ones: whoever asks which activations a ReLU let through relies on that.
     """
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(in_memory(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)

@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
                 outputs = unbiased_estimate(gradient, products.pattern.n, products.pattern.m, dim=0).T
                 if products.go_to_units(outputs):
                     outputs = to_sparse_semi_structured(outputs.contiguous())
-            of_weight = (outputs @ x).to(weight_dtype)
+            of_weight = (outputs @ x.contiguous()).to(weight_dtype)
         if ctx.needs_input_grad[3]:
             of_bias = gradient.sum(0).to(bias_dtype)
         return of_x, of_weight, None, of_bias, None, None
@@ -90,6 +90,6 @@ class _Product(torch.autograd.Function):
 def _times_turned(x: Tensor, matrix: Tensor, products: Products, bias: Tensor | None = None) -> Tensor:
     """x (n, k) times the transpose of a matrix (m, k) whose rows are sparse, plus a bias."""
     if products.go_to_units(matrix):
-        # a matrix that lies the other way round is not packed, and a result may, which no kernel of attention takes
-        return F.linear(x, to_sparse_semi_structured(matrix.contiguous()), bias).contiguous()
+        # units take no factor whose rows lie apart, and give results the other way round, which attention does not take
+        return F.linear(x.contiguous(), to_sparse_semi_structured(matrix.contiguous()), bias).contiguous()
     return F.linear(x, matrix, bias)

@@ -31,7 +31,8 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
     # by what becomes of each position alone: a GPU sums gradients of an interpolation itself in no fixed order
     basis = torch.eye(s * s, device=positions.device).view(-1, 1, s, s)
     by = F.interpolate(basis, size=grid, mode="bicubic", align_corners=False).flatten(1)
-    return torch.cat((first, (by.T @ patches.float()).to(positions.dtype)), 1)
+    with torch.autocast(positions.device.type, enabled=False):
+        return torch.cat((first, (by.T @ patches.float()).to(positions.dtype)), 1)
 
 
 def resized_patches(kernel: Tensor, side: int) -> Tensor:

@@ -21,6 +21,7 @@ from thrifty.preparing import Prepared
 from thrifty.scoring.methods import METHODS, Sight
 from thrifty.scoring.named_model import named_model
 from thrifty.training.loop import train
+from thrifty.training.same_bits import same_bits
 
 LOOKS = 10
 """Moments of a run at which forgetting looks at all examples, equally far apart."""
@@ -37,9 +38,10 @@ def trained_and_scored(
     run, state = prepared.run, prepared.run.start()
     assert state.model is not None
     sight = Sight(state.model, run.judged_by, _examples(prepared.data), run.device, seed, clusters, say)
-    if by == "forgetting":
-        return _forgotten(run, state, sight, steps), sight
-    _train(run, state, steps, seed)
+    with same_bits(run.device, prepared.recipe.deterministic):
+        if by == "forgetting":
+            return _forgotten(run, state, sight, steps), sight
+        _train(run, state, steps, seed)
     assert state.model is not None
     sight.model = state.model  # another one after a structural change
     if by == "grand":

@@ -26,6 +26,7 @@ from thrifty.training.evaluate import evaluate, see
 from thrifty.training.loop import Record, train
 from thrifty.training.memory import MemoryMeter
 from thrifty.training.run_folder import RunFolder
+from thrifty.training.same_bits import same_bits
 from thrifty.training.signals import StopRequest
 
 SHOWN = 8
@@ -62,7 +63,7 @@ class Session:
             for notice in self.notices:
                 display.say(notice)
             try:
-                with heartbeat.explained(observer.stopped):
+                with heartbeat.explained(observer.stopped), same_bits(self.run.device, self.recipe.deterministic):
                     status = observer.follow(stop)
             except ThriftyError as error:
                 observer.stopped(str(error), error.exit_code)

@@ -9,14 +9,15 @@ Cost      a pass of coding in the forward and one of decoding in the backward pa
           64, where less is computed for each number, 1.3 times. With a C++ compiler (`thrifty doctor` tells) some ten
           seconds before the first step on a machine. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16, not
           compiled) took 2.2 to 2.6 times as long as without, at 0.62, 0.48 and 0.40 of its peak with 8, 4 and 2 bits:
-          coding itself took 20 of 108 ms, the rest was the processor, which waits for the device at each tensor.
+          of the 150 ms more the device took 20 for coding, the rest is the processor, which waits for it at each tensor
+          (before heads were filled up, as in all figures of `results/benchmarks/gpu-steps-h100-before.json`).
 Does not  change the forward pass: the first loss is bitwise the plain one. Parameters, integers, what norms and
           attention keep for each row (means, normalisers) and what the loss keeps stay exact.
 Note      every tensor that comes back has the saved one as its expectation, ranges rounded to bfloat16 included. So
           gradients of matrices are unbiased; behind what is not linear in what it saves (GELU, softmax, norms) they
-          are so to first order. Exact zeros stay zeros, and of numbers of one sign no other becomes one, which ReLU's
-          gradient asks for. Bits that adapt gain where tensors differ much; on a small language model one allocation
-          lowered the variance by 8 % and another raised it by 5 %.
+          are so to first order. Exact zeros stay zeros, and among numbers that are not negative no other becomes
+          one, which ReLU's gradient asks for. Bits that adapt gain where tensors differ much; on a small language
+          model one allocation lowered the variance by 8 % and another raised it by 5 %.
 """
 
 import math

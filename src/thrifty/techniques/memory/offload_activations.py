@@ -8,8 +8,8 @@ Cost      every byte goes over the link twice. Beside a GPU that goes on while i
 Does not  change any value (numerics: exact); move parameters, or what the loss keeps.
 Avoid     when the model already fits; when the link is slower than computing again, use `memory.recompute`.
 Note      a processor has no second memory but the disk. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16,
-          not compiled) took 2.4 times as long as without, at 0.36 of its peak, and full recomputation 1.13 times, at
-          0.37.
+          not compiled) took 2.4 times as long as without, at 0.36 of its peak; full recomputation 1.13 times, at 0.37
+          (`results/benchmarks/gpu-steps-h100-before.json`).
 """
 
 import weakref

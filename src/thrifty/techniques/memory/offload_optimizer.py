@@ -16,7 +16,8 @@ Note      `delay` lets each update reach the weights one step later, from step `
           1e-3 and 5 % at 3e-3, half of that with a rate decayed to zero (5 seeds); Adam on a quadratic swings at rates
           at which it converges undelayed. The 40 steps before it are the paper's, from memory. Gradients stay on the
           device until their norm is known, since clipping and the check that they are finite come before the update.
-          On an H100 beside 16 cores a step of GPT-2-small (16 x 1024 tokens, bfloat16) took 1.4 times as long.
+          On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16) took 1.4 times as long beside 16 cores of one
+          processor, 2.2 times beside another's.
 """
 
 from collections.abc import Callable, Sequence
