@@ -21,9 +21,9 @@ from end_to_end.forked import Forked
 from thrifty.training.checkpoint import load
 
 MODULES = ("bisect", "heapq", "queue", "sched", "shlex", "textwrap")
-PLAIN = ("--without", "compile", "--without", "precision.mixed")
-if not torch.cuda.is_available():  # with one, presets have no such technique
-    PLAIN += ("--without", "attention.tiled")
+# with a GPU, presets have no such technique
+TILED = () if torch.cuda.is_available() else ("--without", "attention.tiled")
+PLAIN = ("--without", "compile", *TILED, "--without", "precision.mixed")
 TINY = {
     "model.preset": "llama-nano",
     "model.width": 32,
