@@ -3,13 +3,12 @@
 import gc
 
 import torch
-from torch import nn
 
 from gpu_only import GPU, on_a_gpu
 from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.memories.tiers import tier_for
 from thrifty.core.technique import Technique
-from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, tiny_model, with_optimizer
+from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, with_optimizer
 
 pytestmark = on_a_gpu
 
@@ -85,5 +84,3 @@ def test_the_run_of_a_gpu_is_that_of_a_processor_within_rounding() -> None:
     ways = [compose(plain, with_optimizer([]), 6, device) for device in (torch.device("cpu"), GPU)]
     here, there = (torch.tensor(losses(advance(run, run.start()))) for run in ways)
     torch.testing.assert_close(there, here, rtol=1e-4, atol=0)
-    model: nn.Module = tiny_model()
-    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
