@@ -1,5 +1,7 @@
 """Costs of blocks, counted without running them, against figures on paper and against real steps."""
 
+from collections.abc import Callable, Hashable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,11 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from recompute_work import model_of_kind
+from thrifty.core.activations import stage_costs
 from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chain_costs import survey
+from thrifty.core.activations.chain_costs import Survey, survey
 from thrifty.core.activations.chains import ChainCost, Schedule, StageCost
 from thrifty.core.activations.stage_costs import WORTH_OF_A_BYTE
 from thrifty.core.surgery import find_stacks
+from tiny_runs import composed, plain_run, technique, with_optimizer
 
 WIDTH, ROWS = 16, 8
 A = 4 * WIDTH * ROWS
@@ -114,3 +118,90 @@ def test_frozen_blocks_save_less() -> None:
     model.blocks[1].requires_grad_(False)
     trained, frozen = costs(model, x).stages
     assert isinstance(frozen, StageCost) and frozen.backward < trained.backward and frozen.forward == trained.forward
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one for each call that is counted forward and backward."""
+    counted, count = list[object](), stage_costs._counted
+    monkeypatch.setattr(stage_costs, "_counted", lambda *args: counted.append(args[0]) or count(*args))
+    return counted
+
+
+def test_blocks_that_do_the_same_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = counted_calls(monkeypatch)
+    stages = costs(Model(8, 12, 8, 8), torch.randn(ROWS, WIDTH)).stages
+    assert len(counted) == 2
+    assert stages[0] == stages[2] == stages[3] != stages[1]
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Tripling(Doubling):
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient + gradient + gradient
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Doubling.apply, Tripling.apply),  # the same operations forward
+        (torch.sin, torch.cos),
+        (lambda x: x * x.clone(), lambda x: x * x),  # other tensors saved
+        (lambda x: x + x.detach(), lambda x: x.detach() + x.detach()),  # another way back
+        (lambda x: x.exp().sin(), lambda x: x.sin().exp()),
+        (lambda x: x + 1, lambda x: x + 2.5),
+    ],
+)
+def test_calls_that_differ_in_anything_are_told_apart(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Doing(nn.Module):
+        def __init__(self, what: Callable[[Tensor], Tensor]):
+            super().__init__()
+            self.what = what
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.what(x)
+
+    counted, known = counted_calls(monkeypatch), dict[Hashable, StageCost]()
+    x = torch.randn(4, 4, requires_grad=True)
+    for times, what in ((1, one), (1, one), (2, other), (2, other)):
+        block = Doing(what)
+        cost, _ = stage_costs.block_cost(block, block.forward, (x,), {}, known)
+        assert len(counted) == times
+        alone, _ = stage_costs.block_cost(block, block.forward, (x,), {})
+        assert counted.pop() and cost == alone
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapters.lora",
+        "attention.block_sparse",
+        "attention.dota",
+        "attention.spatten",
+        "compile",
+        "growth.layer_drop",
+        "initializations.rezero",
+        "memory.recompute",
+        "precision.float8",
+        "sparsity.n_of_m",
+    ],
+)
+def test_shared_costs_are_those_of_each_block_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> ChainCost:
+        model = composed(plain_run(), with_optimizer([technique(name)]), 4).build_model()
+        return costs(model, torch.zeros(2, 16, dtype=torch.long))
+
+    shared = found()
+    monkeypatch.setattr(Survey, "known", property(lambda self: {}, lambda self, value: None), raising=False)
+    assert found() == shared

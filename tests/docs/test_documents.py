@@ -76,8 +76,8 @@ def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -
 
 
 @pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[0])
-def test_every_snippet_of_the_readme_runs(snippet: str, tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+def test_every_snippet_of_the_readme_runs(snippet: str, desk: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", snippet], cwd=desk, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

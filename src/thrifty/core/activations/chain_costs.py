@@ -5,7 +5,7 @@ backward on fake copies of its arguments and parameters, and zeros of the right 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,13 +32,15 @@ class Survey:
         self.given: dict[int, Tensor] = {}
         """By storage, arguments that do not come from the call before."""
         self.outputs: list[Tensor] = []
+        self.known: dict[Hashable, StageCost] = {}
+        """What calls cost, by what they do: most blocks do the same as the one before."""
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
         self.given |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
         try:
-            cost, result = block_cost(module, module.forward, args, kwargs)
+            cost, result = block_cost(module, module.forward, args, kwargs, self.known)
         except ThriftyError:
             raise
         except Exception as error:  # what a block does with fake tensors is not for us to know

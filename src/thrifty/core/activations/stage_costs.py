@@ -1,6 +1,6 @@
 """What one call of a block costs, found out without running it: bytes and FLOPs are counted on fake tensors."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from thrifty.core.accounting import StepTrace, uncollected
 from thrifty.core.activations.chains import StageCost
+from thrifty.core.activations.trails import Trail
 from thrifty.core.errors import ThriftyError
 
 WORTH_OF_A_BYTE = 30
@@ -67,9 +68,15 @@ def _replace_entries(old: dict, new: dict) -> None:
     old.update(new)
 
 
-def block_cost(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> tuple[StageCost, Any]:
+def block_cost(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    known: MutableMapping[Hashable, StageCost] | None = None,
+) -> tuple[StageCost, Any]:
     """What a call of a module's `forward` costs, counted, and zeros of the shape of its result; where that hands an
-    argument on, the argument.
+    argument on, the argument. Calls that do the same as one that is `known` are not counted again.
 
     The module's own hooks are left out: those of sharding would gather parameters that the fake ones stand for.
     """
@@ -84,16 +91,27 @@ def block_cost(module: nn.Module, forward: Callable[..., Any], args: tuple, kwar
             fake_args, fake_kwargs = tree_unflatten(given, form)
             return forward(*fake_args, **fake_kwargs)
 
-        cost, result = _traced(call, tensors_in(given), own)
+        cost, result = _traced(call, tensors_in(given), own, {} if known is None else known)
     real = {id(fake): leaf for fake, leaf in zip(given, leaves, strict=True) if isinstance(fake, Tensor)}
     return cost, tree_map(lambda leaf: real[id(leaf)] if id(leaf) in real else _zeros(leaf), result)
 
 
-def _traced(call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor]) -> tuple[StageCost, Any]:
-    with Work(*given, *own) as passing, saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
+def _traced(
+    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], known: MutableMapping[Hashable, StageCost]
+) -> tuple[StageCost, Any]:
+    with Trail(*given, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
         result = call()
         passing_bytes = passing.peak - passing.now
+    kind = passing.kind(result)
+    if kind not in known:
         del result
+        known[kind], result = _counted(call, given, own, passing_bytes)
+    return known[kind], result
+
+
+def _counted(
+    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], passing: int
+) -> tuple[StageCost, Any]:
     stopped = 0.0
 
     def note(tensor: Tensor) -> Tensor:
@@ -113,7 +131,7 @@ def _traced(call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tens
         backward=work.cost - forward,
         output=storage_bytes(outputs),
         saved=saved + handed_on,
-        passing=passing_bytes,
+        passing=passing,
         keeping=peak - saved,
         returning=returning,
         stopped=stopped,

@@ -7,7 +7,8 @@ Promise   the activations of all blocks within `bytes` at any time of a step, gr
           On one busy thread, 16 blocks of width 128: 75, 50 and 25 % of the memory took 1.09, 1.15 and 1.26 of the
           plain step; every other block recomputed, 54 % and 1.19; selective, 71 % and 1.21
           (benchmarks/bench_recompute.py). Peaks counted for 12 blocks were 0.3 to 3 % above those measured.
-Cost      blocks are looked at on fake tensors, 0.04 s each, before the first step and when batches change their shape.
+Cost      blocks are looked at on fake tensors, 0.04 s each, or half of that where one does the same as another, before
+          the first step and when batches change their shape.
 Does not  change any value, dropout included (numerics: exact); rename any parameter; count what is not in a block:
           embedding, head and loss come on top.
 Avoid     when the model already fits: then it keeps everything, and costs nothing.
