@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thrifty.core.operations import FLOPS_OF, call
+from thrifty.core.operations import FLOPS_OF, asked_device, call
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -105,6 +105,8 @@ class StepTrace(TorchDispatchMode):
         _open_traces.remove(self)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
         result = call(func, args, kwargs or {})
         if self.paused:
             return result

@@ -49,6 +49,14 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
+def asked_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
+    """The answer where this is the question on which device a fake tensor is, and no operation. Torch asks it more
+    often than it does anything else, and is answered in an eighth less of a whole count if no mode goes into it."""
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].fake_device
+    return None
+
+
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:

@@ -43,8 +43,9 @@ class Figure:
 
     @cached_property
     def spec(self) -> dict[str, Any]:
-        """The chart in Vega-Lite."""
-        return self.chart.to_dict()
+        """The chart in Vega-Lite. Its points are not held against a schema one by one: of a long run that takes
+        seconds."""
+        return self.chart.to_dict(validate=False)
 
 
 @dataclass(frozen=True)
