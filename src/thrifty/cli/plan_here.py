@@ -93,11 +93,11 @@ def _prepared_bytes(prepared: Prepared) -> float:
 
 
 def _evidence(names: Iterable[str]) -> dict[str, str]:
-    """What was measured of techniques, in a line each: a comparison in which nothing else changed, else any, else a
-    study."""
+    """What was measured of techniques, in a line each: of comparisons one in which nothing else changed, if there is
+    any, and the longest; without any a study."""
     from thrifty.comparing.evidence import evidence, study_results
 
-    found = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: one.alone)}
+    found = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: (one.alone, one.tokens))}
     of_studies = {name: study_results(name) for name in names if name not in found}
     return found | {name: results[0].in_words() for name, results in of_studies.items() if results}
 
