@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from end_to_end.command_line import TINY, write_corpus
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
 from thrifty.cli.plan import command
+from thrifty.cli.plan_here import _evidence
 from thrifty.cli.plan_model import OwnModel
 from thrifty.cli.plan_recipe import _start, read_size
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
@@ -249,3 +251,14 @@ def test_help_of_the_group_names_both_kinds_of_plans() -> None:
     assert "thrifty plan RECIPE" in text and "size" in text and "fit" in text
     assert "--memory" in run("recipe", "--help").stdout
     assert "--memory" in run("text", "--help").stdout
+
+
+def test_of_several_comparisons_the_longest_in_which_nothing_else_changed_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def compared(words: str, alone: bool, tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(technique="growth.stacking", alone=alone, tokens=tokens, in_words=lambda: words)
+
+    several = [compared("long", True, 300), compared("short", True, 100), compared("with others", False, 900)]
+    monkeypatch.setattr("thrifty.comparing.evidence.evidence", lambda: several)
+    assert _evidence(["growth.stacking"]) == {"growth.stacking": "long"}

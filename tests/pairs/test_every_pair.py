@@ -21,20 +21,9 @@ from thrifty import techniques
 from thrifty.core.compose import Composition, Plain
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.technique import Technique
-from tiny_runs import (
-    advance,
-    assert_same,
-    composed,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    with_optimizer,
-)
+from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
 
 STEPS, SAVED = 4, 2
-BLOCKS, BLOCKS_OF_THE_TICKET = 2, 4
 AT_ONCE = 8
 NAMES = techniques.names()
 
@@ -87,7 +76,7 @@ def compose_together(group: Group) -> bool:
     if not same_data(group):
         return False
     try:
-        composed(plain_of(group), chosen_of(group), STEPS)
+        composed(plain_run_for(made_for(group)), chosen_of(group), STEPS)
     except Exception:  # a refusal; what else may fail is told by the test that asks for the reason
         return False
     return True
@@ -98,13 +87,9 @@ def made_for(group: Group) -> str | None:
     return next((name for name in group if name in RUNS), None)
 
 
-def plain_of(group: Group) -> Plain:
-    return plain_run_for(made_for(group), BLOCKS_OF_THE_TICKET if "sparsity.ticket" in group else BLOCKS)
-
-
 @cache
-def plain_run_for(name: str | None, blocks: int) -> Plain:
-    return plain_for(name) if name else plain_run(depth=blocks)
+def plain_run_for(name: str | None) -> Plain:
+    return plain_for(*([name] if name else []))
 
 
 @cache
@@ -112,7 +97,7 @@ def works_alone(name: str, on: str | None) -> bool:
     """Whether it does not refuse, by name, to work on the run that this one is for."""
     with surroundings((name,)):
         try:
-            run_through(plain_of((name, on) if on else (name,)), chosen_of((name,)), 1)
+            run_through(plain_run_for(on), chosen_of((name,)), 1)
         except Refused as refused:
             return name not in refused.what
     return True
@@ -136,7 +121,7 @@ def surroundings(group: Group) -> Iterator[None]:
 def try_together(group: Group) -> None:
     if len(group) == 2:
         return try_pair(group)
-    plain, chosen = plain_of(group), chosen_of(group)
+    plain, chosen = plain_run_for(made_for(group)), chosen_of(group)
     try:
         train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
     except Exception as failure:
@@ -159,7 +144,7 @@ def try_pair(pair: Group) -> None:
 
 
 def goes_or_is_refused(pair: Group) -> None:
-    plain, chosen = plain_of(pair), chosen_of(pair)
+    plain, chosen = plain_run_for(made_for(pair)), chosen_of(pair)
     try:
         run = composed(plain, chosen, STEPS)
     except UsageError as refused:

@@ -212,6 +212,14 @@ def test_a_long_run_stays_a_small_page_and_keeps_its_spike(write_run):
     assert "77.1" in Reader(page).text
 
 
+def test_every_chart_is_one_of_altairs_schema(write_run):
+    record = read_run(write_run(steps=60))
+    drawn = figures(record, key_figures(record))
+    assert {figure.id for figure in drawn} >= CHARTS
+    for figure in drawn:
+        assert figure.chart.to_dict() == figure.spec, figure.id
+
+
 def test_the_same_folder_gives_the_same_page(write_run, tmp_path):
     folder = write_run(steps=60)
     first = page_alone(folder).read_bytes()

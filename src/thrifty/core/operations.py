@@ -50,8 +50,8 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def asked_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
-    """The answer where this is the question on which device a fake tensor is, and no operation. Torch asks it more
-    often than it does anything else, and is answered in an eighth less of a whole count if no mode goes into it."""
+    """The answer where this is no operation, but the question on which device a fake tensor is, which torch asks more
+    often than it does anything else."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
