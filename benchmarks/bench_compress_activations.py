@@ -3,9 +3,9 @@
     python benchmarks/bench_compress_activations.py [--width 512 --length 256 --batch 8] [--json PATH]
 
 Aim: coding and decoding move bytes at half the rate of a copy or more, and with 4 bits a step takes at most 1.3 times
-as long (1.15 on a GPU). On the processor of the kept figures steps and the decoding of float32 do; encoding, and
-bfloat16, move bytes at a quarter to two fifths of the rate. Bytes are what is alive when the forward pass ends, counted
-on the step itself.
+as long (1.15 on a GPU). On the processor of the kept figures steps and float32 do (8 bits just miss it); bfloat16, of
+which a copy moves half the bytes in half the time, is coded at a quarter to half of the rate. Bytes are what is alive
+when the forward pass ends, counted on the step itself.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """Codes of 2, 4 and 8 bits: what they stand for on average, how far they stray, and that fast is plain bit for bit."""
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.core.machine import can_compile
-from thrifty.kernels import group_coding
+from thrifty.kernels import group_coding, native_codes
 from thrifty.kernels.group_codes import (
     decode_lines,
     encode_lines,
+    mixed,
     outward,
     quantise,
     seed_word,
@@ -90,6 +89,11 @@ def test_zeros_stay_zeros_and_of_numbers_that_are_not_negative_no_other_becomes_
             assert coded is not None and torch.equal(coded.decode() == 0, tensor == 0)
     error, square = moments(tensor[:8], 4, zeros=True)
     assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-6).double().mean() > 0.99
+
+
+@given(seed=some.integers(0, 2**32 - 1))
+def test_a_seed_is_mixed_as_all_words_are(seed: int) -> None:
+    assert torch.equal(seed_word(seed, CPU), mixed(torch.tensor(seed).to(torch.int32)))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -215,27 +219,33 @@ def test_codes_take_their_bits_and_an_eighth() -> None:
 
 
 @pytest.fixture
-def compiled_from_8_lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not can_compile():
-        pytest.skip("no compiler")
+def compiled_from_8_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native_codes.CODES.is_there():
+        pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(group_coding, "COMPILED_FROM", 8 * 256)
-    yield
+
+
+def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers of many sizes, either zero, and lines of nothing but zeros or one number."""
+    tensor = drawn(*shape) * 10.0 ** drawn(*shape[:-1], 1, seed=1)
+    tensor[..., ::5], tensor[..., 1::7] = 0.0, -0.0
+    tensor[0], tensor[1], tensor[2] = 0.0, -1.7, tensor[2].abs()
+    return tensor.to(dtype)
 
 
 @pytest.mark.usefixtures("compiled_from_8_lines")
-@pytest.mark.parametrize(
-    ("dtype", "bits", "zeros", "heads"),
-    [(torch.float32, 4, False, False), (torch.bfloat16, 2, True, False), (torch.float32, 8, False, True)],
-)
-def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: bool, heads: bool) -> None:
+@pytest.mark.parametrize("heads", [None, 64, 128], ids=["groups", "heads", "a head"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["any", "zeros"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: bool, heads: int | None) -> None:
     for shape in ((30, 256), (7, 11, 128)):
-        tensor = drawn(*shape).to(dtype)
-        tensor = tensor.relu() if zeros else tensor
-        ranges = by_head(tensor.shape, tensor.stride(), 64) if heads else by_group(tensor.numel())
+        tensor = uneven(shape, dtype)
+        ranges = by_head(tensor.shape, tensor.stride(), heads) if heads else by_group(tensor.numel())
         compiled = encode(tensor, bits, 9, ranges, zeros)
         assert compiled is not None
+        given = compiled.decode()
         with pytest.MonkeyPatch.context() as patch:
-            given = compiled.decode()
             patch.setattr(group_coding, "COMPILED_FROM", 2**60)
             for size in (10 * 256, 2**18):  # in pieces, and at once
                 patch.setattr(group_coding, "NUMBERS", size)
@@ -249,9 +259,47 @@ def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: boo
 
 
 @pytest.mark.usefixtures("compiled_from_8_lines")
-def test_a_compiled_mask_is_the_plain_one() -> None:
-    mask = torch.rand(100, 77) < 0.5
-    assert torch.equal(encode_mask(mask).decode(), mask)
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_code_refuses_what_plain_code_does(dtype: torch.dtype, bad: float) -> None:
+    tensor = drawn(16, 256).to(dtype)
+    tensor[3, 5] = bad
+    heads = Ranges(2, 4, 512, 256)
+    assert all(encode(tensor, 4, 0, ranges, zeros) is None for ranges in (None, heads) for zeros in (False, True))
+
+
+@pytest.mark.usefixtures("compiled_from_8_lines")
+def test_threads_share_the_lines_of_a_large_tensor_and_change_nothing() -> None:
+    tensor, threads = drawn(3 * native_codes.FEWEST // 256 + 5, 256), torch.get_num_threads()
+    found = []
+    try:
+        for some in (1, 3):
+            torch.set_num_threads(some)
+            found.append(encode(tensor, 4, 0))
+    finally:
+        torch.set_num_threads(threads)
+    alone, shared = found
+    assert alone is not None and shared is not None
+    assert torch.equal(alone.codes, shared.codes) and torch.equal(alone.step, shared.step)
+
+
+@pytest.mark.usefixtures("compiled_from_8_lines")
+@pytest.mark.parametrize("values", [(0.0, 1.25), (-math.inf, 0.0), (-0.0, 1.0), (-2.0, -0.0)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
+def test_a_compiled_mask_is_the_plain_one(dtype: torch.dtype, values: tuple[float, float]) -> None:
+    mask = drawn(100, 77) < 0.3
+    values = (0.0, 1.0) if dtype == torch.bool else values
+    low, high = (torch.tensor(value).to(dtype) for value in values)
+    tensor = torch.where(mask, high, low)
+    if dtype != torch.bool:
+        tensor[::3] = torch.where(tensor[::3] == 0, -tensor[::3], tensor[::3])  # either zero is a zero
+    compiled = encode_mask(tensor, values)
+    given = compiled.decode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group_coding, "COMPILED_FROM", 2**60)
+        plain = encode_mask(tensor, values)
+        assert torch.equal(plain.codes, compiled.codes) and torch.equal(plain.decode(), given)
+    assert torch.equal(given, tensor)
 
 
 def test_lines_by_themselves_are_a_kernel_for_anybodys_loop() -> None:

@@ -19,7 +19,7 @@ from thrifty.kernels.sparse.patterns import Pattern
 from thrifty.kernels.sparse.products import sddmm, sparse_linear, spmm
 
 MODULES = {"csr": csr, "blocks": blocks}
-needs_compiler = pytest.mark.skipif(native.library() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(not native.PRODUCTS.is_there(), reason="there is no C++ compiler")
 
 
 def drawn_mask(rows: int, columns: int, density: float, block: int, seed: int) -> Tensor:
@@ -38,7 +38,7 @@ def patterns(mask: Tensor) -> Iterator[Pattern]:
 
 @pytest.fixture(params=["compiled", "by torch", "by a dense product"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled" and native.library() is None:
+    if request.param == "compiled" and not native.PRODUCTS.is_there():
         pytest.skip("there is no C++ compiler")
     if request.param != "compiled":
         monkeypatch.setattr(native, "native", lambda *tensors: False)

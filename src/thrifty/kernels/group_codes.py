@@ -7,7 +7,8 @@ outwards, so that the group still lies between its ends.
 
 Numbers come as lines (n, w), w a multiple of 8. Byte j of a line holds numbers j, j + w·bits/8 and so on: neighbours
 stay neighbours, and every operation is one on whole vectors. Chance is a hash of the line, the place in it and a seed.
-These are the plain functions; `group_coding.py` beside this compiles them, or runs them in pieces that fit the cache.
+These are the plain functions; `group_coding.py` beside this runs them in pieces that fit the cache, or what does the
+same faster: `native_codes.py` on a processor, themselves compiled on a GPU.
 """
 
 from collections.abc import Callable
@@ -33,9 +34,12 @@ def mixed(words: Tensor) -> Tensor:
 
 
 def seed_word(seed: int, device: torch.device) -> Tensor:
-    """A seed of 32 bits as int32 (), mixed on a processor and then put on the device, which need not be waited for."""
-    word = mixed(torch.tensor((seed + 2**31) % 2**32 - 2**31, dtype=torch.int32))
-    return word if device.type == "cpu" else torch.full((), int(word), dtype=torch.int32, device=device)
+    """A seed of 32 bits as int32 (), `mixed` without the device, which need not be waited for."""
+    word = seed % 2**32
+    word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+    word = (word ^ word >> 15) * 0x735A2D97 % 2**32
+    word ^= word >> 15
+    return torch.full((), (word + 2**31) % 2**32 - 2**31, dtype=torch.int32, device=device)
 
 
 def words_of_lines(first: int, count: int, seed: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Whole tensors in and out of the codes of `group_codes.py`.
 
-Large tensors go through compiled code where there is a compiler, all others through torch's operations, on a processor
-in pieces that fit its cache: the same functions each time, and the results are equal bit for bit, but for a last bit of
-divisions that a GPU's compiler rounds otherwise. To torch each direction is one operation: what it holds for a moment
-is not seen from outside, and shapes can be traced through it.
+Large tensors go through compiled code where there is a compiler, C++ on a processor and what torch makes of the plain
+functions on a GPU; all others through torch's operations, on a processor in pieces that fit its cache. The results are
+equal bit for bit, but for a last bit of divisions that a GPU's compiler rounds otherwise. To torch each direction is
+one operation: what it holds for a moment is not seen from outside, and shapes can be traced through it.
 """
 
 import importlib.util
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.machine import can_compile
 from thrifty.core.pieces import NUMBERS, NUMBERS_ON_A_GPU
+from thrifty.kernels import native_codes
 from thrifty.kernels.group_codes import (
     decode_lines,
     decode_mask_lines,
@@ -35,9 +35,8 @@ from thrifty.kernels.group_ranges import GROUP, Ranges, by_group
 COMPILED_FROM = 2**16
 """Tensors of fewer numbers are not worth compiling for."""
 MIXED = 8
-"""Operations after which the compiler names a result that is used twice, instead of writing it out at each use: a hash
-uses each of its words twice, six times over. Compiled in a tenth to a quarter of the time (12 s instead of 45 for 2
-bits), coding runs in 0.4 to 1.05 of what it took (8,192 lines of bfloat16, one thread)."""
+"""Operations after which torch's compiler names a result that is used twice, instead of writing it out at each use: a
+hash uses each of its words twice, six times over."""
 _TOO_WIDE = 1e30
 """Steps beyond this are those of masks that hold the lowest number there is."""
 
@@ -146,9 +145,9 @@ def _decode(
     width = codes.shape[1] * 8 // bits
     words = seed_word(seed, codes.device), _words_of_places(width, codes.device)
     each = [_of_lines(end, ranges, width) for end in (least, step)]
-    lines = codes.new_empty((len(codes), width), dtype=dtype)
-    if _is_compiled(lines):
+    if _is_compiled(codes.device, dtype, len(codes) * width):
         return _run_compiled(decode_lines, codes, *each, *words, 0, bits, zeros, dtype)
+    lines = codes.new_empty((len(codes), width), dtype=dtype)
     for piece in _pieces(lines):
         ends = (end[piece] for end in each)
         lines[piece] = decode_lines(codes[piece], *ends, *words, piece.start, bits, zeros, dtype)
@@ -178,9 +177,9 @@ def _(numbers: Tensor, high: float) -> Tensor:
 @torch.no_grad()
 def _decode_mask(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
     values = [torch.tensor(value, dtype=dtype, device=codes.device) for value in (low, high)]
-    lines = codes.new_empty((len(codes), GROUP), dtype=dtype)
-    if _is_compiled(lines):
+    if _is_compiled(codes.device, dtype, len(codes) * GROUP):
         return _run_compiled(decode_mask_lines, codes, *values)
+    lines = codes.new_empty((len(codes), GROUP), dtype=dtype)
     for piece in _pieces(lines):
         lines[piece] = decode_mask_lines(codes[piece], *values)
     return lines
@@ -206,7 +205,8 @@ def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 def _pieces(lines: Tensor) -> Iterator[slice]:
     """All lines at once where they are compiled for, else those that fit the cache together."""
     size = NUMBERS if lines.device.type == "cpu" else NUMBERS_ON_A_GPU
-    rows = len(lines) if _is_compiled(lines) else max(size // lines.shape[1], 1)
+    at_once = _is_compiled(lines.device, lines.dtype, lines.numel())
+    rows = len(lines) if at_once else max(size // lines.shape[1], 1)
     for start in range(0, len(lines), max(rows, 1)):
         yield slice(start, min(start + rows, len(lines)))
 
@@ -226,21 +226,26 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _is_compiled(lines: Tensor) -> bool:
-    return lines.numel() >= COMPILED_FROM and _compiles_for(lines.device.type)
+def _is_compiled(device: torch.device, dtype: torch.dtype, numbers: int) -> bool:
+    if numbers < COMPILED_FROM:
+        return False
+    return native_codes.codes_natively(dtype) if device.type == "cpu" else _has_triton()
 
 
 @cache
-def _compiles_for(device: str) -> bool:
-    return can_compile() if device == "cpu" else importlib.util.find_spec("triton") is not None
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
-    return _run_compiled(function, lines, *rest) if _is_compiled(lines) else function(lines, *rest)
+    compiled = _is_compiled(lines.device, lines.dtype, lines.numel())
+    return _run_compiled(function, lines, *rest) if compiled else function(lines, *rest)
 
 
 def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """One compilation for any number of lines, and one for each of all else."""
+    """On a GPU one compilation for any number of lines, and one for each of all else."""
+    if arguments[0].device.type == "cpu":
+        return getattr(native_codes, function.__name__)(*arguments)
     constants = []
     for argument in arguments:
         if isinstance(argument, Tensor):

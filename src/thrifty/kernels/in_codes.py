@@ -84,9 +84,9 @@ def few_values(activation: Tensor) -> tuple[bool, tuple[float, float] | None]:
     numbers = in_memory(activation)
     sample = numbers[:: len(numbers) // SAMPLE | 1].tolist()  # an odd stride meets all channels
     zeros = 16 * sample.count(0.0) >= len(sample)
-    distinct = sorted(set(sample))
+    distinct = set(sample)
     if len(distinct) > 2:
         return zeros, None
-    low, high = distinct[0], distinct[-1]
+    low, high = min(distinct), max(distinct)
     only = all(bool(((part == low) | (part == high)).all()) for part in numbers.split(64 * NUMBERS))
     return zeros, (low, high) if only else None

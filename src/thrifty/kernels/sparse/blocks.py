@@ -121,7 +121,7 @@ def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tens
     y, width = x.new_empty(tokens, rows * block), tokens_of_tile(inputs)
     turned = values.transpose(1, 2).contiguous()  # inputs by outputs
     sizes = (rows * block, inputs, tokens, width)
-    native.run("block_spmm", (starts, columns, turned, bias, x, y, *sizes), -(-tokens // width))
+    native.PRODUCTS.run("block_spmm", (starts, columns, turned, bias, x, y, *sizes), -(-tokens // width))
     return y
 
 
@@ -142,10 +142,10 @@ def _sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: 
     tiles, panels = -(-tokens // SDDMM_TOKENS), []
     for side, width in ((left, outputs), (right, inputs)):
         panels.append(side.new_empty(tiles * width * SDDMM_TOKENS))
-        native.run("block_panels", (side, panels[-1], width, tokens, SDDMM_TOKENS), tiles)
+        native.PRODUCTS.run("block_panels", (side, panels[-1], width, tokens, SDDMM_TOKENS), tiles)
     values = left.new_empty(len(columns), block, block)
     sizes = (outputs, inputs, SDDMM_TOKENS, tiles)
-    native.run("block_sddmm", (starts, columns, *panels, values, *sizes), outputs // block)
+    native.PRODUCTS.run("block_sddmm", (starts, columns, *panels, values, *sizes), outputs // block)
     return values
 
 

@@ -121,7 +121,7 @@ def fingerprint(device: str) -> dict[str, str | bool]:
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     processor = model or platform.processor() or platform.machine()
     name = torch.cuda.get_device_name() if device == "cuda" else processor
-    return {"device_name": name, "torch": torch.__version__, "compiled": native.library() is not None}
+    return {"device_name": name, "torch": torch.__version__, "compiled": native.PRODUCTS.is_there()}
 
 
 def _keep(path: Path, case: Case, line: Line) -> Line:

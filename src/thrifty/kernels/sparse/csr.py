@@ -113,7 +113,7 @@ def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tens
     y = x.new_empty(tokens, outputs)
     vectors = vectors_of_tile(inputs)
     sizes = (outputs, inputs, tokens, vectors)
-    native.run("csr_spmm", (starts, columns, values, bias, x, y, *sizes), -(-tokens // (vectors * LANES)))
+    native.PRODUCTS.run("csr_spmm", (starts, columns, values, bias, x, y, *sizes), -(-tokens // (vectors * LANES)))
     return y
 
 
@@ -132,9 +132,9 @@ def _sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor) -> Tens
     turned = []
     for side, width in ((left, outputs), (right, inputs)):
         turned.append(side.new_empty(tiles * width * SDDMM_TOKENS))
-        native.run("csr_turn", (side, turned[-1], width, tokens, SDDMM_TOKENS), tiles)
+        native.PRODUCTS.run("csr_turn", (side, turned[-1], width, tokens, SDDMM_TOKENS), tiles)
     values = left.new_empty(len(columns))
-    native.run("csr_sddmm", (starts, columns, *turned, values, outputs, inputs, tiles), outputs)
+    native.PRODUCTS.run("csr_sddmm", (starts, columns, *turned, values, outputs, inputs, tiles), outputs)
     return values
 
 

@@ -4,13 +4,13 @@ Paper     Chen et al. 2021, ActNN (arXiv 2104.14129): groups rounded by chance, 
           2022, GACT (arXiv 2206.11357): any model through saved tensors, sensitivity measured on the gradient; Pan et
           al. 2021, Mesa (arXiv 2111.11124): a range for each head.
 Promise   saved activations in `bits` + 1/8 bits instead of 32 (or 16) each, dropout masks in one.
-Cost      a pass of coding in the forward and one of decoding in the backward pass; noise in the gradients. On a busy
-          CPU a step of 12 blocks of width 512 took 1.10 times as long with 4 bits and kept 0.14 of the bytes; at width
-          64, where less is computed for each number, 1.3 times. With a C++ compiler (`thrifty doctor` tells) some ten
-          seconds before the first step on a machine. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16, not
+Cost      a pass of coding in the forward and one of decoding in the backward pass; noise in the gradients. On a
+          CPU a step of 12 blocks of width 512 took 1.05 times as long with 4 bits and kept 0.14 of the bytes; at width
+          64, where less is computed for each number, 1.4 to 1.6 times. Without a C++ compiler (`thrifty doctor`
+          tells) coding takes 7 to 15 times as long. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16, not
           compiled) took 2.2 to 2.6 times as long as without, at 0.62, 0.48 and 0.40 of its peak with 8, 4 and 2 bits:
-          of the 150 ms more the device took 20 for coding, the rest is the processor, which waits for it at each tensor
-          (before heads were filled up, as in all figures of `results/benchmarks/gpu-steps-h100-before.json`).
+          of the 150 ms more the device took 20 for coding, the rest is the processor, which waits for it at each
+          tensor (before heads were filled up, as in all figures of `results/benchmarks/gpu-steps-h100-before.json`).
 Does not  change the forward pass: the first loss is bitwise the plain one. Parameters, integers, what norms and
           attention keep for each row (means, normalisers) and what the loss keeps stay exact.
 Note      every tensor that comes back has the saved one as its expectation, ranges rounded to bfloat16 included. So
