@@ -3,20 +3,22 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from runs_for import RUNS
-from thrifty.core.compose import Plain, compose
+from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.sparse.sparsity import random_mask
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
-from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
+from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 4
 
@@ -26,18 +28,24 @@ class Run:
     losses: list[float]
     norms: list[float]
     tensors: dict[str, str]
-    """A digest of every whole tensor."""
+    """A digest of every tensor that this rank holds whole; of the others that they are divided."""
     sharded: int
     """How many parameters are held in part only."""
 
 
-def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        if tensor.dim() and tensor.numel()
-        else str(tensor)
-        for name, tensor in tensors.items()
-    }
+def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
+            return "divided"
+        tensor = tensor.to_local()
+    tensor = tensor.detach()
+    if not tensor.dim() or not tensor.numel():
+        return str(tensor)
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def plain_with(name: str) -> Plain:
@@ -49,19 +57,28 @@ def train_with_each(strategy: Sequence[Technique], names: Sequence[str]) -> dict
     """A run for each that the strategy goes together with."""
     found = {}
     for name in names:
-        chosen = with_optimizer([*strategy, technique(name)])
         try:
-            run = compose(plain_with(name), chosen, STEPS)
+            run = compose(plain_with(name), with_optimizer([*strategy, technique(name)]), STEPS)
         except UsageError:
             continue
-        state = run.start()
-        records = advance(run, state)
-        run.verify(state)
-        assert state.model is not None
-        parts = [p for p in state.model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
-        norms = [record.gradient_norm for record in records]
-        found[name] = Run(losses(records), norms, digests(snapshot(state).tensors), len(parts))
+        found[name] = trained(run)
     return found
+
+
+def trained(run: Composition) -> Run:
+    state = run.start()
+    records = advance(run, state)
+    run.verify(state)
+    assert state.model is not None
+    parts = [p for p in state.model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+    return Run(losses(records), [record.gradient_norm for record in records], digests(state.tensors()), len(parts))
+
+
+@cache
+def alone(name: str, *also: Technique) -> Run:
+    """The run of a single process with this technique and these."""
+    torch._dynamo.reset()
+    return trained(compose(plain_with(name), with_optimizer([*also, technique(name)]), STEPS))
 
 
 def refusals(strategy: str) -> list[str]:

@@ -29,6 +29,12 @@ def drawn(*shape: int, mean: float = 0.0, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + mean
 
 
+@pytest.fixture
+def compiled_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many draws of small tensors; without a compiler they take their time."""
+    monkeypatch.setattr(group_coding, "COMPILED_FROM", 1)
+
+
 def moments(tensor: Tensor, bits: int, zeros: bool = False, ranges: Ranges | None = None) -> tuple[Tensor, Tensor]:
     """Mean error and mean squared error of each number over seeds, in float64."""
     total, squares = torch.zeros(2, *tensor.shape, dtype=torch.float64)
@@ -48,6 +54,7 @@ def steps_of(tensor: Tensor, bits: int, zeros: bool = False) -> Tensor:
     return coded.step.double().repeat_interleave(coded.ranges.width)[: tensor.numel()].view(tensor.shape)
 
 
+@pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("mean", [0.0, 10.0])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_what_comes_back_has_what_went_in_as_its_expectation(bits: int, mean: float) -> None:
@@ -60,6 +67,7 @@ def test_what_comes_back_has_what_went_in_as_its_expectation(bits: int, mean: fl
     assert abs(error.mean()) < 4 * spread
 
 
+@pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [2, 8])
 def test_so_it_has_in_formats_that_cannot_hold_what_codes_stand_for(bits: int, dtype: torch.dtype) -> None:
@@ -68,6 +76,7 @@ def test_so_it_has_in_formats_that_cannot_hold_what_codes_stand_for(bits: int, d
     assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-5).double().mean() > 0.99
 
 
+@pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_variance_is_below_its_bound(bits: int, zeros: bool) -> None:
@@ -80,6 +89,7 @@ def test_the_variance_is_below_its_bound(bits: int, zeros: bool) -> None:
         assert (step[:, 0] >= exact - 1e-7).all() and (step[:, 0] <= 1.04 * exact).all()
 
 
+@pytest.mark.usefixtures("compiled_always")
 def test_zeros_stay_zeros_and_of_numbers_that_are_not_negative_no_other_becomes_one() -> None:
     tensor = drawn(64, 256).relu()
     tensor[7] = 0.0
@@ -154,6 +164,7 @@ def test_what_a_last_line_is_filled_up_with_does_not_widen_its_range() -> None:
     assert coded.step[1] < 1.1 * (tensor[256:].max() - tensor[256:].min()) / 15 + 0.5 / 15
 
 
+@pytest.mark.usefixtures("compiled_always")
 def test_a_constant_is_exact_where_bfloat16_has_it_and_else_right_on_average() -> None:
     coded = encode(torch.full((512,), 2.5), 2, 0)
     assert coded is not None and (coded.decode() == 2.5).all()
@@ -173,6 +184,7 @@ def test_a_seed_decides_and_neighbours_do_not_share_their_luck() -> None:
         assert abs(((up - 0.5) * (shifted - 0.5)).mean()) < 0.01
 
 
+@pytest.mark.usefixtures("compiled_always")
 def test_a_range_for_each_head_and_for_each_few_channels() -> None:
     """One loud head, or channel, must not cost the others their precision."""
     heads = drawn(3, 4, 16, 32)

@@ -4,15 +4,14 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-import torch
 
-from parallel_work import STEPS, Run, masks_and_copies, plain_with, predicted, refusals, train_with_each
+from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predicted, refusals, train_with_each
 from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.technique import Technique
-from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
+from tiny_runs import plain_run, technique, with_optimizer
 
 CLAIMING = ("parallelism.replicate", "parallelism.shard")
 SUMMED = technique("large_batch.accumulate")
@@ -72,13 +71,10 @@ def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
     assert (first[name].sharded > 0) == (strategy != "replicate")
     if name in OWN_DATA:
         return
-    torch._dynamo.reset()
-    chosen = [*STRATEGIES[strategy][1:], technique(name)]
-    alone, state = run_through(plain_with(name), with_optimizer(chosen), STEPS)
-    loose = LOOSE.get(name, 1e-5)
-    assert first[name].losses == pytest.approx(losses(alone), rel=loose)
-    assert first[name].norms == pytest.approx([record.gradient_norm for record in alone], rel=30 * loose)
-    assert list(first[name].tensors) == list(state.tensors())
+    single, loose = alone(name, *STRATEGIES[strategy][1:]), LOOSE.get(name, 1e-5)
+    assert first[name].losses == pytest.approx(single.losses, rel=loose)
+    assert first[name].norms == pytest.approx(single.norms, rel=30 * loose)
+    assert list(first[name].tensors) == list(single.tensors)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tensor_work as work
+from parallel_work import alone
 from rank_processes import on_ranks
 from runs_for import RUNS
 from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
@@ -235,9 +236,8 @@ def test_it_goes_together_with_each_other_technique_or_says_why_not(two: list[di
     if name in REFUSED:
         assert REFUSED[name] in first and first == second
         return
-    torch._dynamo.reset()
-    alone = work.with_one(name)
+    single, loose = alone(name), LOOSE.get(name, 1e-5)
     assert (first.losses, first.norms) == (second.losses, second.norms)
-    assert first.losses == pytest.approx(alone.losses, rel=LOOSE.get(name, 1e-5))
-    assert first.norms == pytest.approx(alone.norms, rel=30 * LOOSE.get(name, 1e-5))
-    assert list(first.tensors) == list(alone.tensors)
+    assert first.losses == pytest.approx(single.losses, rel=loose)
+    assert first.norms == pytest.approx(single.norms, rel=30 * loose)
+    assert list(first.tensors) == list(single.tensors)
