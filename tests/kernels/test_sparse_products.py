@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thrifty.core.accounting import StepTrace
 from thrifty.core.errors import UsageError
+from thrifty.core.machine import cpp_compiler
 from thrifty.kernels.sparse import blocks, csr, native
 from thrifty.kernels.sparse.blocks import Blocks
 from thrifty.kernels.sparse.csr import Csr
@@ -19,7 +20,7 @@ from thrifty.kernels.sparse.patterns import Pattern
 from thrifty.kernels.sparse.products import sddmm, sparse_linear, spmm
 
 MODULES = {"csr": csr, "blocks": blocks}
-needs_compiler = pytest.mark.skipif(not native.PRODUCTS.is_there(), reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 
 
 def drawn_mask(rows: int, columns: int, density: float, block: int, seed: int) -> Tensor:

@@ -41,12 +41,12 @@ def card_of(name: str) -> dict[str, Any]:
     import dataclasses
     import inspect
     import sys
-    import typing
 
     from thrifty import techniques
+    from thrifty.core.bounds import hints_of
 
     kind = techniques.find(name)
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = hints_of(kind)
     return {
         "name": name,
         "stage": kind.stage.label,

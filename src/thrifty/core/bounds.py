@@ -2,7 +2,9 @@
 
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from thrifty.core.errors import UsageError, did_you_mean
@@ -38,10 +40,17 @@ Rate = Annotated[float, Bound(least=0)]
 Betas = Annotated[tuple[float, float], Bound(least=0, below=1)]
 
 
+@cache
+def hints_of(kind: type) -> Mapping[str, Any]:
+    """What the fields of a dataclass are annotated with, bounds and all; worked out once, since it takes longer than
+    making one."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def check_bounds(value: Any, name: str) -> None:
     """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, or none of the
     words it names."""
-    hints = typing.get_type_hints(type(value), include_extras=True)
+    hints = hints_of(type(value))
     for field in fields(value):
         words = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is Literal else ()
         if words and getattr(value, field.name) not in words:

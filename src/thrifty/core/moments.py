@@ -6,10 +6,9 @@ means the run's own effective batch. Composing a run replaces both, so seams onl
 """
 
 import dataclasses
-import typing
 from typing import Annotated, Any, TypeVar
 
-from thrifty.core.bounds import Bound
+from thrifty.core.bounds import Bound, hints_of
 from thrifty.core.errors import UsageError
 
 Moment = Annotated[int | float, "moment of a run"]
@@ -24,7 +23,7 @@ def in_steps(moment: int | float, steps: int) -> int:
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
     """A copy of a dataclass with each field annotated `Moment` (or a tuple of them) in steps of a run of `steps`, and
     each `EffectiveBatch` that is 0 replaced by `batch`."""
-    hints = typing.get_type_hints(type(value), include_extras=True)
+    hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         current = getattr(value, field.name)
@@ -39,7 +38,7 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
 
 def refuse_shares(value: object, name: str) -> None:
     """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
-    hints = typing.get_type_hints(type(value), include_extras=True)
+    hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         if hints[field.name] == Moment and isinstance(current := getattr(value, field.name), float):
             raise UsageError(

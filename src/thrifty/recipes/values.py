@@ -10,6 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
+from thrifty.core.bounds import hints_of
 from thrifty.core.errors import UsageError, did_you_mean
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
     """A dataclass from a table; raises UsageError naming the path of the first thing that does not fit."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = hints_of(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for key in data:
         if key not in names:
