@@ -127,7 +127,8 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     cutting = [technique for technique in techniques if MICRO_BATCHES in technique.claims]
     parts = max((getattr(technique, "parts", 1) for technique in cutting), default=1)
     whole = compose(plain, [technique for technique in techniques if technique not in cutting], LEAST_STEPS)
-    timing = timed(whole, sizes(plain.source.batch, parts, compiled=False), parts, [plain.source.at(0)], seconds)
+    held_out = [plain.objective.examples(plain.source.at(0))]
+    timing = timed(whole, sizes(plain.source.batch, parts, compiled=False), parts, held_out, seconds)
     run = compose(plain, techniques, LEAST_STEPS)
     with closing(train(run, run.start(), seed=0)) as records:
         taken = [record.seconds for record in records][2:]
