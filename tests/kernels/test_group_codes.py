@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
+from thrifty.core.machine import cpp_compiler
 from thrifty.kernels import group_coding, native_codes
 from thrifty.kernels.group_codes import (
     decode_lines,
@@ -232,7 +233,7 @@ def test_codes_take_their_bits_and_an_eighth() -> None:
 
 @pytest.fixture
 def compiled_from_8_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native_codes.CODES.is_there():
+    if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler")
     monkeypatch.setattr(group_coding, "COMPILED_FROM", 8 * 256)
 

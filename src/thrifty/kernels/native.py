@@ -1,6 +1,6 @@
 """C++ of this toolkit: compiled when first wanted, and run on as many threads as torch has.
 
-The code is compiled anew in each process, which takes a second or two, and nothing is left on the disk: no process ever
+The code is compiled anew in each process, which takes some seconds, and nothing is left on the disk: no process ever
 loads a library that another has put there. Without a compiler there is no library, and torch's operations do the work.
 """
 
@@ -80,9 +80,11 @@ def in_parts(work: Callable[[int, int], None], count: int, fewest: int = 1) -> N
 
     others = min(threads, parts) - 1
     taking = [_pool(threads - 1, os.getpid()).submit(take) for _ in range(others)]
-    take()
-    for one in taking:
-        one.result()
+    try:
+        take()
+    finally:  # whoever is interrupted must not free what others still write to
+        for one in taking:
+            one.result()
 
 
 @cache

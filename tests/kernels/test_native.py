@@ -1,0 +1,65 @@
+"""C++ of our own: it builds wherever there is a compiler, is done without elsewhere, and outlives no tensor."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from thrifty.core.machine import cpp_compiler
+from thrifty.kernels import native
+from thrifty.kernels.native import Library, in_parts
+from thrifty.kernels.native_codes import CODES
+from thrifty.kernels.sparse.native import PRODUCTS
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("library", [CODES, PRODUCTS], ids=["codes", "products"])
+def test_what_there_is_builds_where_there_is_a_compiler(library: Library) -> None:
+    """Other tests of compiled code would compare the plain one with itself if it did not."""
+    assert library.is_there()
+
+
+def test_what_does_not_build_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not Library("this is no C++").is_there()
+    monkeypatch.setattr(native, "cpp_compiler", lambda: None)
+    assert not Library('extern "C" void nothing() {}').is_there()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("count", "fewest"), [(0, 1), (1, 1), (7, 1), (100, 1), (100, 60), (100, 200)])
+def test_every_number_of_a_range_is_in_one_part(count: int, fewest: int) -> None:
+    seen: list[tuple[int, int]] = []
+    in_parts(lambda first, last: seen.append((first, last)), count, fewest)
+    assert sorted(number for part in seen for number in range(*part)) == [*range(count)]
+    assert len(seen) == 1 or min(last - first for first, last in seen) >= fewest
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_who_is_interrupted_waits_for_the_others() -> None:
+    """The tensors are freed when it goes on."""
+    here, both_began = threading.current_thread(), threading.Barrier(2)
+    began, underway = set[threading.Thread](), set[int]()
+
+    def work(first: int, last: int) -> None:
+        underway.add(first)
+        if (thread := threading.current_thread()) not in began:
+            began.add(thread)
+            both_began.wait(30)
+        if thread is here:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+        underway.discard(first)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parts(work, 8)
+    assert len(underway) == 1  # what was interrupted
