@@ -20,7 +20,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations, product
 from pathlib import Path
 from statistics import median
@@ -32,8 +32,9 @@ import torch.distributed as dist
 from bench_footprints import MODELS, chosen, one_rank
 from side_by_side import write
 from thrifty.core import mesh
-from thrifty.core.compose import Plain, compose
+from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import UsageError
+from thrifty.core.technique import Technique
 from thrifty.planning.allocations import allocated
 from thrifty.planning.axes import MICRO_BATCHES
 from thrifty.planning.predict import COUNTED_HIGH, OVER_MESH_HIGH, counted
@@ -43,7 +44,7 @@ from thrifty.preparing import prepare
 from thrifty.training.loop import train
 from unseen_models import UNSEEN, recipe_for, write_all
 
-STEPS, LEAST_STEPS = 6, 7
+STEPS, TIMED_STEPS = 6, 22
 """Of the run whose memory is watched, and of that whose steps are timed."""
 APART = 0.1
 """By how much plans must differ for their order to count."""
@@ -76,6 +77,11 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
     "tensor=2": ({"tensor": 2}, {"parallelism.tensor": {}}),
     "pipeline=2": ({"pipeline": 2}, {"parallelism.pipeline": {"parts": 2}}),
     "shard=2 + recompute": ({"shard": 2}, {"parallelism.shard": {}, "memory.recompute": {}}),
+    "replicate=2 + accumulate 2": (
+        {"replicate": 2},
+        {"parallelism.replicate": {}, "large_batch.accumulate": {"parts": 2}},
+    ),
+    "tensor=2 + mixed": ({"tensor": 2}, {"parallelism.tensor": {}, "precision.mixed": {}}),
 }
 OVER_MESHES = ("GPT-2", "Llama")
 FOREVER = 600.0
@@ -126,22 +132,29 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
         return case
     cutting = [technique for technique in techniques if MICRO_BATCHES in technique.claims]
     parts = max((getattr(technique, "parts", 1) for technique in cutting), default=1)
-    whole = compose(plain, [technique for technique in techniques if technique not in cutting], LEAST_STEPS)
+    probed = compose(plain, [technique for technique in techniques if technique not in cutting], TIMED_STEPS)
+    return with_steps(case, probed, techniques, sizes(plain.source.batch, parts, compiled=False), parts, seconds)
+
+
+def with_steps(
+    case: Case, probed: Composition, techniques: Sequence[Technique], rows: Sequence[int], parts: int, seconds: float
+) -> Case:
+    """The case with what a probe of these sizes tells of a step, and what training then took."""
+    plain = probed.plain
     held_out = [plain.objective.examples(plain.source.at(0))]
-    timing = timed(whole, sizes(plain.source.batch, parts, compiled=False), parts, held_out, seconds)
-    run = compose(plain, techniques, LEAST_STEPS)
+    timing = timed(probed, rows, parts, held_out, seconds)
+    run = compose(plain, techniques, TIMED_STEPS)
     with closing(train(run, run.start(), seed=0)) as records:
         taken = [record.seconds for record in records][2:]
     step = timing.step(plain.source.batch, parts)
-    figures = asdict(case) | {"predicted_step": step, "measured_step": median(taken), "load": os.getloadavg()[0]}
-    return Case(**figures)
+    return replace(case, predicted_step=step, measured_step=median(taken), load=os.getloadavg()[0])
 
 
-def over_meshes(pairs: Sequence[tuple[str, str]], folder: Path) -> list[Case | str]:
-    """For each model and mesh the bytes of that of two ranks which holds most, or the words in which it is refused."""
+def over_meshes(pairs: Sequence[tuple[str, str]], seconds: float, folder: Path) -> list[Case | str]:
+    """For each model and mesh that of two ranks which holds most, or the words in which it is refused."""
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as meeting, spawned.Pool(2) as ranks:
-        given = [(rank, str(Path(meeting, "store")), pairs, folder) for rank in range(2)]
+        given = [(rank, str(Path(meeting, "store")), pairs, seconds, folder) for rank in range(2)]
         one, other = ranks.starmap_async(_on_rank, given, chunksize=1).get(FOREVER * len(pairs))
     return [_worse(*answers) for answers in zip(one, other, strict=True)]
 
@@ -152,20 +165,23 @@ def _worse(*answers: Case | str) -> Case | str:
     return next(refusals, None) or max(cases, key=lambda case: case.measured_memory)
 
 
-def _on_rank(rank: int, store: str, pairs: Sequence[tuple[str, str]], folder: Path) -> list[Case | str]:
+def _on_rank(rank: int, store: str, pairs: Sequence[tuple[str, str]], seconds: float, folder: Path) -> list[Case | str]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     try:
-        return [_over_mesh(model, label, folder) for model, label in pairs]
+        return [_over_mesh(model, label, seconds, folder) for model, label in pairs]
     finally:
         dist.destroy_process_group()
 
 
-def _over_mesh(model: str, label: str, folder: Path) -> Case | str:
+def _over_mesh(model: str, label: str, seconds: float, folder: Path) -> Case | str:
+    """Steps of ranks are timed as they are, micro-batches and all, as plans do."""
     sizes, settings = MESHES[label]
     try:
         run = prepare(recipe_for(model, folder, chosen(settings), STEPS, sizes), quiet=True).run
-        return Case(model, label, counted(run).memory, allocated(run).peak, bound=OVER_MESH_HIGH)
+        case = Case(model, label, counted(run).memory, allocated(run).peak, bound=OVER_MESH_HIGH)
+        batch = run.plain.source.batch
+        return with_steps(case, run, run.techniques, (batch,), 1, seconds) if seconds else case
     except UsageError as error:
         return error.what
     finally:
@@ -223,7 +239,7 @@ def table(
         for model, label in product(models, plans):
             keep(model, label, lambda model=model, label=label: measured(model, label, seconds, folder))
     pairs = [*product(OVER_MESHES, meshes)]
-    for (model, label), answer in zip(pairs, over_meshes(pairs, folder) if pairs else [], strict=True):
+    for (model, label), answer in zip(pairs, over_meshes(pairs, seconds, folder) if pairs else [], strict=True):
         if isinstance(answer, str):
             refused[f"{model}: {label}"] = answer
         else:

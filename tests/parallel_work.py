@@ -4,8 +4,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -15,9 +17,11 @@ from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import AXES, USED_BY, lay
 from thrifty.core.sparse.sparsity import random_mask
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
+from thrifty.planning.probing import timed
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 4
@@ -104,3 +108,11 @@ def masks_and_copies() -> tuple[bool, bool, bool]:
     copy = full_value(replicated)
     replicated.to_local().zero_()
     return same, torch.equal(copy, whole), bool(full_value(replicated).any())
+
+
+def probed(name: str) -> dict[str, Any]:
+    """A probe of steps with a technique over all ranks."""
+    lay({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
+    settings = {"parts": 2} if name == "parallelism.pipeline" else {}
+    run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
+    return timed(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()

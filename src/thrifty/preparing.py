@@ -35,7 +35,7 @@ from thrifty.objectives import chosen_objective
 from thrifty.objectives.answer import Answer
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training import heartbeat
-from thrifty.training.agreement import Alone, Together
+from thrifty.training.agreement import together
 from thrifty.training.same_bits import same_bits
 
 PROBED = 6
@@ -76,10 +76,6 @@ def _leave_group() -> None:
         dist.destroy_process_group()
     # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
     time.sleep(0.1)
-
-
-def together() -> Alone:
-    return Together() if ranks() > 1 else Alone()
 
 
 def choose_device(name: str) -> torch.device:

@@ -21,14 +21,15 @@ from thrifty.core.state import Decision, TrainState, read_log
 from thrifty.data.showing import pictures, selection
 from thrifty.planning import ledger
 from thrifty.planning.probe import peak_flops
-from thrifty.preparing import BuildModel, Prepared, prepare, ranked, together
+from thrifty.preparing import BuildModel, Prepared, prepare, ranked
 from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.recipes.values import differences
 from thrifty.training import checkpoint, shelf
+from thrifty.training.agreement import together
 from thrifty.training.environment import environment
 from thrifty.training.forking import take_over
 from thrifty.training.meeting import agent
-from thrifty.training.memory import MemoryMeter, keeping_freed
+from thrifty.training.memory import MemoryMeter, placing_freed
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.session import Session
 
@@ -239,7 +240,7 @@ def _run(
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
     drawn = partial(pictures, ends=data.ends)
     session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
-    with keeping_freed(run.device):
+    with placing_freed(run):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
         ledger.keep(folder.path, summary)

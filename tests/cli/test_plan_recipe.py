@@ -26,7 +26,8 @@ from thrifty.cli.plan_model import OwnModel
 from thrifty.cli.plan_recipe import _start, read_size
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.recipe import Budget
-from thrifty.planning import ledger, plans
+from thrifty.planning import ledger, plans, rank_ways
+from thrifty.preparing import mesh_sizes
 from thrifty.recipes.toml import read_recipe, recipe_to_data
 from thrifty.run import train
 
@@ -204,6 +205,31 @@ def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: st
 
 
 @pytest.mark.usefixtures("one_axis")
+def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_their_mesh(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_ways, "SHARING", 0.01)  # whatever is measured, it is tried
+    words = ("--ranks", "2", "--allow", "rounding", "--seconds", "0.2", "--finalists", "1")
+    found = json.loads(run(recipe, *words, "--json").stdout)
+    one, other = found["alternatives"]
+    assert sorted([*one["changes"], *other["changes"]]) == ["replicate=2 with parallelism.replicate"]
+    assert all(each["forecast"]["step"]["value"] > 0 for each in (one, other)) and not found["misfits"]
+
+    whole = found["alternatives"][one["changes"] != []]["forecast"]["counted"]
+    tight = plan(recipe, *words[:4], "--memory", f"{0.8 * whole:.0f}", "--out", "ranks.toml")
+    written = read_recipe(Path("ranks.toml"))
+    assert tight["ranks"] == written.mesh.least_ranks == 2
+    assert mesh_sizes(written, 2)[tight["changes"][-1].partition("=")[0]] == 2
+
+
+def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
+    error = refused(recipe, "--ranks", "2")
+    assert "you asked for exact" in error.what and error.fix == "--allow rounding"
+    written = ("torchrun --nproc-per-node 2 -m thrifty train", "thrifty train")
+    assert _start(None, 2).endswith(written[0]) and _start(None, 1) == written[1]
+
+
+@pytest.mark.usefixtures("one_axis")
 def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(recipe: str) -> None:
     error = refused(recipe, "--memory", "100kB")
     assert isinstance(error, Infeasible) and "the least is about" in error.what and "--memory" in error.fix
@@ -228,13 +254,12 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
             "the other exports work",
         ),
         (("text", "--cluster", "nowhere"), "unknown cluster 'nowhere'", ""),
-        (("text", "--ranks", "2"), "--ranks is for --cluster", "--cluster cpu-gloo"),
         (("text", "--disk", "much"), "--disk 'much' is no size", "400MB"),
         (("text", "--memory", "much"), "--memory 'much' is no size", "400MB"),
         (("text", "--hours", "0"), "--hours is 0", "positive"),
         (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops are both given", "one of them"),
         (("text", "--export", "script"), "--export needs --out", "--out plan.toml"),
-        (("text", "--mesh", "tensor=2"), "a plan is made for one rank", "--cluster looks for one"),
+        (("text", "--mesh", "tensor=2"), "a plan looks for one", "--ranks 2 for this machine"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], what: str, fix: str) -> None:

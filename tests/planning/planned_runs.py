@@ -54,10 +54,16 @@ def formula(run: Composition) -> Footprint:
     return Footprint(**{name: size * MB for name, size in sizes.items()}, flops=flops)
 
 
-def searching(memory: float, allow: Numerics = Numerics.ROUNDING, base: Sequence[Technique] = (), **how: Any) -> Search:
+def searching(
+    memory: float,
+    allow: Numerics = Numerics.ROUNDING,
+    base: Sequence[Technique] = (),
+    ranks: int = 1,
+    **how: Any,
+) -> Search:
     """A search over the tiny recipe, for so many MB, that counts by the formula."""
     plain, planned = plain_run(batch=BATCH), recipe(*base)
-    ways, _ = allowed_ways(planned, plain, CATALOGUE, allow, "cpu")
+    ways, _ = allowed_ways(planned, plain, CATALOGUE, allow, "cpu", ranks)
     return Search(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
 
 

@@ -138,6 +138,9 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     assert made["gradient_clipping"] == 0.5 and made["optimizer"]["params"]["lr"] == 3e-3
     assert made["scheduler"]["type"] == "WarmupDecayLR" and made["scheduler"]["params"]["warmup_num_steps"] == 2
     assert json.loads(json.dumps(made)) == made
+    lower = elsewhere(technique("parallelism.shard", zero=1), mesh=Mesh(shard=2))
+    assert deepspeed.configuration(lower)["zero_optimization"]["stage"] == 1
+    assert "fsdp_reshard_after_forward: false" in accelerate.configuration(lower)
     with pytest.raises(Refused, match="no whole number"):
         deepspeed.configuration(elsewhere(technique("large_batch.accumulate", parts=3)))
 
@@ -199,6 +202,15 @@ def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run:
     if made := deepspeed.configuration(run).get("scheduler"):
         known = pytest.importorskip("deepspeed.runtime.lr_schedules")
         assert made["params"].keys() <= inspect.signature(getattr(known, made["type"]).__init__).parameters.keys()
+
+
+@pytest.mark.parametrize("export", [accelerate, deepspeed])
+def test_axes_that_a_trainer_has_no_word_for_are_refused(export: Any) -> None:
+    run = elsewhere(technique("parallelism.tensor"), mesh=Mesh(tensor=2))
+    with pytest.raises(Refused, match="no word for ranks along tensor"):
+        export.configuration(run)
+    read = tomllib.loads(torchtitan.configuration(run))
+    assert read["parallelism"]["tensor_parallel_degree"] == 2
 
 
 def test_what_torchtitan_is_told_is_toml_and_says_what_it_lacks() -> None:

@@ -1,6 +1,7 @@
 """What other programs take of a machine while probes run, and what becomes of a time measured beside them."""
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ class Clocks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.all = self.own = 0.0
         monkeypatch.setattr(other_work, "_all_work", lambda cores: self.all)
-        monkeypatch.setattr(other_work, "_own_work", lambda: self.own)
+        monkeypatch.setattr(other_work, "_own_work", lambda head: self.own)
         monkeypatch.setattr(other_work, "usable_cores", lambda: [0, 1])
         self.now = 100.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
@@ -64,17 +65,23 @@ def test_a_process_that_is_not_ours_is_seen_and_our_own_child_is_not(monkeypatch
     try:
         time.sleep(0.2)
         ours = OtherWork()
-        before = other_work._own_work()
+        before = other_work._own_work(ours.head)
         time.sleep(1.0)
-        spent = other_work._own_work() - before
+        spent = other_work._own_work(ours.head) - before
         beside = ours.taken()
-        monkeypatch.setattr(other_work, "_own_work", lambda: 0.0)
+        monkeypatch.setattr(other_work, "_own_work", lambda head: 0.0)
         ours.own = 0.0
         assert ours.taken() > beside  # what the child did counts as ours, and as another's when it is not taken off
         assert spent > 0.02
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_other_ranks_do_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OtherWork().head == os.getpid()
+    monkeypatch.setattr(other_work, "ranks", lambda: 2)
+    assert OtherWork().head == os.getppid()  # torchrun, which started them all
 
 
 def job(**how: float) -> Job:

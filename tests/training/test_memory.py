@@ -3,8 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
+
+from thrifty.core.compose import compose
+from thrifty.training import memory
+from tiny_runs import plain_run, technique, with_optimizer
 
 PROGRAM = """
 import json, resource, psutil, torch
@@ -24,9 +29,25 @@ print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, fault
 """
 
 
-def found(**environment: str) -> list[float]:
-    """Page faults of a large block before, while memory is kept, and of the first one after; bytes given back third."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+BETWEEN_OTHERS = """
+import json, psutil, sys, torch
+from thrifty.training import memory
+
+with getattr(memory, sys.argv[1])(torch.device("cpu")):
+    before = psutil.Process().memory_info().rss
+    blocks = [torch.ones(2**23, dtype=torch.uint8) for _ in range(40)]
+    del blocks[::2]
+    larger = [torch.ones(3 * 2**22, dtype=torch.uint8) for _ in range(20)]
+    live = sum(block.nbytes for block in [*blocks, *larger])
+    print(json.dumps([(psutil.Process().memory_info().rss - before) / live]))
+"""
+
+
+def found(program: str = PROGRAM, *words: str, **environment: str) -> list[float]:
+    """What a program prints; the first one page faults of a large block before, while memory is kept, and of the first
+    block after, bytes given back third."""
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -43,3 +64,20 @@ def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> Non
 def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> None:
     before, kept, given_back, _ = found(**own)
     assert kept > before / 2 and given_back < 2**25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
+def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
+    (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keeping_freed", "giving_back_freed"))
+    assert given_back < 1.02 < 1.3 < kept  # larger tensors have no room in what is free between others
+
+
+@pytest.mark.parametrize(
+    ("name", "promises"),
+    [("memory.optimal_recompute", True), ("memory.activation_budget", True), ("memory.recompute", False)],
+)
+def test_a_run_that_is_promised_bytes_gives_back(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
+    chosen: list[Mapping[int, int]] = []
+    monkeypatch.setattr(memory, "_limited", lambda device, limits: chosen.append(limits))
+    memory.placing_freed(compose(plain_run(), with_optimizer([technique(name)]), 2))
+    assert chosen == [memory._GIVING_BACK if promises else memory._KEEPING]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,11 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from thrifty.cli.plan_model import OwnModel
     from thrifty.core.recipe import Recipe
+    from thrifty.core.technique import Numerics
     from thrifty.planning.forecasts import Wanted
     from thrifty.planning.plans import Plan
     from thrifty.planning.search import TimeOf
@@ -26,10 +28,11 @@ def planned(
     probe: bool = True,
     seconds: float = 20.0,
     finalists: int = 4,
+    ranks: int = 1,
     quiet: bool = False,
 ) -> Plan:
-    """The plan for a recipe on this machine, with a `model` in place of the recipe's. Raises Infeasible where nothing
-    fits."""
+    """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one.
+    Raises Infeasible where nothing fits."""
     from dataclasses import replace
     from math import isinf
 
@@ -45,14 +48,17 @@ def planned(
 
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
-            "a plan is made for one rank, or finds the mesh of a cluster",
-            fix="leave the mesh out: --cluster looks for one",
+            "the recipe has a mesh, and a plan looks for one",
+            fix=f"leave the mesh out: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
         )
     build = model.build if model else None
     prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
+    if ranks > 1:
+        _refuse_ranks(ranks, run.device, wanted.allow)
     if isinf(wanted.memory):
-        wanted = replace(wanted, memory=free_memory(run.device))
+        sharing = ranks if run.device.type == "cpu" else 1
+        wanted = replace(wanted, memory=free_memory(run.device) / sharing)
     outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
     catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
     plan = Planner(
@@ -65,15 +71,32 @@ def planned(
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained if not probe else 1.0,
         time=_probing(prepared, seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
-        kept=entries(run.device.type),
+        kept=entries(run.device.type, ranks),
         outside=sorted(outside),
         evidence=_evidence(catalogue),
         say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
         finalists=finalists,
+        ranks=ranks,
     ).plan()
     if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
         expect(recipe_to_data(plan.recipe), _expected(plan))
     return plan
+
+
+def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
+    """Raises UsageError for more ranks than there are GPUs, and where only exact changes are allowed."""
+    import torch
+
+    from thrifty.core.errors import UsageError
+    from thrifty.core.technique import Numerics
+
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and ranks > there:
+        raise UsageError(f"--ranks {ranks}, and this machine has {there} GPUs", fix=f"--ranks {there}, or --cluster")
+    if allow is Numerics.EXACT:
+        raise UsageError(
+            "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+        )
 
 
 def _expected(plan: Plan) -> dict[str, float]:
@@ -113,16 +136,17 @@ def _probing(prepared: Prepared, seconds: float, fixed: bool, model: OwnModel | 
     from thrifty.planning.probes import Job, in_process, kept, sizes
     from thrifty.recipes.toml import recipe_to_data
 
-    probe = kept(in_process([sys.executable, "-m", "thrifty.cli.plan_probe"]), prepared.run.device.type)
+    probe = kept(in_process("thrifty.cli.plan_probe"), prepared.run.device.type)
     joint = prepared.run.plain.objective.joint
     own = (model.name, model.code) if model else ("", "")
 
     def time(candidate: Candidate, bar: float) -> Timing:
-        whole = tuple(t for t in candidate.techniques if joint or MICRO_BATCHES not in t.claims)
-        tables = recipe_to_data(replace(prepared.recipe, techniques=whole))
+        uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
+        techniques = tuple(t for t in candidate.techniques if uncut or MICRO_BATCHES not in t.claims)
+        tables = recipe_to_data(replace(prepared.recipe, techniques=techniques, mesh=candidate.mesh))
         batch, compiled = candidate.batch, candidate.is_compiled
-        rows = (batch,) if joint else sizes(batch, candidate.parts, compiled, fixed)
-        parts = 1 if joint else candidate.parts
+        rows = (batch,) if uncut else sizes(batch, candidate.parts, compiled, fixed)
+        parts = 1 if uncut else candidate.parts
         assert candidate.footprint is not None
         counted = (candidate.footprint.memory, candidate.footprint.flops)
         return probe(Job(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))

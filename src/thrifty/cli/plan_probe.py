@@ -1,31 +1,39 @@
-"""A probe's process: reads a job as JSON, runs whole steps of its recipe, and writes their timing as JSON."""
+"""A probe's process, or one of its ranks: reads a job from a file, runs steps of its recipe, answers beside it."""
 
 import json
 import sys
+from pathlib import Path
 
 
-def main() -> None:
-    from thrifty.cli.plan_model import own_model
+def main(asked: Path) -> None:
     from thrifty.core.errors import ThriftyError
+    from thrifty.planning.probes import answer
+    from thrifty.preparing import ranked
+
+    try:
+        with ranked():
+            found = _timed(json.loads(asked.read_text(encoding="utf-8")))
+    except ThriftyError as error:
+        answer(asked, {"refused": error.what})
+        sys.exit(error.what)
+    answer(asked, found)
+
+
+def _timed(job: dict) -> dict:
+    from thrifty.cli.plan_model import own_model
     from thrifty.planning.probing import timed
     from thrifty.preparing import prepare
     from thrifty.recipes.toml import recipe_from_data
-    from thrifty.training.memory import keeping_freed
+    from thrifty.training.memory import placing_freed
     from thrifty.training.same_bits import same_bits
 
-    job = json.load(sys.stdin)
-    try:
-        recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
-        model = own_model(job["model"]).build if job["model"] else None
-        prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
-        held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-        device = prepared.run.device
-        with keeping_freed(device), same_bits(device, recipe.deterministic):  # as a run does
-            timing = timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"])
-    except ThriftyError as error:
-        sys.exit(error.what)
-    print(json.dumps(timing.as_dict()))
+    recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
+    model = own_model(job["model"]).build if job["model"] else None
+    prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
+    held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
+    with placing_freed(prepared.run), same_bits(prepared.run.device, recipe.deterministic):  # as a run does
+        return timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"]).as_dict()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

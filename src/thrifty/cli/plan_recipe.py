@@ -41,7 +41,7 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 @click.option("--seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
 @click.option("--finalists", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
 @click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
-@click.option("--ranks", type=click.IntRange(1), help="With --cluster: devices; all of them unless given.")
+@click.option("--ranks", type=click.IntRange(1), help="Devices: of this machine, or of the cluster, unless all of it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the recipe here, ready for thrifty train.")
 @click.option(
     "--export", "exports", type=click.Choice(EXPORTS), multiple=True, help="Also write it for another trainer."
@@ -86,8 +86,6 @@ def of_recipe(
     _refuse_misspelled_command(recipe)
     model = own_model(options.pop("model")) if is_own(options["model"]) else None
     chosen = put_together(recipe, **options).recipe()
-    if ranks is not None and cluster is None:
-        raise UsageError("--ranks is for --cluster", fix="--cluster cpu-gloo, or another of thrifty simulate cluster")
     if model is not None and "script" in exports:
         raise UsageError(
             "--export script writes the model that a recipe names, and --model names one of your own",
@@ -99,19 +97,21 @@ def of_recipe(
         _refuse_probes(probing)
         _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
         return
-    plan = planned(chosen, wanted, model, **probing, quiet=as_json)
+    plan = planned(chosen, wanted, model, **probing, ranks=ranks or 1, quiet=as_json)
     written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
     written += write_exports(exports, plan, out) if out is not None else []
     if as_json:
         print_json(plan.as_dict() | {"written": [str(path) for path in written]})
     else:
-        tell(plan, written, _start(model))
+        tell(plan, written, _start(model, plan.chosen.ranks))
 
 
-def _start(model: OwnModel | None) -> str:
+def _start(model: OwnModel | None, ranks: int = 1) -> str:
     """What starts a written plan: a recipe cannot name a model of the user's own."""
+    from thrifty.training.starting import typed
+
     if model is None:
-        return "thrifty train"
+        return typed(ranks)
     function = model.name.partition(":")[2]
     return f"thrifty.run.train(…, model={function}) in Python, from"
 

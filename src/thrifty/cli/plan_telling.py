@@ -44,7 +44,9 @@ def in_words(plan: Plan) -> list[str]:
     most = f"most of those are {name}, {percent(share, 0)}"
     memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
     if plan.chosen.timing:
-        memory += f" at the peak, {_bytes(forecast.counted)} of it in tensors; {most}{_past(plan.past['memory'])}"
+        of_each = " of a rank" if plan.chosen.ranks > 1 else ""
+        tensors = f"{_bytes(forecast.counted)} of it in tensors"
+        memory += f" at the peak{of_each}, {tensors}; {most}{_past(plan.past['memory'])}"
         step += f"; {_time(forecast)}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
         memory += f" in tensors at the peak, and what the process takes besides; {most}"

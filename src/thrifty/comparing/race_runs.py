@@ -26,6 +26,7 @@ from thrifty.preparing import BuildModel
 from thrifty.recipes.toml import recipe_to_data
 from thrifty.training.environment import redacted
 from thrifty.training.lock import holder
+from thrifty.training.starting import python
 
 SAVING = 600.0
 """Seconds that a run whose starter was killed may take to end its step and save."""
@@ -114,9 +115,8 @@ class Lane:
             _let_go(self._process)
 
     def _command(self, recipe: Recipe, task: Path) -> list[str]:
-        ranks = recipe.mesh.least_ranks
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        return [*self.launcher, sys.executable, *torchrun, "-m", "thrifty.comparing.one_run", str(task.absolute())]
+        start = python(recipe.mesh.least_ranks)
+        return [*self.launcher, *start, "-m", "thrifty.comparing.one_run", str(task.absolute())]
 
     def _run(self, command: list[str], meter: EnergyMeter) -> tuple[int, str]:
         """Its exit code and, where it failed, the last thing it said."""

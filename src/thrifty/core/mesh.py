@@ -49,6 +49,10 @@ class Mesh:
         """The fewest with which it can be laid out."""
         return math.prod(size for size in vars(self).values() if size)
 
+    @property
+    def label(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "one rank"
+
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
         """Ranks along each axis where there are so many in all; `sharded` says whether the state is to be divided.
         Raises UsageError where they cannot be so arranged."""
@@ -60,9 +64,8 @@ class Mesh:
             replicate, shard = left, shard or 1
         sizes = {"pipeline": self.pipeline, "replicate": replicate, "shard": shard or 1, "tensor": self.tensor}
         if rest or math.prod(sizes.values()) != ranks:
-            asked = " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1)
             raise UsageError(
-                f"{ranks} ranks cannot be laid out as a mesh of {asked or 'one'}",
+                f"{ranks} ranks cannot be laid out as a mesh of {self.label}",
                 fix="start as many as the product of the mesh's axes, or a multiple that replicate or shard can take",
             )
         return sizes

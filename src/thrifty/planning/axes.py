@@ -10,6 +10,7 @@ from typing import Any
 
 from thrifty.core.errors import UsageError
 from thrifty.core.machine import has_fast_bfloat16
+from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Numerics, Technique
 
 Catalogue = Mapping[str, type[Technique]]
@@ -17,6 +18,9 @@ Catalogue = Mapping[str, type[Technique]]
 STRICTNESS = (Numerics.EXACT, Numerics.ROUNDING, Numerics.DIFFERENT)
 """From the strictest promise to none."""
 MICRO_BATCHES = "micro-batches"
+
+
+ONE_RANK = Mesh()
 
 
 def _anywhere(device: str) -> str:
@@ -41,6 +45,8 @@ class Offer:
     factor: float
     lacks: Callable[[str], str] = _anywhere
     """What is missing for it on a device of this type; "" for nothing."""
+    mesh: Mesh = ONE_RANK
+    """What it is made for: over several ranks these are all of them."""
 
 
 def _one(name: str, factor: float, lacks: Callable[[str], str] = _anywhere, **settings: Any) -> Offer:
@@ -92,10 +98,11 @@ class Way:
     numerics: Numerics
     """The loosest of what comes in, changes or goes out."""
     label: str = field(compare=False)
+    mesh: Mesh = ONE_RANK
 
     @property
     def is_for_speed(self) -> bool:
-        return self.factor < 1
+        return self.factor < 1 or self.mesh != ONE_RANK
 
     @property
     def parts(self) -> int:
@@ -110,6 +117,11 @@ def applied(ways: Iterable[Way], techniques: Sequence[Technique]) -> tuple[Techn
     for way in ways:
         techniques = way.apply(techniques)
     return tuple(techniques)
+
+
+def mesh_of(ways: Iterable[Way]) -> Mesh:
+    """What ways of which at most one is over several ranks are laid out on."""
+    return next((way.mesh for way in ways if way.mesh != ONE_RANK), ONE_RANK)
 
 
 def micro_batches(batch: int, joint: bool) -> tuple[Offer, ...]:
@@ -140,12 +152,14 @@ def ways_along(
             )
         except UsageError:  # what the recipe says of it does not go with this
             continue
-        if {*made} == {*there.values()}:
-            continue
         touched = {*made} ^ {*there.values()}
-        numerics = max((technique.numerics for technique in touched), key=STRICTNESS.index)
+        if not touched and offer.mesh == ONE_RANK:
+            continue
+        numerics = max((technique.numerics for technique in touched or made), key=STRICTNESS.index)
         label = " + ".join(_label(technique) for technique in made)
-        yield Way(axis, made, frozenset(there), offer.factor / usual, numerics, label)
+        if offer.mesh != ONE_RANK:
+            label = f"{offer.mesh.label} with {label}"
+        yield Way(axis, made, frozenset(there), offer.factor / usual, numerics, label, offer.mesh)
 
 
 def lacking(catalogue: Catalogue, device: str) -> dict[str, str]:

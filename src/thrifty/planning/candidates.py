@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
-from thrifty.planning.axes import MICRO_BATCHES, Way
-from thrifty.planning.predict import Timing
+from thrifty.planning.axes import MICRO_BATCHES, Way, mesh_of
+from thrifty.planning.predict import COUNTED_HIGH, OVER_MESH_HIGH, Timing
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,19 @@ class Candidate:
     def parts(self) -> int:
         cutting = (t for t in self.techniques if MICRO_BATCHES in t.claims)
         return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.ways)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.least_ranks
+
+    @property
+    def counted_high(self) -> float:
+        """By what factor a rank may hold more than is counted for it."""
+        return COUNTED_HIGH if self.ranks == 1 else OVER_MESH_HIGH
 
     @property
     def is_compiled(self) -> bool:

@@ -14,8 +14,7 @@ from thrifty.cluster.workload import Recompute, Workload
 from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import AXES, Mesh
-from thrifty.core.parallel.absent_ranks import as_rank
+from thrifty.core.parallel.absent_ranks import as_first_rank
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.axes import MICRO_BATCHES, Catalogue
@@ -145,8 +144,7 @@ class ClusterPlanner:
         placed, misfits = self._counted(found)
         if not placed:
             self._raise_infeasible(found, misfits)
-        chosen, mesh = placed[0], placed[0].layout.mesh
-        sizes = {axis: getattr(mesh, axis) for axis in AXES}
+        chosen = placed[0]
         budget = self._budget()
         per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
         steps = _steps(budget, seconds, per_step)
@@ -158,7 +156,7 @@ class ClusterPlanner:
                 self.recipe,
                 name=f"{self.recipe.name}-planned",
                 techniques=chosen.techniques,
-                mesh=Mesh(**sizes),
+                mesh=chosen.layout.core_mesh,
                 budget=budget,
             ),
             place=self.place,
@@ -261,10 +259,7 @@ class ClusterPlanner:
 
     def _footprint(self, layout: Layout, techniques: tuple[Technique, ...]) -> Footprint:
         """Of the first rank, as techniques claim it over the mesh."""
-        if layout.mesh.ranks == 1:
-            return counted(compose(self.plain, techniques, self.steps))
-        # in the order of the mesh: ranks are told by their place along its axes
-        with as_rank(0, {axis: getattr(layout.mesh, axis) for axis in AXES}):
+        with as_first_rank(layout.core_mesh):
             return counted(compose(self.plain, techniques, self.steps))
 
 

@@ -11,7 +11,7 @@ from thrifty.core.technique import Numerics
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.disk import disk_bytes
 from thrifty.planning.ledger import Record
-from thrifty.planning.predict import COUNTED_HIGH, Estimate, Timing, largest_part
+from thrifty.planning.predict import Estimate, Timing, largest_part
 
 SURE, UNSURE = 0.15, 3.0
 """How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
@@ -108,9 +108,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Expecting:
-    """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches here, for those that were not run;
-    `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of prepared
-    data."""
+    """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches on a device, for those that were not
+    run; `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of
+    prepared data."""
 
     recipe: Recipe
     wanted: Wanted
@@ -118,13 +118,16 @@ class Expecting:
     rate: float
     past: Mapping[str, Record]
     data: float = 0.0
+    own_devices: bool = False
+    """Whether ranks have a device each."""
 
     def forecast(self, candidate: Candidate, budget: Budget) -> Forecast:
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
-            step = Estimate.within(footprint.flops / self.rate, 1 / UNSURE, UNSURE)
-            memory, started, aside = Estimate.within(footprint.memory, 0.9, COUNTED_HIGH), 0.0, 0.0
+            rate = self.rate * (candidate.ranks if self.own_devices else 1)
+            step = Estimate.within(footprint.flops / rate, 1 / UNSURE, UNSURE)
+            memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
             time_is = ("not measured", 0.0)
         else:
             step = self._step(candidate.step, timing)

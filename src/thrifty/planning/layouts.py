@@ -9,10 +9,10 @@ from thrifty.cluster.mesh import Mesh, Settings
 from thrifty.cluster.step import simulate
 from thrifty.cluster.step_report import StepReport
 from thrifty.cluster.workload import Recompute, Workload
+from thrifty.core import mesh as core_mesh
 from thrifty.core.errors import ThriftyError
-from thrifty.core.mesh import USED_BY
 
-TECHNIQUES = {axis: technique for axis, (_, technique) in USED_BY.items()}
+TECHNIQUES = {axis: technique for axis, (_, technique) in core_mesh.USED_BY.items()}
 """By the axis whose ranks they give work to."""
 MOST_PARTS = 64
 """Micro-batches of a rank beyond which nothing is gained."""
@@ -32,6 +32,11 @@ class Layout:
     @property
     def seconds(self) -> float:
         return self.report.step_seconds
+
+    @property
+    def core_mesh(self) -> core_mesh.Mesh:
+        """As a recipe has it."""
+        return core_mesh.Mesh(**{axis: getattr(self.mesh, axis) for axis in core_mesh.AXES})
 
     @property
     def changes(self) -> int:

@@ -43,7 +43,7 @@ class Entry:
     predicted: Mapping[str, float]
     """What there was of "counted" (bytes of tensors), "memory" (bytes as a run measures them) and "step" (seconds)."""
     measured: Mapping[str, float]
-    """Of "memory" and "step"."""
+    """Of "memory", which is that of the first rank, and "step"."""
     machine: Mapping[str, Any]
 
 
@@ -85,10 +85,9 @@ def keep(folder: Path, summary: Mapping[str, Any]) -> None:
         seconds = _step_seconds(folder / "records.jsonl")
         if seconds and not (kind == "cpu" and _is_crowded()):
             measured["step"] = statistics.median(seconds)
-        if environment.get("ranks", 1) == 1:
-            _append({"run": folder.name, "predicted": predicted, "measured": measured,
-                     "machine": machine(kind),
-                     "finished": datetime.now(UTC).isoformat(timespec="seconds")})  # fmt: skip
+        _append({"run": folder.name, "predicted": predicted, "measured": measured,
+                 "machine": machine(kind), "ranks": environment.get("ranks", 1),
+                 "finished": datetime.now(UTC).isoformat(timespec="seconds")})  # fmt: skip
 
 
 def _is_crowded() -> bool:
@@ -135,8 +134,8 @@ def _lock(handle: int) -> None:
         time.sleep(0.01)
 
 
-def entries(device: str) -> list[Entry]:
-    """What is kept of runs on this machine's device of that type."""
+def entries(device: str, ranks: int = 1) -> list[Entry]:
+    """What is kept of runs over so many ranks on this machine's devices of that type."""
     here = machine(device)
     found = []
     try:
@@ -147,7 +146,8 @@ def entries(device: str) -> list[Entry]:
         with suppress(ValueError, LookupError, TypeError):
             kept = json.loads(line)
             entry = Entry(kept["run"], kept["predicted"], kept["measured"], kept["machine"])
-            if all(entry.machine[name] == here[name] for name in ("device", "cores")):
+            same_machine = all(entry.machine[name] == here[name] for name in ("device", "cores"))
+            if same_machine and kept.get("ranks", 1) == ranks:
                 found.append(entry)
     return found
 

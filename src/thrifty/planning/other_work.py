@@ -1,5 +1,6 @@
 """How much of this machine's processors other programs take meanwhile."""
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,6 +8,7 @@ from contextlib import suppress
 import psutil
 
 from thrifty.core.machine import usable_cores
+from thrifty.core.ranks import ranks
 
 LEAST = 0.3
 """Seconds below which the ticks of the system's clocks say nothing."""
@@ -14,18 +16,19 @@ LEAST = 0.3
 
 class OtherWork:
     """Counts from when it is made: what all programs worked on the processors that this process may use, less what it
-    and those that it started did."""
+    and those that it started did; of several ranks, less what the process did that started them, and all of its."""
 
     def __init__(self) -> None:
         self.cores = usable_cores()
-        self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work()
+        self.head = os.getppid() if ranks() > 1 else os.getpid()
+        self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work(self.head)
 
     def taken(self) -> float:
         """Cores that others kept busy since then; 0 where that was too short a while to tell."""
         seconds = time.perf_counter() - self.began
         if seconds < LEAST:
             return 0.0
-        others = (_all_work(self.cores) - self.all) - (_own_work() - self.own)
+        others = (_all_work(self.cores) - self.all) - (_own_work(self.head) - self.own)
         return min(max(others / seconds, 0.0), float(len(self.cores)))
 
 
@@ -36,14 +39,14 @@ def _all_work(cores: list[int]) -> float:
     return sum(getattr(times[core], kind, 0.0) for core in cores if core < len(times) for kind in kinds)
 
 
-def _own_work() -> float:
-    return sum(_of(process) for process in _family())
+def _own_work(head: int) -> float:
+    return sum(_of(process) for process in _family(head))
 
 
-def _family() -> Iterator[psutil.Process]:
-    here = psutil.Process()
-    yield here
-    yield from here.children(recursive=True)
+def _family(head: int) -> Iterator[psutil.Process]:
+    first = psutil.Process(head)
+    yield first
+    yield from first.children(recursive=True)
 
 
 def _of(process: psutil.Process) -> float:

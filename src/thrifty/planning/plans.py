@@ -26,6 +26,7 @@ from thrifty.planning.axes import (
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.forecasts import MARGIN, Expecting, Forecast, Wanted, refuse_no_step
 from thrifty.planning.ledger import Entry, Record, record_of
+from thrifty.planning.rank_ways import RANKS, over_ranks
 from thrifty.planning.reasons import Reason, Reasons
 from thrifty.planning.search import FINALISTS, NO_ROOM, Search, TimeOf
 
@@ -50,6 +51,7 @@ class Plan:
         return {
             "recipe": self.recipe.name,
             "changes": [way.label for way in self.chosen.ways],
+            "ranks": self.chosen.ranks,
             "forecast": self.forecast.as_dict(),
             "past_error": {name: {"median": r.error, "runs": len(r.ratios)} for name, r in self.past.items()},
             "alternatives": [
@@ -62,10 +64,13 @@ class Plan:
 
 
 def allowed_ways(
-    recipe: Recipe, plain: Plain, catalogue: Catalogue, allow: Numerics, device: str
+    recipe: Recipe, plain: Plain, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
 ) -> tuple[dict[str, list[Way]], dict[str, list[Way]]]:
     """Along each axis the ways that may be gone, and those that what is asked for does not allow."""
-    offers = AXES | {MICRO_BATCHES: micro_batches(plain.source.batch, plain.objective.joint)}
+    batch = plain.source.batch
+    offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
+    if ranks > 1:
+        offers |= {RANKS: tuple(over_ranks(ranks, batch, device))}
     if recipe.model.folder and not recipe.model.fresh:
         offers |= {"adapters": ADAPTERS}
     most = STRICTNESS.index(allow)
@@ -81,7 +86,7 @@ def allowed_ways(
 @dataclass(frozen=True)
 class Planner:
     """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, for plans without probes;
-    `tokens` are those of an example."""
+    `tokens` are those of an example; there may be as many `ranks`, or one."""
 
     recipe: Recipe
     plain: Plain
@@ -99,6 +104,7 @@ class Planner:
     evidence: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
+    ranks: int = 1
 
     def plan(self) -> Plan:
         """Raises Infeasible where nothing fits, or takes longer than it may."""
@@ -109,7 +115,7 @@ class Planner:
         past = {"memory": record_of(self.kept, "memory", "memory"), "step": record_of(self.kept, "step", "step")}
         steps = self.recipe.budget.steps or STEPS
         kind = self.device.type
-        free, barred = allowed_ways(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind)
+        free, barred = allowed_ways(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
         margin = past["memory"].around(1.0, 1.0, MARGIN).high
         search = Search(
             self.plain,
@@ -136,7 +142,13 @@ class Planner:
         )
         name = f"{self.recipe.name}-planned"
         return Plan(
-            recipe=replace(self.recipe, name=name, techniques=chosen.techniques, budget=budget),
+            recipe=replace(
+                self.recipe,
+                name=name,
+                techniques=chosen.techniques,
+                mesh=chosen.mesh if chosen.ranks > 1 else self.recipe.mesh,
+                budget=budget,
+            ),
             chosen=chosen,
             forecast=forecast,
             alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
@@ -146,7 +158,8 @@ class Planner:
         )
 
     def expecting(self, past: Mapping[str, Record]) -> Expecting:
-        return Expecting(self.recipe, self.wanted, self.tokens, self.rate, past, self.data)
+        own_devices = self.device.type != "cpu"
+        return Expecting(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
 
     def forecast(self, candidate: Candidate, budget: Budget, past: Mapping[str, Record]) -> Forecast:
         return self.expecting(past).forecast(candidate, budget)

@@ -10,8 +10,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import thrifty
@@ -20,6 +22,7 @@ from thrifty.core.errors import ThriftyError
 from thrifty.core.machine import usable_cores
 from thrifty.planning.predict import Timing
 from thrifty.planning.probe import cpu_model
+from thrifty.training.starting import python, settings
 
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
 """Sections of a recipe that change nothing about how long a step takes."""
@@ -48,6 +51,10 @@ class Job:
     """... and the sha256 of the file that it is in."""
     bar: float = math.inf
     """Seconds of a step from which on the smaller sizes are of no use."""
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for size in self.recipe.get("mesh", {}).values() if size)
 
     def as_dict(self) -> dict[str, Any]:
         relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
@@ -104,21 +111,62 @@ def kept(probe: Probe, device: str) -> Probe:
     return found_or_made
 
 
-def in_process(command: Sequence[str], limit: float = 600.0) -> Probe:
-    """Probes by a program that reads a job as JSON and writes a timing; it may take `limit` seconds in all."""
+def in_process(module: str, limit: float = 600.0) -> Probe:
+    """Probes by a module that is given the file of a job, over as many ranks as the job's mesh has, and writes its
+    answer beside it (`answer`); it may take `limit` seconds in all."""
 
     def probe(job: Job) -> Timing:
-        try:
-            done = subprocess.run(
-                [*command], input=json.dumps(job.as_dict(), default=str), capture_output=True, text=True, timeout=limit
-            )
-        except subprocess.TimeoutExpired:
-            raise ProbeFailed(f"its steps were not done after {limit:.0f} s") from None
-        if done.returncode == -9:
+        with tempfile.TemporaryDirectory() as folder:
+            asked = Path(folder, "job.json")
+            asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
+            code, said = _ended([*python(job.ranks), "-m", module, str(asked)], job.ranks, limit)
+            with suppress(OSError):
+                found = json.loads(answer_file(asked).read_text(encoding="utf-8"))
+                if "refused" in found:
+                    raise ProbeFailed(found["refused"])
+                return Timing.from_dict(found)
+        if code == -9 or "(exitcode: -9)" in said:
             raise ProbeFailed("its process was killed, as the system does when memory runs out")
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
-            raise ProbeFailed(lines[-1].strip() if lines else f"its process ended with exit code {done.returncode}")
-        return Timing.from_dict(json.loads(done.stdout.splitlines()[-1]))
+        lines = [line for line in said.splitlines() if line.strip()]
+        raise ProbeFailed(lines[-1].strip() if lines else f"its process ended with exit code {code}")
 
     return probe
+
+
+def answer_file(asked: Path) -> Path:
+    return asked.with_suffix(".answer.json")
+
+
+def answer(asked: Path, found: Mapping[str, Any]) -> None:
+    """A timing, or what was "refused"; of several ranks the first answer stands."""
+    with suppress(FileExistsError), answer_file(asked).open("x", encoding="utf-8") as file:
+        json.dump(dict(found), file)
+
+
+def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
+    """The exit code of a command and what it said on standard error. Raises ProbeFailed where it takes too long."""
+    process = subprocess.Popen(
+        [*command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=settings(ranks) | os.environ,
+    )
+    try:
+        said = process.communicate(timeout=limit)[1]
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        raise ProbeFailed(f"its steps were not done after {limit:.0f} s") from None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kills a process, and what it started: torchrun's ranks would outlive it."""
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid)
+        for one in [*family.children(recursive=True), family]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()

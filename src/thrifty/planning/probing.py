@@ -1,11 +1,11 @@
 """Whole steps of a run, timed: what a probe does in its process."""
 
 import math
+import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,11 +14,12 @@ from thrifty.core.backward import Backward
 from thrifty.core.batches import Batch
 from thrifty.core.compose import Composition
 from thrifty.core.elements import global_norm
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError
 from thrifty.core.state import TrainState
 from thrifty.planning.other_work import OtherWork
 from thrifty.planning.predict import Timing, counted
 from thrifty.training import checkpoint
+from thrifty.training.agreement import together
 from thrifty.training.evaluate import evaluate
 from thrifty.training.memory import MemoryMeter
 
@@ -36,6 +37,8 @@ def timed(
     """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
     and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
 
+    Of several ranks all must call it: the first one's times count, and the bytes of that which held most.
+
     `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
     several `parts`, so that gradients stand beside activations as they will.
     """
@@ -45,16 +48,17 @@ def timed(
     passes: dict[int, list[float]] = {}
     updates: list[float] = []
     spreads: list[float] = []
-    largest, startup, others = max(rows), 0.0, None
+    largest, startup, others, all_ranks = max(rows), 0.0, None, together()
     for size in sorted(rows, reverse=True):
-        together = 2 if parts > 1 and size == largest else 1
-        _step(run, state, size, together, 0)
+        cut = 2 if parts > 1 and size == largest else 1
+        _step(run, state, size, cut, 0)
         startup = startup or time.perf_counter() - began
         others = others or OtherWork()
-        passes[size], update = _repeated(run, state, size, together, seconds / len(rows))
+        passes[size], update = _repeated(run, state, size, cut, seconds / len(rows))
         updates += update
         spreads.append(_spread([a + b for a, b in zip(passes[size], update, strict=True)]))
-        if run.source.batch / size * min(passes[size]) + min(update) > bar:
+        step = run.source.batch / size * min(passes[size]) + min(update)
+        if all_ranks.first(lambda step=step: step > bar):
             break
     assert others is not None
     memory, taken = meter.peak(), others.taken()
@@ -69,22 +73,26 @@ def timed(
         startup=startup + first,
         evaluation=evaluation,
         save=_timed_save(state),
-        memory=max(memory, meter.peak()),
+        memory=max(all_ranks.all(lambda: max(memory, meter.peak()))),
         others=taken if run.device.type == "cpu" else 0.0,
         cores=len(others.cores),
     )
 
 
 def _repeated(
-    run: Composition, state: TrainState, rows: int, together: int, seconds: float
+    run: Composition, state: TrainState, rows: int, cut: int, seconds: float
 ) -> tuple[list[float], list[float]]:
     """Seconds of each micro-batch and of each update, over some steps."""
     backward: list[float] = []
     update: list[float] = []
-    began = time.perf_counter()
-    while len(backward) < LEAST or (len(backward) < MOST and not _is_enough(backward, began, seconds)):
-        one, other = _step(run, state, rows, together, 1 + len(backward))
-        backward.append(one / together)
+    began, all_ranks = time.perf_counter(), together()
+
+    def is_enough() -> bool:
+        return len(backward) >= MOST or all_ranks.first(lambda: _is_enough(backward, began, seconds))
+
+    while len(backward) < LEAST or not is_enough():
+        one, other = _step(run, state, rows, cut, 1 + len(backward))
+        backward.append(one / cut)
         update.append(other)
     return backward, update
 
@@ -94,7 +102,7 @@ def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
     return so_far > seconds or (so_far > SECONDS and statistics.median(passes) <= AGREE * min(passes))
 
 
-def _step(run: Composition, state: TrainState, rows: int, together: int, number: int) -> tuple[float, float]:
+def _step(run: Composition, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
     """A step as the training loop makes it, and the seconds of its two halves."""
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
@@ -102,7 +110,7 @@ def _step(run: Composition, state: TrainState, rows: int, together: int, number:
     batch = run.source.at(max(run.steps - 1 - number, 0))
     backward: Backward = run.backward
     start = time.perf_counter()
-    for _ in range(together):
+    for _ in range(cut):
         outcome = backward(model, run.objective, batch.rows(0, rows).to(run.device))
     outcome.loss.item()
     half = time.perf_counter()
@@ -135,6 +143,11 @@ def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Ba
 
 def _timed_save(state: TrainState) -> float:
     """Seconds of a checkpoint, on the disk for temporary files; 0 where there is no room for one."""
-    with tempfile.TemporaryDirectory() as folder, suppress(OSError, UsageError):
-        return checkpoint.save(Path(folder), 0, state.tensors(), {**state.scalars(), "steps": 0}).seconds
-    return 0.0
+    all_ranks = together()
+    folder = Path(all_ranks.first(tempfile.mkdtemp))
+    try:
+        return checkpoint.save(folder, 0, state.tensors(), {**state.scalars(), "steps": 0}, ranks=all_ranks).seconds
+    except (OSError, ThriftyError):
+        return 0.0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -10,6 +10,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.axes import STRICTNESS, Catalogue, Way
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.predict import COUNTED_HIGH, largest_part
+from thrifty.planning.rank_ways import RANKS
 from thrifty.planning.search import Search
 
 LITTLE = 0.02
@@ -106,7 +107,7 @@ class Reasons:
         if barred := self._ways(name, self.barred):
             return self._barred(barred[0].numerics)
         if kind.claims & DIVIDES:
-            return "one rank: there is nothing to divide the work among"
+            return self._undivided()
         try:
             technique = kind()
         except ThriftyError as error:
@@ -120,6 +121,11 @@ class Reasons:
         if technique.stage is Stage.MEASURE:
             return "it measures, and saves nothing"
         return "nothing of this run asks for it"
+
+    def _undivided(self) -> str:
+        if RANKS in self.search.ways:
+            return f"no mesh of these ranks suits it and a batch of {self.search.plain.source.batch}"
+        return "one rank: there is nothing to divide the work among (--ranks looks at several)"
 
     def _barred(self, numerics: Numerics) -> str:
         what = "rounds otherwise" if numerics is Numerics.ROUNDING else "changes the result"

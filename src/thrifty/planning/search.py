@@ -15,7 +15,7 @@ from thrifty.core.errors import Infeasible, ThriftyError
 from thrifty.core.footprint import Footprint
 from thrifty.planning.axes import MICRO_BATCHES, Way, applied
 from thrifty.planning.candidates import Candidate
-from thrifty.planning.predict import COUNTED_HIGH, Timing
+from thrifty.planning.predict import Timing
 from thrifty.planning.probes import ProbeFailed
 from thrifty.planning.singles import Singles
 
@@ -94,9 +94,9 @@ class Search(Singles):
 
     def kind(self, candidate: Candidate) -> frozenset[Way]:
         """Its ways but for the micro-batches: candidates of a kind share a probe. A joint loss is computed in another
-        manner when its batch is cut."""
-        joint = self.plain.objective.joint
-        return frozenset(way for way in candidate.ways if joint or way.axis != MICRO_BATCHES)
+        manner when its batch is cut, and ranks send something for each step and something for each micro-batch."""
+        uncut = self.plain.objective.joint or candidate.ranks > 1
+        return frozenset(way for way in candidate.ways if uncut or way.axis != MICRO_BATCHES)
 
     def combinations(self) -> Iterator[Candidate]:
         """All that may go together, the recipe as it is first."""
@@ -132,7 +132,7 @@ class Search(Singles):
         candidate = replace(candidate, footprint=footprint)
         beyond = self.beyond(candidate)
         held = footprint.memory + beyond
-        if footprint.memory * COUNTED_HIGH > self.memory or held * self.margin > self.memory:
+        if footprint.memory * candidate.counted_high > self.memory or held * self.margin > self.memory:
             besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
             self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
             return
@@ -148,7 +148,7 @@ class Search(Singles):
     def _footprint(self, candidate: Candidate) -> Footprint:
         if not candidate.ways:
             return self.plainest
-        return self.alone(candidate.ways[0]) if len(candidate.ways) == 1 else self.counted(candidate.techniques)
+        return self.alone(candidate.ways[0]) if len(candidate.ways) == 1 else self.counted(candidate.ways)
 
     def _only_costs(self, candidate: Candidate, other: Candidate) -> bool:
         more = {*candidate.ways} - {*other.ways}
@@ -212,7 +212,7 @@ class Search(Singles):
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
             raise Infeasible(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
         least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
-        needed = self.estimated(least.ways) * COUNTED_HIGH + self.beyond(least) * self.margin
+        needed = self.estimated(least.ways) * least.counted_high + self.beyond(least) * self.margin
         why = self.misfits.get(least.ways, "")
         raise Infeasible(
             f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: the least is about {needed / 1e6:,.0f} MB, "

@@ -10,8 +10,9 @@ import torch
 from thrifty.core.compose import CPU, Composition, Plain, compose
 from thrifty.core.errors import ThriftyError
 from thrifty.core.footprint import Footprint
+from thrifty.core.parallel.absent_ranks import as_first_rank
 from thrifty.core.technique import Technique
-from thrifty.planning.axes import MICRO_BATCHES, Way
+from thrifty.planning.axes import MICRO_BATCHES, Way, applied, mesh_of
 from thrifty.planning.predict import between, counted
 
 COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
@@ -39,11 +40,13 @@ class Singles:
     @cached_property
     def plainest(self) -> Footprint:
         """Of the recipe as it is."""
-        return self.counted(self.base)
+        return self.counted(())
 
-    def counted(self, techniques: Sequence[Technique]) -> Footprint:
+    def counted(self, ways: Sequence[Way]) -> Footprint:
+        """With all of these ways; over several ranks of the first of them."""
         self.counts += 1
-        return self.count(compose(self.plain, techniques, self.steps, self.device))
+        with as_first_rank(mesh_of(ways)):
+            return self.count(compose(self.plain, applied(ways, self.base), self.steps, self.device))
 
     def look_at_singles(self) -> None:
         """The footprint of every way by itself, or why it is refused."""
@@ -58,7 +61,7 @@ class Singles:
     def _look_at(self, ways: Iterable[Way]) -> None:
         for way in ways:
             try:
-                self.singles[way] = self.counted(way.apply(self.base))
+                self.singles[way] = self.counted((way,))
                 self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")
             except ThriftyError as refusal:
                 self.refused[way] = refusal.what
@@ -81,7 +84,7 @@ class Singles:
     def alone(self, way: Way) -> Footprint:
         """The footprint of a way by itself, counted. Raises as counting does."""
         if way in self.told:
-            self.singles[way] = self.counted(way.apply(self.base))
+            self.singles[way] = self.counted((way,))
             self.told.remove(way)
         return self.singles[way]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError, UsageError
-from thrifty.core.ranks import gathered
+from thrifty.core.ranks import gathered, ranks
 from thrifty.training.verdict import LostContact
 
 _KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, Infeasible, IntegrityError)}
@@ -63,6 +63,11 @@ class Together(Alone):
         except RuntimeError as error:
             what = f"rank {self.rank} lost contact with the other ranks: {str(error).splitlines()[0]}"
             raise LostContact(what, "look at the first error printed by any rank, then `thrifty resume`") from error
+
+
+def together() -> Alone:
+    """All ranks of this process's group; this process alone where it has none."""
+    return Together() if ranks() > 1 else Alone()
 
 
 def _described(error: Exception) -> dict[str, str]:

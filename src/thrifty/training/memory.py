@@ -4,34 +4,53 @@ import ctypes
 import os
 import platform
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 
 import psutil
 import torch
 
+from thrifty.core.compose import Composition
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
-_MOST = 2**31 - 1
+_KEEPING = {_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1}
+_GIVING_BACK = {_MMAP_THRESHOLD: 2**20, _TRIM_THRESHOLD: 2**20}
 _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 """Where glibc's own limits, which move, end up in a program that frees large blocks. Once set they move no more."""
 
 
-@contextmanager
-def keeping_freed(device: torch.device) -> Iterator[None]:
+def placing_freed(run: Composition) -> AbstractContextManager[None]:
+    """Where memory goes that steps of this run free: back at once where a technique promises bytes, which pieces of
+    free memory between others would exceed; else it stays."""
+    promised = any("bytes of activations" in technique.claims for technique in run.techniques)
+    return giving_back_freed(run.device) if promised else keeping_freed(run.device)
+
+
+def keeping_freed(device: torch.device) -> AbstractContextManager[None]:
     """Memory that a step on a processor frees stays with the process, for the next step; at the end it is given back.
 
     By default the C library gives large blocks back to the kernel at once, which clears each of their pages when the
     next step asks for as much (benchmarks/bench_freed_memory.py). Does nothing where the C library is not glibc, or
     the environment has settings for it.
     """
+    return _limited(device, _KEEPING)
+
+
+def giving_back_freed(device: torch.device) -> AbstractContextManager[None]:
+    """What a step on a processor frees goes back at once from a mebibyte on, so that the process holds what its tensors
+    do; the C library's own limit is 32 times that. It costs time, see `keeping_freed`."""
+    return _limited(device, _GIVING_BACK)
+
+
+@contextmanager
+def _limited(device: torch.device, limits: Mapping[int, int]) -> Iterator[None]:
     libc = _glibc() if device.type == "cpu" else None
-    if libc is None or not libc.mallopt(_MMAP_THRESHOLD, _MOST):
+    if libc is None or not all(libc.mallopt(limit, value) for limit, value in limits.items()):
         yield
         return
-    libc.mallopt(_TRIM_THRESHOLD, _MOST)
     try:
         yield
     finally:

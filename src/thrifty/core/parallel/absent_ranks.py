@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from thrifty.core.mesh import AXES, lay, lift
+from thrifty.core.mesh import AXES, Mesh, lay, lift
 
 
 @contextmanager
@@ -26,6 +26,12 @@ def as_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
         dist.destroy_process_group()
         # what it remembers names the groups of this rank, and is found again by the next one's equal mesh
         _clear_sharding_prop_cache()
+
+
+def as_first_rank(mesh: Mesh) -> AbstractContextManager[None]:
+    """This process as the first of the fewest ranks that a mesh can have; as it is where that is one."""
+    ranks = mesh.least_ranks
+    return nullcontext() if ranks == 1 else as_rank(0, mesh.sizes(ranks, sharded=False))
 
 
 def ranks_of_stages(sizes: Mapping[str, int]) -> list[range]:

@@ -10,9 +10,11 @@ DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def configuration(run: Elsewhere) -> str:
-    """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it."""
+    """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it.
+    Raises Refused for axes of a mesh that it has no word for."""
+    run.refuse_other_axes("accelerate")
     on_processor = run.device == "cpu"
-    sharded = run.mesh.get("shard", 1) > 1
+    sharded = run.zero > 0
     kind = "FSDP" if sharded else "NO" if run.ranks == 1 else "MULTI_CPU" if on_processor else "MULTI_GPU"
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -30,7 +32,7 @@ def configuration(run: Elsewhere) -> str:
     if sharded:
         values["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_forward": run.zero == 3,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "fsdp_activation_checkpointing": run.recompute != "none",
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",

@@ -7,14 +7,16 @@ from thrifty.planning.exports.elsewhere import Elsewhere
 
 
 def configuration(run: Elsewhere) -> dict[str, Any]:
-    """A table. Raises Refused where the effective batch cannot be cut evenly, which DeepSpeed asks for."""
+    """A table. Raises Refused where the effective batch cannot be cut evenly, which DeepSpeed asks for, and for axes of
+    a mesh that it has no word for."""
+    run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts
     if run.batch % pieces:
         raise Refused(
             f"deepspeed: an effective batch of {run.batch} in {pieces} equal parts is no whole number of examples",
             fix=f"data.batch={run.batch - run.batch % pieces or pieces}",
         )
-    stage = 3 if run.mesh.get("shard", 1) > 1 else 1 if run.offload_optimizer else 0
+    stage = run.zero or int(run.offload_optimizer)
     adamw = {"lr": run.lr, "betas": [*run.betas], "eps": run.eps, "weight_decay": run.weight_decay}
     values: dict[str, Any] = {
         "train_batch_size": run.batch,

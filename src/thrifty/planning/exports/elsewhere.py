@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from thrifty.core.errors import Refused
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Numerics, Technique
 
@@ -44,6 +45,8 @@ class Elsewhere:
     """"none", "every" or "selective"."""
     offload_optimizer: bool
     mesh: dict[str, int] = field(default_factory=dict)
+    zero: int = 0
+    """What is divided along `shard`, by the stages of ZeRO; 0 for nothing."""
     unsaid: tuple[str, ...] = ()
     """Techniques that change no more than memory, time or rounding, and have no word elsewhere."""
     lost: tuple[str, ...] = ()
@@ -79,6 +82,7 @@ class Elsewhere:
             recompute="none" if again is None else "selective" if again.schedule == "selective" else "every",
             offload_optimizer="memory.offload_optimizer" in held,
             mesh={name: max(size, 1) for name, size in vars(recipe.mesh).items()},
+            zero=held["parallelism.shard"].zero if recipe.mesh.shard > 1 and "parallelism.shard" in held else 0,
             unsaid=tuple(t.name for t in others if t.numerics is not Numerics.DIFFERENT),
             lost=tuple(t.name for t in others if t.numerics is Numerics.DIFFERENT),
         )
@@ -94,6 +98,15 @@ class Elsewhere:
     @property
     def data_ranks(self) -> int:
         return self.mesh.get("replicate", 1) * self.mesh.get("shard", 1)
+
+    def refuse_other_axes(self, trainer: str) -> None:
+        """Raises Refused where ranks compute layers together, or blocks after one another."""
+        for axis in ("tensor", "pipeline"):
+            if self.mesh.get(axis, 1) > 1:
+                raise Refused(
+                    f"{trainer}: its configuration has no word for ranks along {axis}",
+                    fix="--export torchtitan, which has",
+                )
 
     def notes(self) -> list[str]:
         """What is not in the words of others, a line each."""

@@ -37,6 +37,7 @@ def configuration(run: Elsewhere) -> str:
             "data_parallel_shard_degree": run.mesh.get("shard", 1),
             "tensor_parallel_degree": run.mesh.get("tensor", 1),
             "pipeline_parallel_degree": run.mesh.get("pipeline", 1),
+            **({"fsdp_reshard_after_forward": "always" if run.zero == 3 else "never"} if run.zero else {}),
         },
         "activation_checkpoint": {"mode": AGAIN[run.recompute]},
         "compile": {"enable": run.compiled},

@@ -11,7 +11,9 @@ Does not  change any value unless `bits` allows compression (numerics: exact); r
 Avoid     when the model fits: the plan is then to keep everything. What is saved outside of the blocks stays.
 Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
           counted, and the solver ends after as much search on any machine, so that a resumed run makes the same plan:
-          with a disk as well 17 s for 24 GPT-2 blocks, 89 s for 24 Llama blocks. Otherwise it ends after 20 s.
+          with a disk as well 17 s for 24 GPT-2 blocks, 89 s for 24 Llama blocks. Otherwise it ends after 20 s. On a
+          processor freed memory goes back to the system at once, so that the process holds what was promised: GPT-2
+          small 0.96 to 1.00 of it instead of 1.5 times that, and a step takes 1.4 times as long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -175,7 +177,7 @@ class Planned(Around):
 @dataclass(frozen=True)
 class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"saved tensors", "recomputation", "one plan for all ranks"})
+    claims = frozenset({"saved tensors", "recomputation", "bytes of activations", "one plan for all ranks"})
     clashes: ClassVar[Mapping[str, str]] = {
         "compiled blocks": "it follows single operations, which a compiler fuses",
         "distribution of layers": "it follows single operations, and those between ranks cannot be made again by one",

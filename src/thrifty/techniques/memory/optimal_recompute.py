@@ -11,7 +11,8 @@ Cost      blocks are looked at on fake tensors, 0.04 s each, or half of that whe
           the first step and when batches change their shape.
 Does not  change any value, dropout included (numerics: exact); rename any parameter; count what is not in a block:
           embedding, head and loss come on top.
-Avoid     when the model already fits: then it keeps everything, and costs nothing.
+Avoid     when the model already fits: then it keeps everything, and only gives freed memory back to the system at
+          once, as runs on a processor do where bytes are promised.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,7 @@ def _form(args: tuple, kwargs: dict) -> tuple:
 @dataclass(frozen=True)
 class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"recomputation"})
+    claims = frozenset({"recomputation", "bytes of activations"})
     clashes: ClassVar[Mapping[str, str]] = {
         "distribution of layers": "costs are looked up on one rank, and its layers compute on several",
         "losses beside blocks": "of a chain that runs again only the last result is part of the graph",

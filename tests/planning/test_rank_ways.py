@@ -1,0 +1,111 @@
+"""Plans for several ranks of one machine: which meshes are looked at, and when one of them is taken."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from parallel_work import probed
+from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, recipe, searching
+from rank_processes import on_ranks
+from thrifty.core.compose import Composition
+from thrifty.core.footprint import Footprint
+from thrifty.core.technique import Numerics
+from thrifty.planning.axes import Way
+from thrifty.planning.candidates import Candidate
+from thrifty.planning.plans import allowed_ways
+from thrifty.planning.predict import OVER_MESH_HIGH, Timing
+from thrifty.planning.rank_ways import RANKS
+from thrifty.planning.search import Search
+from thrifty.preparing import mesh_sizes
+from tiny_runs import plain_run
+
+
+def ways(ranks: int, batch: int = BATCH, allow: Numerics = Numerics.ROUNDING) -> Sequence[Way]:
+    free, _ = allowed_ways(recipe(), plain_run(batch=batch), CATALOGUE, allow, "cpu", ranks)
+    return free.get(RANKS, ())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_mesh_uses_all_ranks_and_has_a_technique_for_each_axis(ranks: int) -> None:
+    found = ways(ranks)
+    assert len({(way.mesh, way.techniques) for way in found}) == len(found) > 3
+    for way in found:
+        assert way.mesh.least_ranks == ranks
+        mesh_sizes(recipe(*way.techniques, mesh=way.mesh), ranks)  # raises where an axis is left unused
+    meshes = {way.mesh for way in found}
+    for axis in ("replicate", "shard", "tensor", "pipeline"):
+        assert any(getattr(mesh, axis) == ranks for mesh in meshes)
+
+
+def test_only_meshes_that_share_a_batch_equally_are_looked_at() -> None:
+    assert {way.mesh.replicate * way.mesh.shard for way in ways(4, batch=6)} == {1, 2}
+    parts = [t.parts for way in ways(2, batch=4) for t in way.techniques if t.name == "parallelism.pipeline"]  # type: ignore[attr-defined]
+    assert parts == [2, 4]  # eight micro-batches of four examples there are none
+
+
+def test_one_rank_has_no_such_ways_and_what_must_be_exact_has_none_either() -> None:
+    assert not ways(1) and not ways(2, allow=Numerics.EXACT)
+
+
+def halving(run: Composition) -> Footprint:
+    """Of a rank, where ranks divide a step."""
+    found = formula(run)
+    names = {technique.name for technique in run.techniques}
+    if names & {"parallelism.replicate", "parallelism.tensor", "parallelism.pipeline"}:
+        return found.scale(activations=0.5)
+    return found.scale(activations=0.5, optimizer=0.5) if "parallelism.shard" in names else found
+
+
+def over_two(memory: float = inf, gain: float = 0.5) -> Search:
+    """A search in which two ranks take so much of the time that is expected of them."""
+
+    def time(candidate: Candidate, bar: float) -> Timing:
+        found = by_expectation(candidate)
+        if candidate.ranks == 1:
+            return found
+        return replace(found, passes=(gain * found.passes[0],), least=(gain * found.least[0],))
+
+    return searching(memory, ranks=2, count=halving, time=time)
+
+
+def test_ranks_are_taken_where_they_are_measured_to_be_faster() -> None:
+    chosen = over_two().run()
+    assert chosen.ranks == 2 and chosen.mesh.replicate == 2
+    assert [technique.name for technique in chosen.techniques].count("parallelism.replicate") == 1
+
+
+def test_one_rank_stays_alone_where_several_are_no_faster() -> None:
+    search = over_two(gain=2.0)
+    assert search.run().ways == () and any(candidate.ranks == 2 for candidate in search.tried)
+
+
+def test_what_does_not_fit_one_rank_is_divided_and_has_the_room_that_meshes_need() -> None:
+    search = over_two(memory=500.0)
+    chosen = search.run()
+    assert chosen.ranks == 2 and chosen.footprint is not None
+    assert chosen.footprint.memory * OVER_MESH_HIGH <= 500 * MB
+
+
+def test_the_steps_of_ranks_are_run_in_the_micro_batches_that_they_will_have() -> None:
+    search = over_two()
+    cut = [candidate for candidate in search_candidates(search) if candidate.parts == 2 and candidate.ranks == 2]
+    whole = [candidate for candidate in search_candidates(search) if candidate.parts == 1 and candidate.ranks == 2]
+    assert search.kind(cut[0]) not in {search.kind(candidate) for candidate in whole}
+    alone = [candidate for candidate in search_candidates(search) if candidate.ranks == 1]
+    kinds = {search.kind(candidate) for candidate in alone if candidate.parts == 1}
+    assert all(search.kind(candidate) in kinds for candidate in alone)
+
+
+def search_candidates(search: Search) -> list[Candidate]:
+    if not search.singles:
+        search.look_at_singles()
+    return [candidate for candidate in search.combinations() if len(candidate.ways) <= 2]
+
+
+@pytest.mark.parametrize("name", ["parallelism.replicate", "parallelism.shard", "parallelism.pipeline"])
+def test_a_probe_over_ranks_ends_on_all_of_them_and_tells_what_the_fullest_held(name: str) -> None:
+    one, other = on_ranks(2, probed, name)
+    assert one["rows"] == other["rows"] == (4,) and one["memory"] == other["memory"]
+    assert min(one["save"], one["evaluation"], one["update"], *one["passes"]) > 0
