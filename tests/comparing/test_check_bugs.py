@@ -1,6 +1,5 @@
 """The classic silent bugs, put in again: each is found by the promise that it breaks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -95,12 +94,26 @@ def test_gradients_that_are_divided_twice_in_16_bits_among_ranks(twice: bool) ->
         assert verdict.fix == "--without parallelism.shard"
 
 
-def test_a_run_that_fails_is_a_verdict_and_no_traceback() -> None:
+def failing(error: Exception) -> PromiseVerdict:
+    """What is said of a technique whose backward pass raises this."""
+
     def raising(*anything: object) -> None:
-        raise ValueError("nobody expected this\nat all")
+        raise error
 
     class Failing(technique("optimizers.clip").__class__):
         backward = raising
 
-    found: Sequence[PromiseVerdict] = [*broken(Failing()).values()]
-    assert [(one.promise, one.measured) for one in found] == [("it trains", "ValueError: nobody expected this")]
+    (found,) = broken(Failing()).values()
+    return found
+
+
+def test_a_run_that_fails_is_a_verdict_and_no_traceback() -> None:
+    found = failing(ValueError("nobody expected this\nat all"))
+    assert (found.promise, found.measured) == ("it trains", "ValueError: nobody expected this")
+
+
+def test_an_operation_without_a_kernel_that_gives_the_same_bits_is_told_with_its_own_fix() -> None:
+    said = "histc_cuda does not have a deterministic implementation, but you set torch.use_deterministic_algorithms"
+    found = failing(RuntimeError(said))
+    assert "gives other bits each time on a GPU: histc_cuda" in found.measured
+    assert found.fix.startswith("--set deterministic=false")

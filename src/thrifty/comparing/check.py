@@ -29,7 +29,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.preparing import BuildModel, Prepared, prepare
-from thrifty.training.same_bits import same_bits
+from thrifty.training.same_bits import lacking_kernel, same_bits
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
@@ -111,7 +111,9 @@ def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = No
         raise
     except Exception as error:  # of anybody's technique
         promise = "invariants" if isinstance(error, IntegrityError) else "it trains"
-        yield broken(promise, "run", in_a_line(error), _blamed(str(error), subject))
+        lacking = lacking_kernel(error)
+        fix = lacking.fix if lacking else _blamed(str(error), subject)
+        yield broken(promise, "run", in_a_line(lacking or error), fix)
         return
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
     text = f"at each of {subject.steps} steps, as {', '.join(promising)} state" if promising else ""

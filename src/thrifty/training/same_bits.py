@@ -31,12 +31,19 @@ def same_bits(device: torch.device, wanted: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        raise ThriftyError(
-            f"an operation of this run gives other bits each time on a GPU: {str(error).splitlines()[0]}",
-            fix="--set deterministic=false; a resumed run is then the same but for rounding",
-        ) from error
+        if lacking := lacking_kernel(error):
+            raise lacking from error
+        raise
     finally:
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
         torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+def lacking_kernel(error: Exception) -> ThriftyError | None:
+    """What to tell of torch's refusal of an operation that has no such kernel; None for any other error."""
+    if not isinstance(error, RuntimeError) or "deterministic" not in str(error):
+        return None
+    return ThriftyError(
+        f"an operation of this run gives other bits each time on a GPU: {str(error).splitlines()[0]}",
+        fix="--set deterministic=false; a resumed run is then the same but for rounding",
+    )
