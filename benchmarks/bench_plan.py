@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--models", choices=every, nargs="*", default=every)
     parser.add_argument("--only", choices=PLANS, nargs="+", default=list(PLANS), metavar="TECHNIQUES")
     parser.add_argument("--meshes", choices=MESHES, nargs="*", default=list(MESHES), metavar="MESH")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long the steps of a probe may take")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long the steps of a probe may take")
     parser.add_argument("--no-steps", action="store_true", help="memory alone")
     options = parser.parse_args()
     seconds = 0.0 if options.no_steps else options.seconds

@@ -59,7 +59,7 @@ def test_the_steps_of_a_run_beside_other_work_are_not_held_against_forecasts(
 def test_runs_that_ended_early_are_not_kept_and_those_of_several_ranks_apart(tmp_path: Path) -> None:
     keep(tmp_path / "a", finished_run(tmp_path / "a", status="interrupted"))
     keep(tmp_path / "b", finished_run(tmp_path / "b", ranks=2))
-    assert entries("cpu") == [] and [entry.run for entry in entries("cpu", ranks=2)] == ["b"]
+    assert [(entry.run, entry.ranks) for entry in entries("cpu")] == [("b", 2)]
 
 
 def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

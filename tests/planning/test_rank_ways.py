@@ -16,7 +16,7 @@ from thrifty.planning.axes import Way
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.plans import allowed_ways
 from thrifty.planning.predict import OVER_MESH_HIGH, Timing
-from thrifty.planning.rank_ways import RANKS
+from thrifty.planning.rank_ways import RANKS, undivided
 from thrifty.planning.search import Search
 from thrifty.preparing import mesh_sizes
 from tiny_runs import plain_run
@@ -102,6 +102,49 @@ def search_candidates(search: Search) -> list[Candidate]:
     if not search.singles:
         search.look_at_singles()
     return [candidate for candidate in search.combinations() if len(candidate.ways) <= 2]
+
+
+def test_what_no_technique_can_build_over_a_mesh_is_refused_and_not_counted() -> None:
+    search = searching(inf, ranks=8, count=halving)
+    search.look_at_singles()
+    deep = [way for way in search.ways[RANKS] if way.mesh.pipeline == 8]  # of a model of two blocks
+    assert deep and all("blocks" in search.refused[way] for way in deep)
+    assert any(way.mesh.replicate == 8 for way in search.singles)
+
+
+def test_memory_of_one_machine_is_shared_by_its_ranks_and_one_of_them_alone_has_it_all() -> None:
+    whole = searching(1100.0, ranks=2, count=halving, shared=True)
+    whole.run()
+    for candidate in whole.tried:
+        assert candidate.footprint is not None
+        assert candidate.footprint.memory * candidate.counted_high <= whole.room(candidate)
+    assert whole.room(Candidate((), (), BATCH)) == 1100 * MB
+    (two, *_) = (candidate for candidate in whole.combinations() if candidate.ranks == 2)
+    assert whole.room(two) == 550 * MB
+
+
+def test_what_one_process_held_beside_its_tensors_says_nothing_of_ranks() -> None:
+    def time(candidate: Candidate, bar: float) -> Timing:
+        found = by_expectation(candidate)
+        return replace(found, memory=found.memory + (300 * MB if candidate.ranks == 1 else 0.0))
+
+    search = searching(1200.0, ranks=2, count=halving, time=time)
+    assert search.run().ranks == 2
+
+
+def test_checkpoints_of_ranks_are_as_large_as_those_of_one() -> None:
+    search = over_two(memory=500.0)
+    chosen = search.run()
+    assert chosen.undivided is not None and chosen.footprint is not None
+    assert chosen.undivided.activations > chosen.footprint.activations
+    assert chosen.undivided == search.counted(tuple(way for way in chosen.ways if way.axis != RANKS))
+
+
+def test_techniques_that_divide_the_work_are_for_the_plan_to_choose() -> None:
+    planned = recipe(CATALOGUE["parallelism.shard"](), CATALOGUE["memory.recompute"]())
+    assert {technique.name for technique in planned.techniques} - {t.name for t in undivided(planned.techniques)} == {
+        "parallelism.shard"
+    }
 
 
 @pytest.mark.parametrize("name", ["parallelism.replicate", "parallelism.shard", "parallelism.pipeline"])

@@ -103,7 +103,7 @@ def test_what_was_measured_to_be_slower_says_so() -> None:
 
 
 def test_that_others_cost_less_time_is_expected_or_measured_and_says_which() -> None:
-    search = searching(700, Numerics.EXACT, time=by_expectation)
+    search = searching(500, Numerics.EXACT, time=by_expectation)
     told = Reasons(search, search.run(), {}, CATALOGUE, {}, Numerics.EXACT, {})
     saving = {"memory.recompute", "memory.optimal_recompute", "memory.offload_activations"}
     names = saving - {technique.name for technique in told.chosen.techniques}

@@ -42,8 +42,9 @@ def planned(
     from thrifty.planning.ledger import entries, expect
     from thrifty.planning.plans import STEPS, Planner
     from thrifty.planning.probe import free_memory
+    from thrifty.planning.rank_ways import undivided
     from thrifty.planning.throughput import measure_throughput
-    from thrifty.preparing import prepare
+    from thrifty.preparing import choose_device, prepare
     from thrifty.recipes.toml import recipe_to_data
 
     if recipe.mesh.least_ranks > 1:
@@ -51,14 +52,15 @@ def planned(
             "the recipe has a mesh, and a plan looks for one",
             fix=f"leave the mesh out: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
         )
+    if ranks > 1:
+        _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
+        recipe = replace(recipe, techniques=undivided(recipe.techniques))
     build = model.build if model else None
     prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
-    if ranks > 1:
-        _refuse_ranks(ranks, run.device, wanted.allow)
+    shared = isinf(wanted.memory) and run.device.type == "cpu"
     if isinf(wanted.memory):
-        sharing = ranks if run.device.type == "cpu" else 1
-        wanted = replace(wanted, memory=free_memory(run.device) / sharing)
+        wanted = replace(wanted, memory=free_memory(run.device))
     outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
     catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
     plan = Planner(
@@ -71,12 +73,13 @@ def planned(
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained if not probe else 1.0,
         time=_probing(prepared, seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
-        kept=entries(run.device.type, ranks),
+        kept=entries(run.device.type),
         outside=sorted(outside),
         evidence=_evidence(catalogue),
         say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
         finalists=finalists,
         ranks=ranks,
+        shared=shared,
     ).plan()
     if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
         expect(recipe_to_data(plan.recipe), _expected(plan))

@@ -7,16 +7,23 @@ from pathlib import Path
 
 def main(asked: Path) -> None:
     from thrifty.core.errors import ThriftyError
+    from thrifty.core.ranks import rank
     from thrifty.planning.probes import answer
     from thrifty.preparing import ranked
 
     try:
         with ranked():
-            found = _timed(json.loads(asked.read_text(encoding="utf-8")))
+            try:
+                found = _timed(json.loads(asked.read_text(encoding="utf-8")))
+            except Exception as error:  # told before the other ranks find out that this one is lost
+                what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
+                answer(asked, {"refused": what or type(error).__name__})
+                raise
+            if rank() == 0:
+                answer(asked, found)
     except ThriftyError as error:
         answer(asked, {"refused": error.what})
         sys.exit(error.what)
-    answer(asked, found)
 
 
 def _timed(job: dict) -> dict:

@@ -25,7 +25,7 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 @click.command(name="recipe")
 @recipe_options
 @click.option(
-    "--memory", metavar="SIZE", help="Most a device may hold, such as 400MB or 16GiB; unless given what is free."
+    "--memory", metavar="SIZE", help="Most a rank may hold, such as 400MB or 16GiB; unless given what is free."
 )
 @click.option("--disk", metavar="SIZE", help="Most that checkpoints and prepared data may take together.")
 @click.option(
@@ -99,11 +99,13 @@ def of_recipe(
         return
     plan = planned(chosen, wanted, model, **probing, ranks=ranks or 1, quiet=as_json)
     written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
-    written += write_exports(exports, plan, out) if out is not None else []
-    if as_json:
-        print_json(plan.as_dict() | {"written": [str(path) for path in written]})
-    else:
-        tell(plan, written, _start(model, plan.chosen.ranks))
+    try:
+        written += write_exports(exports, plan, out) if out is not None else []
+    finally:  # a plan that took minutes is told, whatever becomes of its exports
+        if as_json:
+            print_json(plan.as_dict() | {"written": [str(path) for path in written]})
+        else:
+            tell(plan, written, _start(model, plan.chosen.ranks))
 
 
 def _start(model: OwnModel | None, ranks: int = 1) -> str:
@@ -113,7 +115,8 @@ def _start(model: OwnModel | None, ranks: int = 1) -> str:
     if model is None:
         return typed(ranks)
     function = model.name.partition(":")[2]
-    return f"thrifty.run.train(…, model={function}) in Python, from"
+    under = f" under torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
+    return f"thrifty.run.train(…, model={function}) in Python{under}, from"
 
 
 def _named(model: OwnModel | None) -> list[str]:

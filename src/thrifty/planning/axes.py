@@ -47,10 +47,20 @@ class Offer:
     """What is missing for it on a device of this type; "" for nothing."""
     mesh: Mesh = ONE_RANK
     """What it is made for: over several ranks these are all of them."""
+    on_processors: float = 1.0
+    """By what its time changes more on a processor."""
+
+    def factor_on(self, device: str) -> float:
+        return self.factor * (self.on_processors if device == "cpu" else 1.0)
 
 
 def _one(name: str, factor: float, lacks: Callable[[str], str] = _anywhere, **settings: Any) -> Offer:
     return Offer({name: settings}, factor, lacks)
+
+
+def _within(name: str, factor: float, share: float) -> Offer:
+    """Within a share of the bytes, which on a processor is promised of the process: freed memory is cleared again."""
+    return Offer({name: {"bytes": share}}, factor, on_processors=1.3)
 
 
 AXES: dict[str, tuple[Offer, ...]] = {
@@ -63,13 +73,13 @@ AXES: dict[str, tuple[Offer, ...]] = {
         Offer({"compile": {}, "attention.tiled": {}}, 0.8, _on_processors),
     ),
     "recomputation": (
-        _one("memory.optimal_recompute", 1.02, bytes=0.75),
-        _one("memory.optimal_recompute", 1.02, bytes=0.5),
-        _one("memory.optimal_recompute", 1.02, bytes=0.25),
+        _within("memory.optimal_recompute", 1.02, 0.75),
+        _within("memory.optimal_recompute", 1.02, 0.5),
+        _within("memory.optimal_recompute", 1.02, 0.25),
         _one("memory.recompute", 1.02, every=2),
         _one("memory.recompute", 1.02, every=1),
         _one("memory.recompute", 1.1, schedule="selective"),
-        _one("memory.activation_budget", 1.1, bytes=0.5),
+        _within("memory.activation_budget", 1.1, 0.5),
     ),
     "saved tensors": (
         _one("memory.compress_activations", 1.1, bits=8),
@@ -139,7 +149,7 @@ def ways_along(
     named = {name for offer in offers for name in offer.techniques}
     there = {technique.name: technique for technique in present if technique.name in named}
     own = [offer for offer in offers if offer.techniques.keys() == there.keys()]
-    usual = min((offer.factor for offer in own), default=1.0)
+    usual = min((offer.factor_on(device) for offer in own), default=1.0)
     if there:
         loosest = max((technique.numerics for technique in there.values()), key=STRICTNESS.index)
         yield Way(axis, (), frozenset(there), 1 / usual, loosest, "without " + " and ".join(there))
@@ -159,7 +169,7 @@ def ways_along(
         label = " + ".join(_label(technique) for technique in made)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"
-        yield Way(axis, made, frozenset(there), offer.factor / usual, numerics, label, offer.mesh)
+        yield Way(axis, made, frozenset(there), offer.factor_on(device) / usual, numerics, label, offer.mesh)
 
 
 def lacking(catalogue: Catalogue, device: str) -> dict[str, str]:

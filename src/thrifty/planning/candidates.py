@@ -21,6 +21,8 @@ class Candidate:
     """Expected seconds of a step over those of the recipe as it is."""
     footprint: Footprint | None = field(default=None, compare=False)
     timing: Timing | None = field(default=None, compare=False)
+    undivided: Footprint | None = field(default=None, compare=False)
+    """Of the same on one rank, whose state is what checkpoints hold."""
 
     @cached_property
     def parts(self) -> int:

@@ -174,5 +174,6 @@ class Expecting:
         return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)
 
     def disk(self, candidate: Candidate) -> dict[str, float]:
-        assert candidate.footprint is not None
-        return disk_bytes(self.recipe.checkpoints, candidate.footprint, candidate.techniques, self.data)
+        whole = candidate.undivided or candidate.footprint
+        assert whole is not None
+        return disk_bytes(self.recipe.checkpoints, whole, candidate.techniques, self.data)

@@ -45,6 +45,7 @@ class Entry:
     measured: Mapping[str, float]
     """Of "memory", which is that of the first rank, and "step"."""
     machine: Mapping[str, Any]
+    ranks: int = 1
 
 
 def ledger_file() -> Path:
@@ -134,8 +135,8 @@ def _lock(handle: int) -> None:
         time.sleep(0.01)
 
 
-def entries(device: str, ranks: int = 1) -> list[Entry]:
-    """What is kept of runs over so many ranks on this machine's devices of that type."""
+def entries(device: str) -> list[Entry]:
+    """What is kept of runs on this machine's devices of that type."""
     here = machine(device)
     found = []
     try:
@@ -145,9 +146,8 @@ def entries(device: str, ranks: int = 1) -> list[Entry]:
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):
             kept = json.loads(line)
-            entry = Entry(kept["run"], kept["predicted"], kept["measured"], kept["machine"])
-            same_machine = all(entry.machine[name] == here[name] for name in ("device", "cores"))
-            if same_machine and kept.get("ranks", 1) == ranks:
+            entry = Entry(kept["run"], kept["predicted"], kept["measured"], kept["machine"], kept.get("ranks", 1))
+            if all(entry.machine[name] == here[name] for name in ("device", "cores")):
                 found.append(entry)
     return found
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,6 +104,8 @@ class Planner:
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
     ranks: int = 1
+    shared: bool = False
+    """Whether the memory wanted is there for all ranks together, and not for each."""
 
     def plan(self) -> Plan:
         """Raises Infeasible where nothing fits, or takes longer than it may."""
@@ -112,11 +113,11 @@ class Planner:
             return self._plan()
 
     def _plan(self) -> Plan:
-        past = {"memory": record_of(self.kept, "memory", "memory"), "step": record_of(self.kept, "step", "step")}
+        records = {ranks: self._records(ranks) for ranks in {1, self.ranks}}
         steps = self.recipe.budget.steps or STEPS
         kind = self.device.type
         free, barred = allowed_ways(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
-        margin = past["memory"].around(1.0, 1.0, MARGIN).high
+        margin = max(past["memory"].around(1.0, 1.0, MARGIN).high for past in records.values())
         search = Search(
             self.plain,
             self.recipe.techniques,
@@ -126,14 +127,15 @@ class Planner:
             margin,
             self.time,
             self.finalists,
-            partial(self.no_room, past),
+            self.no_room,
+            self.shared,
             device=self.device,
             say=self.say,
         )
         chosen = search.run()
         flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
         budget = self.wanted.budget(self.recipe.budget, flops)
-        forecasts = {c.ways: self.forecast(c, budget, past) for c in search.tried}
+        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks]) for c in search.tried}
         forecast = forecasts[chosen.ways]
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
         self.wanted.refuse_late(forecast.seconds)
@@ -154,8 +156,13 @@ class Planner:
             alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
             misfits={Candidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
             reasons=(*told.all(), *(Reason(name, "not taken", OUTSIDE) for name in self.outside)),
-            past=past,
+            past=records[chosen.ranks],
         )
+
+    def _records(self, ranks: int) -> dict[str, Record]:
+        """How well memory and steps of runs over so many ranks were told."""
+        alike = [entry for entry in self.kept if entry.ranks == ranks]
+        return {name: record_of(alike, name, name) for name in ("memory", "step")}
 
     def expecting(self, past: Mapping[str, Record]) -> Expecting:
         own_devices = self.device.type != "cpu"
@@ -164,9 +171,9 @@ class Planner:
     def forecast(self, candidate: Candidate, budget: Budget, past: Mapping[str, Record]) -> Forecast:
         return self.expecting(past).forecast(candidate, budget)
 
-    def no_room(self, past: Mapping[str, Record], candidate: Candidate) -> str:
+    def no_room(self, candidate: Candidate) -> str:
         """Why a candidate does not fit the disk; "" where it does."""
-        taken = self.expecting(past).disk(candidate)
+        taken = self.expecting({}).disk(candidate)
         if sum(taken.values()) <= self.wanted.disk:
             return ""
         parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())

@@ -123,7 +123,7 @@ def in_process(module: str, limit: float = 600.0) -> Probe:
             with suppress(OSError):
                 found = json.loads(answer_file(asked).read_text(encoding="utf-8"))
                 if "refused" in found:
-                    raise ProbeFailed(found["refused"])
+                    raise ProbeFailed(found["refused"].splitlines()[0])
                 return Timing.from_dict(found)
         if code == -9 or "(exitcode: -9)" in said:
             raise ProbeFailed("its process was killed, as the system does when memory runs out")
@@ -138,9 +138,12 @@ def answer_file(asked: Path) -> Path:
 
 
 def answer(asked: Path, found: Mapping[str, Any]) -> None:
-    """A timing, or what was "refused"; of several ranks the first answer stands."""
-    with suppress(FileExistsError), answer_file(asked).open("x", encoding="utf-8") as file:
+    """A timing, or what was "refused", by whichever rank says it first."""
+    with tempfile.NamedTemporaryFile("w", dir=asked.parent, encoding="utf-8") as file:
         json.dump(dict(found), file)
+        file.flush()
+        with suppress(FileExistsError):  # whole or not at all, whenever its process ends
+            os.link(file.name, answer_file(asked))
 
 
 def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
@@ -163,7 +166,9 @@ def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process, and what it started: torchrun's ranks would outlive it."""
+    """Kills a process that has not ended, and what it started: torchrun's ranks would outlive it."""
+    if process.poll() is not None:
+        return
     with suppress(psutil.NoSuchProcess):
         family = psutil.Process(process.pid)
         for one in [*family.children(recursive=True), family]:

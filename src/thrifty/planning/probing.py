@@ -24,9 +24,10 @@ from thrifty.training.evaluate import evaluate
 from thrifty.training.memory import MemoryMeter
 
 LEAST, MOST = 3, 12
-"""Steps timed of each size, after one that is not: more than the least until they agree."""
-AGREE, SECONDS = 1.03, 1.0
-"""By how much the median may be above the fastest where steps agree, and what they take together at least."""
+"""Steps timed of each size, after one that is not: more than the least until they agree, or are as many as the most."""
+AGREE, SECONDS = 1.03, 2.0
+"""By how much the median may be above the fastest where steps agree, and what they take together at least: machines are
+faster and slower for a second at a time."""
 JUDGED = 2
 """Batches by which the time of an evaluation is told, after one that may compile."""
 
@@ -37,7 +38,7 @@ def timed(
     """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
     and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
 
-    Of several ranks all must call it: the first one's times count, and the bytes of that which held most.
+    Of several ranks all must call it: the times are each one's own, the bytes those of that which held most.
 
     `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
     several `parts`, so that gradients stand beside activations as they will.
@@ -87,10 +88,7 @@ def _repeated(
     update: list[float] = []
     began, all_ranks = time.perf_counter(), together()
 
-    def is_enough() -> bool:
-        return len(backward) >= MOST or all_ranks.first(lambda: _is_enough(backward, began, seconds))
-
-    while len(backward) < LEAST or not is_enough():
+    while len(backward) < LEAST or not all_ranks.first(lambda: _is_enough(backward, began, seconds)):
         one, other = _step(run, state, rows, cut, 1 + len(backward))
         backward.append(one / cut)
         update.append(other)
@@ -99,7 +97,8 @@ def _repeated(
 
 def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
     so_far = time.perf_counter() - began
-    return so_far > seconds or (so_far > SECONDS and statistics.median(passes) <= AGREE * min(passes))
+    settled = len(passes) >= MOST or statistics.median(passes) <= AGREE * min(passes)
+    return so_far > seconds or (so_far > SECONDS and settled)
 
 
 def _step(run: Composition, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:

@@ -1,9 +1,10 @@
 """Ways to divide the work among ranks of this machine: one more axis of a plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 
 from thrifty.core.mesh import AXES, Mesh
+from thrifty.core.technique import Technique
 from thrifty.planning.axes import Offer
 from thrifty.planning.layouts import TECHNIQUES, meshes
 
@@ -21,8 +22,14 @@ Use = tuple[dict[str, dict[str, int]], float]
 """Techniques with their settings, and by what factor they lengthen a step."""
 
 
+def undivided(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
+    """Without those that give work to several ranks: which of them are to do so is for a plan to say."""
+    return tuple(technique for technique in techniques if technique.name not in TECHNIQUES.values())
+
+
 def over_ranks(ranks: int, batch: int, device: str) -> Iterator[Offer]:
-    """Every mesh of so many ranks that can share a batch equally, with the techniques that use its axes.
+    """The meshes of so many ranks (`layouts.meshes`) that can share a batch equally, with the techniques that use their
+    axes.
 
     On a processor ranks share the cores that one would have to itself, and wait less for each other than its threads;
     of GPUs each does its part in its part of the time.

@@ -5,6 +5,7 @@ Estimates only decide what is looked at first. What is proposed was counted to f
 run its steps within the memory that was asked for.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -13,7 +14,7 @@ from math import inf, prod
 from thrifty.core.compose import refuse_illegal
 from thrifty.core.errors import Infeasible, ThriftyError
 from thrifty.core.footprint import Footprint
-from thrifty.planning.axes import MICRO_BATCHES, Way, applied
+from thrifty.planning.axes import MICRO_BATCHES, ONE_RANK, Way, applied
 from thrifty.planning.candidates import Candidate
 from thrifty.planning.predict import Timing
 from thrifty.planning.probes import ProbeFailed
@@ -46,17 +47,20 @@ class Search(Singles):
     finalists: int = FINALISTS
     no_room: Callable[[Candidate], str] = lambda candidate: ""
     """Why something else than memory does not suffice for a candidate that was counted; "" where all does."""
+    shared: bool = False
+    """Whether the memory is there for all ranks together, and not for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.footprints: dict[tuple[Way, ...], Footprint] = {}
         self.tried: list[Candidate] = []
         """Those that were run, or, without probes, counted to fit."""
         self.misfits: dict[tuple[Way, ...], str] = {}
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
         self.failed: set[tuple[Way, ...]] = set()
         """Those of them whose probe failed."""
-        self.surpluses: dict[bool, list[float]] = {False: [], True: []}
-        """Bytes that processes were seen to hold beyond their tensors, without and with compiled code."""
+        self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
+        """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
         self.probes = 0
 
     def run(self) -> Candidate:
@@ -74,8 +78,12 @@ class Search(Singles):
 
     def beyond(self, candidate: Candidate) -> float:
         """Bytes that a process like this one seems to hold beyond its tensors, whatever else is chosen."""
-        alike = self.surpluses[candidate.is_compiled] or self.surpluses[not candidate.is_compiled]
-        return min(alike, default=0.0)
+        compiled, ranks = candidate.is_compiled, candidate.ranks
+        return min(self.surpluses[compiled, ranks] or self.surpluses[not compiled, ranks], default=0.0)
+
+    def room(self, candidate: Candidate) -> float:
+        """Bytes that each of its ranks may hold."""
+        return self.memory / candidate.ranks if self.shared else self.memory
 
     def _has_enough(self) -> bool:
         kinds = len({*map(self.kind, self.tried)})
@@ -114,9 +122,9 @@ class Search(Singles):
         """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
         ordered = sorted(self.combinations(), key=lambda c: (bool(c.ways), round(c.relative, 3), len(c.ways)))
         estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
-        yield from (candidate for candidate, held in estimates if held <= self.memory)
+        yield from (candidate for candidate, held in estimates if held <= self.room(candidate))
         # an estimate may be too high as well: what is little above comes last, the least first
-        little_above = [pair for pair in estimates if self.memory < pair[1] <= TOO_HIGH * self.memory]
+        little_above = [pair for pair in estimates if 1 < pair[1] / self.room(pair[0]) <= TOO_HIGH]
         yield from (candidate for candidate, _ in sorted(little_above, key=lambda pair: pair[1]))
 
     def try_out(self, candidate: Candidate) -> None:
@@ -125,14 +133,15 @@ class Search(Singles):
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
             return
         try:
-            footprint = self._footprint(candidate)
+            footprint = self._footprint(candidate.ways)
+            undivided = self._footprint(tuple(way for way in candidate.ways if way.mesh == ONE_RANK))
         except ThriftyError as refusal:
             self.misfits[candidate.ways] = refusal.what
             return
-        candidate = replace(candidate, footprint=footprint)
-        beyond = self.beyond(candidate)
+        candidate = replace(candidate, footprint=footprint, undivided=undivided)
+        beyond, room = self.beyond(candidate), self.room(candidate)
         held = footprint.memory + beyond
-        if footprint.memory * candidate.counted_high > self.memory or held * self.margin > self.memory:
+        if footprint.memory * candidate.counted_high > room or held * self.margin > room:
             besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
             self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
             return
@@ -145,10 +154,12 @@ class Search(Singles):
                 return
         self.tried.append(candidate)
 
-    def _footprint(self, candidate: Candidate) -> Footprint:
-        if not candidate.ways:
+    def _footprint(self, ways: tuple[Way, ...]) -> Footprint:
+        if not ways:
             return self.plainest
-        return self.alone(candidate.ways[0]) if len(candidate.ways) == 1 else self.counted(candidate.ways)
+        if ways not in self.footprints:
+            self.footprints[ways] = self.alone(ways[0]) if len(ways) == 1 else self.counted(ways)
+        return self.footprints[ways]
 
     def _only_costs(self, candidate: Candidate, other: Candidate) -> bool:
         more = {*candidate.ways} - {*other.ways}
@@ -173,10 +184,12 @@ class Search(Singles):
             self.say(failure.what)
             return candidate
         assert candidate.footprint is not None
-        self.surpluses[candidate.is_compiled].append(max(timing.memory - candidate.footprint.memory, 0.0))
+        self.surpluses[candidate.is_compiled, candidate.ranks].append(
+            max(timing.memory - candidate.footprint.memory, 0.0)
+        )
         step = timing.step(candidate.batch, candidate.parts)
         self.say(f"its steps take {step:.3g} s, and its process took {timing.memory / 1e6:,.0f} MB")
-        if timing.memory * self.margin > self.memory:
+        if timing.memory * self.margin > self.room(candidate):
             self.misfits[candidate.ways] = (
                 f"does not fit: its process took {timing.memory / 1e6:,.0f} MB when it was run"
             )

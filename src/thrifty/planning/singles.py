@@ -9,6 +9,7 @@ import torch
 
 from thrifty.core.compose import CPU, Composition, Plain, compose
 from thrifty.core.errors import ThriftyError
+from thrifty.core.explain import held
 from thrifty.core.footprint import Footprint
 from thrifty.core.parallel.absent_ranks import as_first_rank
 from thrifty.core.technique import Technique
@@ -43,10 +44,15 @@ class Singles:
         return self.counted(())
 
     def counted(self, ways: Sequence[Way]) -> Footprint:
-        """With all of these ways; over several ranks of the first of them."""
+        """With all of these ways; over several ranks of the first, which is built as well: what techniques claim over a
+        mesh says nothing of models that cannot be so divided."""
         self.counts += 1
-        with as_first_rank(mesh_of(ways)):
-            return self.count(compose(self.plain, applied(ways, self.base), self.steps, self.device))
+        mesh = mesh_of(ways)
+        with as_first_rank(mesh):
+            run = compose(self.plain, applied(ways, self.base), self.steps, self.device)
+            if mesh.least_ranks > 1:
+                held(run)
+            return self.count(run)
 
     def look_at_singles(self) -> None:
         """The footprint of every way by itself, or why it is refused."""

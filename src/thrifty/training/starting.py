@@ -1,5 +1,6 @@
 """How a process of Python is started as one or several ranks."""
 
+import os
 import sys
 
 from thrifty.core.machine import usable_cores
@@ -22,5 +23,6 @@ def typed(ranks: int) -> str:
     """What a user types to train a recipe on so many ranks."""
     if ranks == 1:
         return "thrifty train"
-    said = "".join(f"{name}={value} " for name, value in settings(ranks).items() if value != "1")
+    given = {name: value for name, value in settings(ranks).items() if value != "1" and name not in os.environ}
+    said = "".join(f"{name}={value} " for name, value in given.items())
     return f"{said}torchrun --nproc-per-node {ranks} -m thrifty train"
