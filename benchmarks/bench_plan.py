@@ -8,10 +8,11 @@ and of those that were promised to fit none that does not; after probing a step'
 pairs that differ by more than 10 % the faster one told in 90 %.
 
 Peaks are those of the allocator's events. Models are those that bounds were found on, and small ones of `transformers`
-that they were not; over a mesh two gloo ranks train, and that which holds most is looked at. A step's time is predicted
-as a plan does, from a probe of whole steps at two or three sizes of micro-batch, and measured by the training loop
-afterwards; other programs disturb that, so the machine's load is kept beside it. Memory alone (--no-steps) needs no
-quiet machine.
+that they were not; over a mesh two gloo ranks train, and that which holds most is looked at; what the thread of a
+process group gives back is not seen, and counts as held until its place is taken. A step's time is predicted as a plan
+does, from a probe of whole steps (at two or three sizes of micro-batch; over a mesh as they are), and measured by the
+training loop afterwards; other programs disturb that, so the machine's load is kept beside it. Memory alone
+(--no-steps) needs no quiet machine.
 """
 
 import argparse
