@@ -163,9 +163,9 @@ def ways_along(
         except UsageError:  # what the recipe says of it does not go with this
             continue
         touched = {*made} ^ {*there.values()}
-        if not touched and offer.mesh == ONE_RANK:
+        if not touched:
             continue
-        numerics = max((technique.numerics for technique in touched or made), key=STRICTNESS.index)
+        numerics = max((technique.numerics for technique in touched), key=STRICTNESS.index)
         label = " + ".join(_label(technique) for technique in made)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"

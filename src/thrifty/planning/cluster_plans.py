@@ -20,7 +20,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.axes import MICRO_BATCHES, Catalogue
 from thrifty.planning.cluster_reasons import ClusterReasons
 from thrifty.planning.forecasts import Wanted, refuse_no_step
-from thrifty.planning.layouts import TECHNIQUES, Layout, layouts
+from thrifty.planning.layouts import TECHNIQUES, Layout, in_a_recipe, layouts
 from thrifty.planning.predict import OVER_MESH_HIGH, Estimate, counted, largest_part
 from thrifty.planning.reasons import Reason
 
@@ -156,7 +156,7 @@ class ClusterPlanner:
                 self.recipe,
                 name=f"{self.recipe.name}-planned",
                 techniques=chosen.techniques,
-                mesh=chosen.layout.core_mesh,
+                mesh=in_a_recipe(chosen.layout.mesh),
                 budget=budget,
             ),
             place=self.place,
@@ -259,7 +259,7 @@ class ClusterPlanner:
 
     def _footprint(self, layout: Layout, techniques: tuple[Technique, ...]) -> Footprint:
         """Of the first rank, as techniques claim it over the mesh."""
-        with as_first_rank(layout.core_mesh):
+        with as_first_rank(in_a_recipe(layout.mesh)):
             return counted(compose(self.plain, techniques, self.steps))
 
 

@@ -34,11 +34,6 @@ class Layout:
         return self.report.step_seconds
 
     @property
-    def core_mesh(self) -> core_mesh.Mesh:
-        """As a recipe has it."""
-        return core_mesh.Mesh(**{axis: getattr(self.mesh, axis) for axis in core_mesh.AXES})
-
-    @property
     def changes(self) -> int:
         """How much there is to it: axes beside that of copies, ZeRO's stage, micro-batches, recomputation."""
         axes = sum(getattr(self.mesh, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
@@ -55,6 +50,11 @@ class Layout:
         if self.settings.recompute != "none":
             said.append(f"recompute {self.settings.recompute}")
         return ", ".join(said)
+
+
+def in_a_recipe(mesh: Mesh) -> core_mesh.Mesh:
+    """A simulated mesh as a recipe has it."""
+    return core_mesh.Mesh(**{axis: getattr(mesh, axis) for axis in core_mesh.AXES})
 
 
 def layouts(

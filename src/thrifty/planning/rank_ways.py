@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from thrifty.core.mesh import AXES, Mesh
+from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
 from thrifty.planning.axes import Offer
-from thrifty.planning.layouts import TECHNIQUES, meshes
+from thrifty.planning.layouts import TECHNIQUES, in_a_recipe, meshes
 
 RANKS = "ranks"
 SHARING = 0.85
@@ -36,7 +36,7 @@ def over_ranks(ranks: int, batch: int, device: str) -> Iterator[Offer]:
     """
     part = SHARING if device == "cpu" else 1 / ranks
     for found in meshes(ranks, ranks, ranks):
-        mesh = Mesh(**{axis: getattr(found, axis) for axis in AXES})
+        mesh = in_a_recipe(found)
         own, left = divmod(batch, found.data)
         if left:
             continue
