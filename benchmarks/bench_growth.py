@@ -1,11 +1,13 @@
 """Wall-clock to equal loss: a model that grows against the full model, each with a rate that is decayed to its own end.
 
 The full model is trained for several budgets, which gives a curve of loss against seconds; the loss that a growing run
-ends at is looked up on it. Above 1, the full model takes longer to get there. Promise: none; this is a measurement, and
-"no faster" is an answer. On a quiet machine, with one thread for each core.
+ends at is looked up on it. Above 1, the full model takes longer to get there. The runs of a seed come in an order drawn
+from it, so that a machine's drift meets all of them. Promise: none; this is a measurement, and "no faster" is an
+answer. On a quiet machine, with one thread for each core.
 """
 
 import math
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -24,8 +26,8 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.clip import Clip
 from thrifty.techniques.schedules.cosine import Cosine
 
-DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 64, 64, 16, 2e-3
-STEPS = 600
+DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 128, 64, 16, 2e-3
+STEPS = 400
 CURVE = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Budgets of the full model, in growing runs."""
 WAYS: Mapping[str, Sequence[Technique]] = {
@@ -64,23 +66,38 @@ def seconds_to(loss: float, curve: Sequence[tuple[float, float]]) -> float:
     return math.inf
 
 
+def in_turn(steps: int, seed: int) -> tuple[list[tuple[float, float]], dict[str, tuple[float, float]]]:
+    """The full model's curve, its budgets rising, and what each way of growing came to, as (seconds, loss)."""
+    jobs = [*CURVE, *WAYS]
+    random.Random(seed).shuffle(jobs)
+    found = {
+        job: run(WAYS[job], steps, seed) if isinstance(job, str) else run([], round(job * steps), seed) for job in jobs
+    }
+    return [found[share] for share in CURVE], {name: found[name] for name in WAYS}
+
+
 def main() -> None:
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
-    seeds = range(int(sys.argv[3]) if len(sys.argv) > 3 else 2)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    seeds = range(int(sys.argv[3]) if len(sys.argv) > 3 else 3)
+    curves: list[list[tuple[float, float]]] = []
+    grown: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
     for seed in seeds:
-        curve = [run([], round(share * steps), seed) for share in CURVE]
+        curve, ends = in_turn(steps, seed)
+        curves.append(curve)
         print(f"seed {seed}, full:", ", ".join(f"{loss:.3f} in {seconds:.0f} s" for seconds, loss in curve))
-        for name, ways in WAYS.items():
-            seconds, loss = run(ways, steps, seed)
+        for name, (seconds, loss) in ends.items():
             ratio = seconds_to(loss, curve) / seconds
-            found[name].append({"seconds": seconds, "loss": loss, "full_over_grown": ratio})
+            grown[name].append({"seconds": seconds, "loss": loss, "full_over_grown": ratio})
             print(f"  {name:<26} {loss:.3f} in {seconds:6.1f} s; the full model takes {ratio:.2f} of that")
     print()
-    for name, each in found.items():
-        print(f"{name:<28} median {median(one['full_over_grown'] for one in each):.2f}")
+    for name, each in grown.items():
+        ratios = [one["full_over_grown"] for one in each]
+        print(f"{name:<28} median {median(ratios):.2f}  [{min(ratios):.2f}, {max(ratios):.2f}]")
     if len(sys.argv) > 1:
-        write(Path(sys.argv[1]) / "growth.json", {"benchmark": "growth", "steps": steps, "runs": found})
+        write(
+            Path(sys.argv[1]) / "growth.json",
+            {"benchmark": "growth", "steps": steps, "shares": CURVE, "curves": curves, "runs": grown},
+        )
 
 
 if __name__ == "__main__":

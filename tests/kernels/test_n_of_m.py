@@ -1,6 +1,7 @@
 """N:M masks against brute force, the estimate of gradients against its expectation, the product against autograd."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as some
 from torch import Tensor
-from torch.sparse._semi_structured_conversions import _sparse_semi_structured_tile
+from torch.sparse import SparseSemiStructuredTensor, SparseSemiStructuredTensorCUTLASS
+from torch.sparse._semi_structured_conversions import (
+    _sparse_semi_structured_tile,
+    sparse_semi_structured_to_dense_cutlass,
+)
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.kernels import n_of_m_linear
@@ -278,22 +283,36 @@ def test_no_device_but_a_gpu_has_units_for_it() -> None:
     assert not has_sparse_units(torch.device("cpu"), Pattern())
 
 
-on_a_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and has_sparse_units(torch.device("cuda"), Pattern())),
-    reason="no GPU with units for 2:4 products",
-)
+@pytest.fixture
+def units_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Torch's own packing and its way to the units, all but the units: their product is made of what was packed. What
+    they are given is listed."""
+    seen: list[tuple[int, ...]] = []
+
+    def product(packed: Tensor, meta: Tensor, dense: Tensor) -> Tensor:
+        assert dense.is_contiguous() or dense.T.is_contiguous()
+        matrix = sparse_semi_structured_to_dense_cutlass(packed, meta)
+        seen.append((*matrix.shape, dense.shape[1]))
+        return matrix @ dense
+
+    def valid(kind: type[SparseSemiStructuredTensor], matrix: Tensor) -> None:
+        least = kind._DTYPE_SHAPE_CONSTRAINTS[matrix.dtype]
+        assert matrix.is_contiguous()
+        assert matrix.shape[0] % least.sparse_min_rows == 0 and matrix.shape[1] % least.sparse_min_cols == 0
+
+    monkeypatch.setattr(SparseSemiStructuredTensor, "_FORCE_CUTLASS", True)
+    monkeypatch.setattr(SparseSemiStructuredTensorCUTLASS, "_validate_device_dim_dtype_shape", classmethod(valid))
+    monkeypatch.setattr(torch, "_sparse_semi_structured_mm", product)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_addmm", lambda b, *given: product(*given) + b[:, None])
+    return seen
 
 
-@on_a_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("transposable", [False, True])
-@pytest.mark.parametrize("estimate", [False, True])
-def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
-    dtype: torch.dtype, transposable: bool, estimate: bool
-) -> None:
-    pattern = Pattern(transposable=transposable)
+def on_units_and_emulated(
+    dtype: torch.dtype, pattern: Pattern, estimate: bool, device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The result and the gradients of input, weight and bias, both ways."""
     x, weight, bias, upstream = (
-        drawn(*shape, seed=seed, dtype=dtype).cuda()
+        drawn(*shape, seed=seed, dtype=dtype).to(device)
         for seed, shape in enumerate([(128, 256), (384, 256), (384,), (128, 384)])
     )
     mask = pattern.mask(weight)
@@ -306,5 +325,44 @@ def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
         result.backward(upstream)
         found.append([result, *(tensor.grad for tensor in given_ones)])
     assert Products(pattern, estimate, True).go_to_units(weight)
+    return found[0], found[1]
+
+
+EACH_WAY = [
+    pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16]),
+    pytest.mark.parametrize("transposable", [False, True]),
+    pytest.mark.parametrize("estimate", [False, True]),
+]
+
+
+def each_way(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in EACH_WAY:
+        test = mark(test)
+    return test
+
+
+@each_way
+def test_what_is_packed_for_the_units_is_all_that_acts(
+    dtype: torch.dtype, transposable: bool, estimate: bool, units_unpacked: list[tuple[int, ...]]
+) -> None:
+    found = on_units_and_emulated(dtype, Pattern(transposable=transposable), estimate, "cpu")
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)
+    of_x, of_weight = [(256, 384, 128)] * transposable, [(384, 128, 256)] * estimate
+    assert units_unpacked == [(384, 256, 128), *of_x, *of_weight]
+
+
+on_a_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and has_sparse_units(torch.device("cuda"), Pattern())),
+    reason="no GPU with units for 2:4 products",
+)
+
+
+@on_a_gpu
+@each_way
+def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
+    dtype: torch.dtype, transposable: bool, estimate: bool
+) -> None:
+    found = on_units_and_emulated(dtype, Pattern(transposable=transposable), estimate, "cuda")
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)
