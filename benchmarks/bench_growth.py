@@ -1,7 +1,7 @@
 """Wall-clock to equal loss: a model that grows against the full model, each with a rate that is decayed to its own end.
 
 The full model is trained for several budgets, which gives a curve of loss against seconds; the loss that a growing run
-ends at is looked up on it. Above 1, the full model takes longer to get there. The runs of a seed come in an order drawn
+ends at is looked up on it. Above 1, the full model takes longer to get there; null in the file where it never does. The runs of a seed come in an order drawn
 from it, so that a machine's drift meets all of them. Promise: none; this is a measurement, and "no faster" is an
 answer. On a quiet machine, with one thread for each core.
 """
@@ -10,6 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,17 @@ WAYS: Mapping[str, Sequence[Technique]] = {
     "shorter texts first": [SequenceLength(start=16)],
     "dropped blocks": [LayerDrop()],
 }
+
+
+@dataclass(frozen=True)
+class Grown:
+    seconds: float
+    loss: float
+    full_over_grown: float
+    """Infinite where the full model never gets as low."""
+
+    def as_data(self) -> dict[str, float | None]:
+        return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
 def run(ways: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]:
@@ -80,23 +92,29 @@ def main() -> None:
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else STEPS
     seeds = range(int(sys.argv[3]) if len(sys.argv) > 3 else 3)
     curves: list[list[tuple[float, float]]] = []
-    grown: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+    grown: dict[str, list[Grown]] = {name: [] for name in WAYS}
     for seed in seeds:
         curve, ends = in_turn(steps, seed)
         curves.append(curve)
         print(f"seed {seed}, full:", ", ".join(f"{loss:.3f} in {seconds:.0f} s" for seconds, loss in curve))
         for name, (seconds, loss) in ends.items():
             ratio = seconds_to(loss, curve) / seconds
-            grown[name].append({"seconds": seconds, "loss": loss, "full_over_grown": ratio})
+            grown[name].append(Grown(seconds, loss, ratio))
             print(f"  {name:<26} {loss:.3f} in {seconds:6.1f} s; the full model takes {ratio:.2f} of that")
     print()
     for name, each in grown.items():
-        ratios = [one["full_over_grown"] for one in each]
+        ratios = [one.full_over_grown for one in each]
         print(f"{name:<28} median {median(ratios):.2f}  [{min(ratios):.2f}, {max(ratios):.2f}]")
     if len(sys.argv) > 1:
         write(
             Path(sys.argv[1]) / "growth.json",
-            {"benchmark": "growth", "steps": steps, "shares": CURVE, "curves": curves, "runs": grown},
+            {
+                "benchmark": "growth",
+                "steps": steps,
+                "shares": CURVE,
+                "curves": curves,
+                "runs": {name: [one.as_data() for one in each] for name, each in grown.items()},
+            },
         )
 
 

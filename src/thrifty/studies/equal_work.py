@@ -14,6 +14,7 @@ EXAMPLES = 1024
 
 QUANTITIES = {
     "loss": Quantity("held-out loss, nats per byte"),
+    "gain": Quantity("by how many nats the loss is below that without it, of the same seed"),
     "steps": Quantity("steps that the work paid for"),
     "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
 }

@@ -71,6 +71,13 @@ def layer_drop(
         )
         return full - dropped
 
+    def gains(cells: Cells) -> Cells:
+        return {
+            f"gain of dropping, rate {rate}, full_steps {budget:g}": {"gain": gain(cells, rate, budget)}
+            for rate in RATES
+            for budget in budgets
+        }
+
     return Study(
         name="layer_drop",
         about="Dropping blocks over time and depth gains nothing at equal work.",
@@ -78,6 +85,7 @@ def layer_drop(
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities=QUANTITIES,
         seeds=seeds,
+        derive=gains,
         expect=[
             Expectation(
                 f"at a {rate} rate nothing is gained in the work of {budget} steps: less than 0.01 nats",

@@ -95,9 +95,10 @@ def sparse_vit(
     """A 4-block ViT of width 128 on handwritten digits, dense and at densities of 20, 10, 5 and 2 % in its blocks.
 
     Command   thrifty train sparse_vit
-    Expect    at 20 % none loses two points; at 2 % moving masks are above fixed ones, RigL's above SET's. Masked
-              products save no time; sparse ones some, far less than FLOPs. `--set data=cifar10 --set patch=4` for
-              larger images. Half an hour on two cores.
+    Expect    at 20 % none loses two points; at 2 % moving masks are above fixed ones, RigL's above SET's, as published
+              (here it was the other way round: fixed 91.5, SET 90.1, RigL 88.7 % told right). Masked products save no
+              time; sparse ones some, far less than FLOPs. `--set data=cifar10 --set patch=4` for larger images. Half
+              an hour on two cores.
     """
     fixed = {
         "every": every, "steps": steps, "data": data, "depth": depth, "width": width, "patch": patch, "batch": batch,

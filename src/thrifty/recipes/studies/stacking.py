@@ -68,6 +68,14 @@ def stacking(
         full, other = (cells[f"way {each}, full_steps {budget:g}"]["loss"] for each in ("full", way))
         return full - other
 
+    def gains(cells: Cells) -> Cells:
+        ways = [way for way in WAYS if way != "full"]
+        return {
+            f"gain of {way}, full_steps {budget:g}": {"gain": gain(cells, budget, way)}
+            for way in ways
+            for budget in budgets
+        }
+
     return Study(
         name="stacking",
         about="Stacking gains much in a short run and little in a long one, at equal work.",
@@ -75,6 +83,7 @@ def stacking(
         cases=cases,
         quantities=QUANTITIES,
         seeds=seeds,
+        derive=gains,
         expect=[
             Expectation("at the short budget stacking gains more than 0.02 nats", lambda c: gain(c, short) > 0.02),
             Expectation(
