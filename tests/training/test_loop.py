@@ -1,5 +1,7 @@
 """The loop: randomness keyed by the step, steps without a finite gradient, records."""
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,10 +11,12 @@ from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Prediction
 from thrifty.objectives.next_token import NextToken
-from thrifty.training.loop import PATIENCE, step_seed
+from thrifty.training.loop import PATIENCE, step_seed, train
 from tiny_runs import Repeated, advance, plain_run, snapshot, technique
 
 STILL = technique("optimizers.adamw", lr=0.0)
+SLOW = 0.05
+"""Seconds that a slow batch takes."""
 
 
 class Poisoned(NextToken):
@@ -84,3 +88,22 @@ def test_records_count_tokens_and_steps_from_one() -> None:
     assert [record.tokens for record in records] == [64, 64, 64]
     assert state.counters["tokens"] == 192
     assert all(record.seconds > 0 and record.gradient_norm > 0 for record in records)
+
+
+class Slow(Repeated):
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        time.sleep(SLOW)
+        return super().rows(step, start, stop)
+
+
+def test_the_seconds_of_a_step_are_those_that_it_waited_for_its_batch_too_and_none_of_its_reader_s() -> None:
+    plain = plain_run(depth=1)
+    run = compose(Plain(plain.build, Slow(plain.source), plain.objective), [STILL], 4)
+    state, seconds = run.start(), []
+    began = time.perf_counter()
+    for record in train(run, state, seed=0):
+        seconds.append(record.seconds)
+        time.sleep(2 * SLOW)  # meanwhile two batches are made
+    assert seconds[0] >= SLOW
+    assert sum(seconds) == pytest.approx(state.counters["seconds"], abs=SLOW / 4)
+    assert sum(seconds) <= time.perf_counter() - began - 4 * 2 * SLOW

@@ -37,6 +37,7 @@ class Record:
     tokens: int
     """Of the data that this step went through, over all ranks."""
     seconds: float
+    """That it took, waiting for its batch included."""
     skipped: bool = False
     notes: dict[str, float] = field(default_factory=dict)
     changes: tuple[Decision, ...] = ()
@@ -54,9 +55,8 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
     ThriftyError after ten such steps in a row that nothing answered, IntegrityError when a technique's promise breaks.
     """
     run.verify(state)
-    skipped = 0
+    skipped, began = 0, time.perf_counter()
     for batch in prefetch(run.source, state.step, run.steps):
-        began = time.perf_counter()
         changes = run.changes(state)
         if changes:
             run.verify(state)
@@ -98,6 +98,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
                 f"the last loss was {loss}, the last gradient norm {gradient_norm}",
                 fix="lower the learning rate, or switch on optimizers.clip; parameters are as they were before",
             )
+        began = time.perf_counter()  # what a reader of the record does is no part of a step
     run.verify(state)
 
 
