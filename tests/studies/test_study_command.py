@@ -36,6 +36,11 @@ def test_a_study_is_measured_kept_compared_and_caught_when_it_differs(thrifty: C
     assert "16 of 16 numbers agree" in thrifty(*again, "--against", kept).stderr
     assert "exists already" in thrifty(*again, "--keep", kept, exit_code=2).stderr
 
+    part = ("train", "depth_preconditioner", *SMALL, "--only", "p 2", "--name", "part", "--against", kept)
+    assert "[9/9]" in (measured := thrifty(*part).stderr)
+    compared = thrifty(*part).stderr
+    assert "[1/" not in compared and compared.splitlines()[-1] == measured.splitlines()[-1]
+
 
 def test_a_finished_study_is_refused_and_its_json_is_one_document(thrifty: CommandLine) -> None:
     found = thrifty.json("train", "depth_preconditioner", *SMALL, "--only", "p 2")
@@ -51,6 +56,7 @@ def test_a_finished_study_is_refused_and_its_json_is_one_document(thrifty: Comma
         (("depth_preconditioner", "--set", "width=3"), "no setting 'width'"),
         (("depth_preconditioner", "--against", "no.json"), "there is no result no.json"),
         (("depth_preconditioner", "--keep", "here"), "not a .json file"),
+        (("depth_preconditioner", "--keep", "k.json", "--only", "p 2"), "--keep keeps a whole study"),
         (("text", "--seeds", "3"), "text is a recipe, which has no --seeds"),
         (("text", "--against", "no.json"), "text is a recipe, which has no --against"),
         (("depth_precondition",), "did you mean 'depth_preconditioner'"),

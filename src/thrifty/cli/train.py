@@ -85,18 +85,21 @@ def _study(
     from dataclasses import replace
 
     from thrifty.cli.telling import print_json
+    from thrifty.core.errors import UsageError
     from thrifty.studies import keeping
     from thrifty.studies.result import read_result
-    from thrifty.studies.running import read_folder, run_study
+    from thrifty.studies.running import is_measured, read_folder, run_study
     from thrifty.studies.table import table
 
     study = replace(study, seeds=seeds) if seeds else study
+    if keep and only:
+        raise UsageError("--keep keeps a whole study, --only measures a part of one", fix="leave one of them out")
     if keep:
         keeping.refuse_existing(keep)
     kept = read_result(against) if against else None
     result = read_folder(study, folder)
-    # a finished study is measured no further, but may still be kept or compared
-    if result is None or not result.finished or not (keep or against):
+    # what has been measured is not measured again, but may still be kept or compared
+    if result is None or not is_measured(result, only) or not (keep or against):
         result = run_study(study, folder, only=only, jobs=jobs, say=(lambda text: None) if quiet else _say)
     if as_json:
         print_json(result.as_data())

@@ -65,6 +65,11 @@ def read_folder(study: Study, folder: Path) -> Result | None:
     return result
 
 
+def is_measured(result: Result, only: Sequence[str] = ()) -> bool:
+    """Whether no cell of these cases is left to measure."""
+    return not _missing(result, _chosen(result.study, only))
+
+
 @contextmanager
 def _claimed(folder: Path, result: Result) -> Iterator[RunFolder]:
     """The folder, new or with an earlier part of this study, locked; what it holds is taken into `result`."""
