@@ -1,9 +1,9 @@
 """Wall-clock to equal loss: a model that grows against the full model, each with a rate that is decayed to its own end.
 
 The full model is trained for several budgets, which gives a curve of loss against seconds; the loss that a growing run
-ends at is looked up on it. Above 1, the full model takes longer to get there; null in the file where it never does. The runs of a seed come in an order drawn
-from it, so that a machine's drift meets all of them. Promise: none; this is a measurement, and "no faster" is an
-answer. On a quiet machine, with one thread for each core.
+ends at is looked up on it. Above 1, the full model takes longer to get there; null in the file where it never does. The
+runs of a seed come in an order drawn from it, so that a machine's drift meets all of them. Promise: none; this is a
+measurement, and "no faster" is an answer. On a quiet machine, with one thread for each core.
 """
 
 import math
