@@ -19,11 +19,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from side_by_side import write
-from thrifty.cli.options import put_together
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.compose import Composition
-from thrifty.preparing import prepare
-from thrifty.recipes.text import text
+from thrifty.cli.recipe_options import put_together
+from thrifty.composition.compose import Composition
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.recipes.language_recipes import text
+from thrifty.training.run_setup import prepare
 
 BUDGET, STEPS = "memory.activation_budget", 2
 UNPLANNED = [t.name for t in text().techniques if t.name in ("compile", "attention.tiled")]

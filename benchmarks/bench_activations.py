@@ -20,14 +20,14 @@ import torch
 from torch import nn
 
 from side_by_side import write
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.experiments.tasks.language_task import BYTES, source_text
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.studies.language import BYTES, source_text
 from thrifty.techniques.memory.activation_budget import ActivationBudget
 from thrifty.techniques.memory.compress_activations import CompressActivations
 from thrifty.techniques.memory.offload_activations import OffloadActivations

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_matrix
 from thrifty.core.recipe import ModelSettings
+from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.models import build_model
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 
 
 def contenders(tiles: list[int]) -> dict[str, Callable[..., Tensor]]:

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from board.browser import CHROMIUM, Browser
 from report.conftest import records, write_run_folder
 from side_by_side import write
-from thrifty.board.server import BoardServer, new_token
-from thrifty.board.site import Site
+from thrifty.dashboard.board_server import BoardServer, new_token
+from thrifty.dashboard.board_site import Site
 from thrifty.training.run_folder import RunFolder
 
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"

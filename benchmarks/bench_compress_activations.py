@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from side_by_side import ratio, rows, side_by_side, tell, write
-from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.step_count import CountedPasses
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.group_coding import Coded, encode
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.experiments.tasks.language_task import BYTES, source_text
+from thrifty.kernels.quantized_tensors import Coded, encode
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.studies.language import BYTES, source_text
 from thrifty.techniques.memory.compress_activations import CompressActivations
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.training.memory import keeping_freed
+from thrifty.training.memory_meter import keeping_freed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = (8, 4, 2)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.kernels.cross_entropy import chunk_step, linear_cross_entropy
+from thrifty.kernels.chunked_cross_entropy import chunk_step, linear_cross_entropy
 
 
 def contenders(n: int, d: int, v: int) -> dict[str, Callable[[], object]]:

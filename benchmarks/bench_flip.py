@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from side_by_side import keep, ratio, side_by_side, tell
 from steps import SameRows, whole_step
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
-from thrifty.kernels.contrastive import contrastive_losses, contrastive_losses_reference
-from thrifty.models.presets import PRESETS, assemble
-from thrifty.models.shape import Shape
+from thrifty.kernels.contrastive_loss import contrastive_losses, contrastive_losses_reference
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import PRESETS, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.contrast import Contrast
+from thrifty.objectives.contrastive import Contrast
 from thrifty.techniques.data_selection.drop_patches import DropPatches
 from thrifty.techniques.optimizers.adamw import AdamW
 

@@ -28,30 +28,30 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from side_by_side import write
 from thrifty import techniques
-from thrifty.core.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
-from thrifty.core.explain import explain
-from thrifty.core.pieces import local
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.experiments.tasks.language_task import BYTES, source_text
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocations import allocated
-from thrifty.studies.language import BYTES, source_text
+from thrifty.optim.chunked_update import local
+from thrifty.planning.allocator_trace import allocated
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.loop import train
 
 STEPS = 6
 SETTINGS: dict[str, dict[str, Any]] = {
-    "adapters.intrinsic": {"dimension": 1024},
+    "adapters.intrinsic_dimension": {"dimension": 1024},
     "adapters.visual_prompt": {"tokens": 4, "patch": 4},
     "compile": {"backend": "aot_eager"},
-    "growth.sequence_length": {"start": 16, "until": 3, "phases": 2},
+    "curriculum.sequence_length": {"start": 16, "until": 3, "phases": 2},
     "growth.stacking": {"at": (1, 3)},
     "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
-    "large_batch.noise_scale": {"every": 2},
+    "measure.noise_scale": {"every": 2},
     "memory.activation_budget": {"costs": "counted"},
     "optimizers.soap": {"every": 2},
     "sparsity.rigl": {"every": 2, "density": 0.5},
@@ -64,19 +64,24 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "compress, 2 bits": {"memory.compress_activations": {"bits": 2}},
     "mixed, float16": {"precision.mixed": {"format": "float16"}},
     "lora, dropout": {"adapters.lora": {"dropout": 0.1}},
-    "accumulate 2 + recompute": {"large_batch.accumulate": {"parts": 2}, "memory.recompute": {}},
+    "accumulate 2 + recompute": {"large_batch.gradient_accumulation": {"parts": 2}, "memory.recompute": {}},
     "mixed + recompute": {"precision.mixed": {}, "memory.recompute": {}},
     "mixed + lora": {"precision.mixed": {}, "adapters.lora": {}},
     "mixed + compress": {"precision.mixed": {}, "memory.compress_activations": {}},
     "mixed + recompute + lora + accumulate": {
-        "precision.mixed": {}, "memory.recompute": {}, "adapters.lora": {}, "large_batch.accumulate": {"parts": 2},
+        "precision.mixed": {},
+        "memory.recompute": {},
+        "adapters.lora": {},
+        "large_batch.gradient_accumulation": {"parts": 2},
     },
     "recompute + offload optimizer + clip": {
-        "memory.recompute": {}, "memory.offload_optimizer": {}, "optimizers.clip": {},
+        "memory.recompute": {},
+        "memory.offload_optimizer": {},
+        "gradients.clip": {},
     },
     "8-bit muon + recompute": {"optimizers.muon": {}, "precision.optimizer_state": {}, "memory.recompute": {}},
-    "shared + bfloat16 weights": {"parallelism.share_parameters": {}, "precision.bfloat16_weights": {}},
-}  # fmt: skip
+    "shared + bfloat16 weights": {"memory.share_parameters": {}, "precision.bfloat16_weights": {}},
+}
 
 
 @dataclass(frozen=True)

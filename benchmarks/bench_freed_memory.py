@@ -2,7 +2,8 @@
 
     python benchmarks/bench_freed_memory.py [--rounds 5] [--json results/benchmarks/freed-memory-cpu.json]
 
-Runs keep it (`training/memory.py`). Promise: a step takes no longer, and the process holds at most a tenth more at its
+Runs keep it (`training/memory_meter.py`). Promise: a step takes no longer, and the process holds at most a tenth more
+at its
 peak. glibc's own limits move and cannot be brought back once they are set, so each way has processes of its own; they
 take turns.
 """
@@ -21,7 +22,7 @@ import torch
 
 from bench_waiting import training_step
 from side_by_side import Timing, rows, tell, write
-from thrifty.training.memory import MemoryMeter, keeping_freed
+from thrifty.training.memory_meter import MemoryMeter, keeping_freed
 
 CPU = torch.device("cpu")
 STEPS = {

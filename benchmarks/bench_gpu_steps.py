@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from side_by_side import side_by_side, write
 from steps import SameRows, whole_step
 from thrifty import techniques
-from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.explain import explain
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.recipe import ModelSettings
 from thrifty.core.technique import Technique
 from thrifty.models import build_model
-from thrifty.models.presets import PRESETS
+from thrifty.models.model_presets import PRESETS
 from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.gradients.clip import Clip
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
-from thrifty.training.same_bits import same_bits
+from thrifty.training.determinism import same_bits
 
 GPU = torch.device("cuda")
 TORCH, TORCH_COMPILED, SAME_BITS = "torch", "torch, compiled", ", same bits"
@@ -45,7 +45,7 @@ WAYS: dict[str, Settings] = {
     "float32": {},
     "mixed": MIXED,
     f"mixed{SAME_BITS}": MIXED,
-    "mixed, accumulated over 4": {**MIXED, "large_batch.accumulate": {"parts": 4}},
+    "mixed, accumulated over 4": {**MIXED, "large_batch.gradient_accumulation": {"parts": 4}},
     "float8": {**MIXED, "precision.float8": {}},
     "recompute": {**MIXED, "memory.recompute": {}},
     "recompute, selective": {**MIXED, "memory.recompute": {"schedule": "selective"}},

@@ -17,14 +17,14 @@ from statistics import median
 
 from side_by_side import write
 from thrifty.core.technique import Technique
-from thrifty.studies.language import llama, train_on_bytes
+from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.techniques.curriculum.sequence_length import SequenceLength
+from thrifty.techniques.gradients.clip import Clip
 from thrifty.techniques.growth.auto_grow import AutoGrow
 from thrifty.techniques.growth.compound import Compound
 from thrifty.techniques.growth.layer_drop import LayerDrop
-from thrifty.techniques.growth.sequence_length import SequenceLength
 from thrifty.techniques.growth.stacking import Stacking
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
 from thrifty.techniques.schedules.cosine import Cosine
 
 DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 128, 64, 16, 2e-3

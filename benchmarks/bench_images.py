@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from side_by_side import rows, side_by_side, tell, write
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.images import ImageData, open_images
+from thrifty.data.images.image_data import ImageData, open_images
 
 USUAL = "Pillow in every epoch"
 CROP = 4

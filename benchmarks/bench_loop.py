@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from side_by_side import keep, side_by_side, tell
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.batches import BatchSource
-from thrifty.core.compose import Plain, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.data import open_data
 from thrifty.models import build_model

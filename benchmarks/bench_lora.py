@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.accounting import StepTrace, uncollected
+from thrifty.core.tensor_tracing import StepTrace, uncollected
 from thrifty.techniques.adapters.lora import Lora
 
 RANK, ALPHA = 8, 16

@@ -15,13 +15,13 @@ import torch
 
 from side_by_side import keep, ratio, side_by_side, tell
 from steps import SameRows, whole_step
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.batches import Batch
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
-from thrifty.models.autoencoder import MaskedAutoencoder
-from thrifty.models.presets import PRESETS, assemble
+from thrifty.models.masked_autoencoder import MaskedAutoencoder
+from thrifty.models.model_presets import PRESETS, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.reconstruct import Reconstruct
+from thrifty.objectives.masked_reconstruction import Reconstruct
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.precision.mixed import Mixed

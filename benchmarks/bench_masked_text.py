@@ -19,8 +19,8 @@ from torch import nn
 from side_by_side import keep, side_by_side, tell
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens

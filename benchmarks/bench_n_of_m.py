@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.n_of_m import n_of_m_mask
-from thrifty.kernels.transposable import transposable_mask
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.experiments.tasks.language_task import llama, source_text
+from thrifty.kernels.n_of_m_masks import n_of_m_mask
+from thrifty.kernels.transposable_masks import transposable_mask
 from thrifty.objectives.next_token import NextToken
-from thrifty.studies.language import llama, source_text
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.sparsity.n_of_m import NOfM
 

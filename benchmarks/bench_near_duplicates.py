@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from side_by_side import side_by_side, tell, write
-from thrifty.data.near_duplicates import find_alike, runs_of_words
-from thrifty.data.python_sources import python_files
+from thrifty.data.text.near_duplicates import find_alike, runs_of_words
+from thrifty.data.text.python_sources import python_files
 
 SIZE, THRESHOLD = 4_000_000, 0.8
 

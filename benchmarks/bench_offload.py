@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from bench_adamw import model, torch_adamw
 from side_by_side import keep, side_by_side, tell
-from thrifty.core.memories.tickets import Beside, Ticket
-from thrifty.core.optimizer import Site, TransformOptimizer
-from thrifty.core.transforms import Chain, chain
+from thrifty.core.gradient_transform import Chain, chain
+from thrifty.memory.storage_tier import Beside, Ticket
+from thrifty.optim.torch_optimizer import Site, TransformOptimizer
 from thrifty.techniques.memory.offload_optimizer import OnCopies, offloaded
 from thrifty.techniques.optimizers.adamw import adamw
 

@@ -16,8 +16,8 @@ import torch
 
 from bench_adamw import model, torch_adamw
 from side_by_side import keep, side_by_side, tell
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.transforms import Transform
+from thrifty.core.gradient_transform import Transform
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
 from thrifty.techniques.precision.optimizer_state import Bfloat16, Int8, stored

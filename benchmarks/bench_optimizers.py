@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 from bench_adamw import model
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.accounting import StepTrace, tensor_bytes
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_hidden_matrix, is_matrix
-from thrifty.core.transforms import Transform
+from thrifty.core.gradient_transform import Transform
+from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
+from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lamb import lamb

@@ -25,15 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import llama_by_hand
 from side_by_side import Timing, rows, side_by_side, tell, write
+from thrifty.composition.compose import Plain, compose
 from thrifty.core import mesh
 from thrifty.core.batches import BatchSource
-from thrifty.core.compose import Plain, compose
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.core.technique import Technique
 from thrifty.data import open_data
 from thrifty.models import build_model
-from thrifty.models.presets import shape_of
+from thrifty.models.model_presets import shape_of
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.parallelism.replicate import Replicate

@@ -32,17 +32,17 @@ import torch.distributed as dist
 
 from bench_footprints import MODELS, chosen, one_rank
 from side_by_side import write
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core import mesh
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
-from thrifty.planning.allocations import allocated
-from thrifty.planning.axes import MICRO_BATCHES
-from thrifty.planning.predict import COUNTED_HIGH, OVER_MESH_HIGH, counted
-from thrifty.planning.probes import sizes
-from thrifty.planning.probing import timed
-from thrifty.preparing import prepare
+from thrifty.planning.allocator_trace import allocated
+from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, counted
+from thrifty.planning.probe_jobs import sizes
+from thrifty.planning.search_space import MICRO_BATCHES
+from thrifty.planning.step_timing import timed
 from thrifty.training.loop import train
+from thrifty.training.run_setup import prepare
 from unseen_models import UNSEEN, recipe_for, write_all
 
 STEPS, TIMED_STEPS = 6, 22
@@ -62,11 +62,11 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
     "offload optimizer": {"memory.offload_optimizer": {}},
     "mixed": {"precision.mixed": {}},
     "bfloat16 weights": {"precision.bfloat16_weights": {"rounding": "kahan"}},
-    "accumulate 2": {"large_batch.accumulate": {"parts": 2}},
-    "accumulate 4": {"large_batch.accumulate": {"parts": 4}},
+    "accumulate 2": {"large_batch.gradient_accumulation": {"parts": 2}},
+    "accumulate 4": {"large_batch.gradient_accumulation": {"parts": 4}},
     "lora": {"adapters.lora": {}},
     "mixed + recompute + accumulate 2": {
-        "precision.mixed": {}, "memory.recompute": {}, "large_batch.accumulate": {"parts": 2},
+        "precision.mixed": {}, "memory.recompute": {}, "large_batch.gradient_accumulation": {"parts": 2},
     },
 }  # fmt: skip
 
@@ -80,7 +80,7 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
     "shard=2 + recompute": ({"shard": 2}, {"parallelism.shard": {}, "memory.recompute": {}}),
     "replicate=2 + accumulate 2": (
         {"replicate": 2},
-        {"parallelism.replicate": {}, "large_batch.accumulate": {"parts": 2}},
+        {"parallelism.replicate": {}, "large_batch.gradient_accumulation": {"parts": 2}},
     ),
     "tensor=2 + mixed": ({"tensor": 2}, {"parallelism.tensor": {}, "precision.mixed": {}}),
 }

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from side_by_side import keep, ratio, side_by_side, tell
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chains import Schedule
-from thrifty.kernels.chain_schedule import periodic_schedule
-from thrifty.models.presets import Shape, assemble
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.planner.chain_schedule import periodic_schedule
+from thrifty.memory.recompute_schedule import Schedule
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute
 from thrifty.techniques.memory.recompute import Recompute

@@ -21,10 +21,10 @@ from side_by_side import rows, side_by_side, tell, write
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.kernels.example_scores import Fields, el2n, grand
-from thrifty.models.presets import assemble
-from thrifty.models.shape import Shape
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classify import Classify
+from thrifty.objectives.classification import Classify
 from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler
 
 EXAMPLES, BATCH, TIMES = 64, 32, 3

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from thrifty.hardware.machine_file import find_machine, machine_names
-from thrifty.hardware.own_filters import SELECTIVE, filtered
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.scale_sim import compute_report, read_cfg, read_topology
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.design_filters import SELECTIVE, filtered
+from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 LAYERS, HEADS, WIDTH = 24, 16, 64
 CFG = """[general]

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from side_by_side import Timing, rows, side_by_side, tell, write
-from thrifty.kernels.sparse.blocks import Blocks
-from thrifty.kernels.sparse.csr import Csr
-from thrifty.kernels.sparse.patterns import Pattern
-from thrifty.kernels.sparse.products import sparse_linear
+from thrifty.kernels.sparse.block_sparse_matrix import Blocks
+from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.sparse.sparse_linear import sparse_linear
+from thrifty.kernels.sparse.sparsity_pattern import Pattern
 from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_rows
 
 DENSE = "dense, torch"

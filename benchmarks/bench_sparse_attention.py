@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.kernels.attention_filters.patterns import pairs_of
-from thrifty.kernels.sparse_attention.blocks import block_attention
-from thrifty.kernels.sparse_attention.grids import NONE, BlockGrid, blocks_of, coded
-from thrifty.kernels.sparse_attention.rows import row_attention
-from thrifty.kernels.sparse_attention.sight import Sight
+from thrifty.kernels.attention_filters.position_masks import pairs_of
+from thrifty.kernels.sparse_attention.block_attention import block_attention
+from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, blocks_of, coded
+from thrifty.kernels.sparse_attention.row_attention import row_attention
+from thrifty.kernels.sparse_attention.visibility import Sight
 
 WIDTH = 64
 

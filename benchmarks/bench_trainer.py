@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 
 from side_by_side import Timing, keep, side_by_side, tell
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.data import open_data
 from thrifty.models import build_model, model_shape
-from thrifty.models.configuration import write_config
+from thrifty.models.hf_config import write_config
 from thrifty.objectives import find_objective
-from thrifty.recipes.text import fast
+from thrifty.recipes.language_recipes import fast
 from thrifty.training.loop import train
-from thrifty.training.memory import MemoryMeter
+from thrifty.training.memory_meter import MemoryMeter
 
 WAYS = ("thrifty", "trainer", "trainer, best")
 STEPS_A_SEGMENT = 4

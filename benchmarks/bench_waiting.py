@@ -24,9 +24,9 @@ import torch
 from bench_sparse_attention import WIDTH, grid_with
 from side_by_side import Timing, rows, tell, write
 from steps import SameRows, whole_step
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.recipe import ModelSettings
-from thrifty.kernels.sparse_attention.blocks import block_attention
+from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.models import build_model
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW

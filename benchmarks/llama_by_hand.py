@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from thrifty.kernels.rotary import rotary_frequencies, rotary_table, rotate
-from thrifty.models.shape import Shape
+from thrifty.kernels.rotary_embedding import rotary_frequencies, rotary_table, rotate
+from thrifty.models.model_config import Shape
 
 
 class Attention(nn.Module):

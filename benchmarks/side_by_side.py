@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from thrifty.training.environment import environment
+from thrifty.training.run_environment import environment
 
 
 @dataclass(frozen=True)

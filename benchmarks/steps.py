@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from thrifty.composition.compose import Composition
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.compose import Composition
 
 
 class SameRows(BatchSource):

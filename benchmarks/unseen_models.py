@@ -10,7 +10,7 @@ import transformers
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, DataSettings, Evaluation, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
-from thrifty.studies.language import source_text
+from thrifty.experiments.tasks.language_task import source_text
 
 WIDTH, INNER, DEPTH, HEADS, LENGTH, BATCH = 96, 384, 3, 4, 64, 8
 USUAL = {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from thrifty.models.interchange import import_folder
+from thrifty.models.weight_conversion import import_folder
 
 VOCABULARY, LENGTH = 300, 64
 _LLAMA = {

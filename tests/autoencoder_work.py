@@ -1,8 +1,8 @@
 """What the tests of the masked autoencoder let each rank do; here, so that a fresh process can import it."""
 
 from image_runs import autoencoder_run
+from thrifty.composition.compose import compose
 from thrifty.core import mesh
-from thrifty.core.compose import compose
 from tiny_runs import advance, losses, technique, with_optimizer
 
 STEPS = 3

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from thrifty.data.chat_tokenizer import TURNS, ChatTokenizer, with_template
-from thrifty.data.tokenizing import train_tokenizer
+from thrifty.data.chat.chat_tokenizer import TURNS, ChatTokenizer, with_template
+from thrifty.data.tokenizer import train_tokenizer
 
 TEXT = [
     "What is the capital of France? The capital is Paris.",

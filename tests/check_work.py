@@ -5,7 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from thrifty.comparing.check_ranks import work_as_rank
+from thrifty.checking.rank_check import work_as_rank
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective

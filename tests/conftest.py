@@ -12,8 +12,8 @@ import torch
 from hypothesis import settings
 
 from rank_processes import in_a_group_of_one
-from thrifty.core.accounting import settled
-from thrifty.training.same_bits import same_bits
+from thrifty.core.tensor_tracing import settled
+from thrifty.training.determinism import same_bits
 from tiny_runs import DEVICE
 
 FINISHED, KEPT = itertools.count(1), [0]

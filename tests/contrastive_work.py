@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pair_runs import pair_run
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core import mesh
-from thrifty.core.compose import compose
-from thrifty.core.explain import explain
-from thrifty.kernels.contrastive import contrastive_losses
-from thrifty.training.evaluate import held_out_loss
+from thrifty.kernels.contrastive_loss import contrastive_losses
+from thrifty.training.evaluation import held_out_loss
 from tiny_runs import advance, losses, technique, with_optimizer
 
 PAIRS = 24

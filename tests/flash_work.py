@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels import flash_triton
+from thrifty.kernels import flash_attention_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -20,7 +20,7 @@ def check(tokens: int, heads: int, sharing: int, causal: bool, texts: int) -> No
     if causal:
         mask = mask.tril()
     expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=sharing > 1)
-    found = flash_triton.flash_attention(*qkv, causal, segments if texts > 1 else None, tile=16)
+    found = flash_attention_triton.flash_attention(*qkv, causal, segments if texts > 1 else None, tile=16)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     gradients = (torch.autograd.grad(each, qkv, upstream) for each in (found, expected))
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
@@ -30,7 +30,7 @@ def check_refusals() -> None:
     for width, keys in ((24, 8), (8, 8), (16, 9)):
         q, k = torch.zeros(1, 2, 8, width), torch.zeros(1, 2, keys, width)
         try:
-            flash_triton.flash_attention(q, k, k)
+            flash_attention_triton.flash_attention(q, k, k)
         except UsageError as refused:
             assert "a power of two" in (refused.fix or "")
         else:

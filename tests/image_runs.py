@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.core.compose import Plain
+from thrifty.composition.compose import Plain
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.images import open_images
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.images.image_data import open_images
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classify import Classify
-from thrifty.objectives.reconstruct import Reconstruct
+from thrifty.objectives.classification import Classify
+from thrifty.objectives.masked_reconstruction import Reconstruct
 from tiny_runs import Repeated
 
 

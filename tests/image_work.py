@@ -3,10 +3,10 @@
 import torch
 
 from image_runs import image_run
+from thrifty.composition.compose import compose
 from thrifty.core import mesh
-from thrifty.core.compose import compose
 from thrifty.core.recipe import Augmentation
-from thrifty.training.evaluate import evaluate
+from thrifty.training.evaluation import evaluate
 from tiny_runs import advance, losses, technique, with_optimizer
 
 STEPS = 3

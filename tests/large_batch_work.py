@@ -1,7 +1,7 @@
 """What the tests of large batches let each rank do; here, so that a fresh process can import it."""
 
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.batches import Mapped
-from thrifty.core.compose import Plain, compose
 from thrifty.core.state import full_value
 from tiny_runs import advance, plain_run, run_through, technique, with_optimizer
 
@@ -9,7 +9,7 @@ from tiny_runs import advance, plain_run, run_through, technique, with_optimizer
 def averages(strategy: str | None) -> list[float]:
     """The norm of each average of two, after a few steps."""
     norms = []
-    for name in ("large_batch.latest_weight_average", "large_batch.exponential_average"):
+    for name in ("averaging.latest", "averaging.ema"):
         chosen = [technique(name), *([technique(strategy)] if strategy else [])]
         run = compose(plain_run(), with_optimizer(chosen), 4)
         state = run.start()
@@ -23,7 +23,7 @@ def averages(strategy: str | None) -> list[float]:
 def noise_scales(strategy: str | None) -> list[float]:
     """The gradient noise scale at each step, of the same halves however many ranks share them: two ranks of four
     examples halve theirs into the first and the second, and those are the even and the odd ones of all."""
-    plain, chosen = plain_run(), [technique("large_batch.noise_scale", every=1, momentum=0.5)]
+    plain, chosen = plain_run(), [technique("measure.noise_scale", every=1, momentum=0.5)]
     if strategy:
         chosen.append(technique(strategy))
     else:

@@ -6,13 +6,13 @@ import numpy as np
 
 from runs_for import masked_run
 from tensor_work import laid
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens
 from tiny_runs import advance, losses, technique, with_optimizer
 
-ACCUMULATED = technique("large_batch.accumulate")
+ACCUMULATED = technique("large_batch.gradient_accumulation")
 SETTINGS: Mapping[str, Sequence[Technique]] = {
     "self": [DropMaskedTokens(blocks=1), ACCUMULATED],
     "cross": [DropMaskedTokens(blocks=1, attend="cross"), ACCUMULATED],

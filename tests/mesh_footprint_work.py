@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
+from thrifty.composition.compose import Plain, compose
 from thrifty.core import mesh
-from thrifty.core.compose import Plain, compose
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocations import allocated
-from thrifty.planning.predict import counted
+from thrifty.planning.allocator_trace import allocated
+from thrifty.planning.cost_estimates import counted
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 
 LENGTH, BATCH, STEPS = 64, 8, 2

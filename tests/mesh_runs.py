@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thrifty.cli.options import put_together
+from thrifty.cli.recipe_options import put_together
 from thrifty.core import mesh
-from thrifty.core.accounting import tensor_bytes
 from thrifty.core.mesh import AXES, axis
-from thrifty.core.pieces import local
-from thrifty.preparing import prepare
-from thrifty.recipes.layers import Layers
-from thrifty.run import train
+from thrifty.core.tensor_tracing import tensor_bytes
+from thrifty.optim.chunked_update import local
+from thrifty.recipes.recipe_layers import Layers
+from thrifty.training.run_setup import prepare
+from thrifty.training.trainer import train
 
 TINY = (
     "model.width=32",

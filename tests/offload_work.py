@@ -6,7 +6,7 @@ import torch
 
 from parallel_work import digests
 from tensor_work import laid
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused
 from tiny_runs import advance, losses, plain_run, run_through, snapshot, technique, with_optimizer
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.gradient_transform import Transform
 from thrifty.core.state import full_value
-from thrifty.core.transforms import Transform
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lamb import lamb

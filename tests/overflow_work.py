@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from parallel_work import digests
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.objective import Objective
-from thrifty.core.pieces import local
 from thrifty.core.ranks import rank
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.chunked_update import local
 from thrifty.training.loop import PATIENCE
 from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
 
@@ -53,7 +53,7 @@ def float16(**settings: Any) -> Technique:
 
 def train_with_overflows(strategy: str) -> dict[str, Any]:
     """A short run of this rank in which the second of two micro-batches overflows, in the third step."""
-    others = [technique(name) for name in (strategy, "large_batch.accumulate")]
+    others = [technique(name) for name in (strategy, "large_batch.gradient_accumulation")]
     run = compose(plain_run(), with_optimizer([*others, float16(), Overflowing(at=(5,))]), 6)
     state = run.start()
     records = advance(run, state)

@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from thrifty.core.compose import Plain
-from thrifty.data.draws import example_keys
-from thrifty.data.epochs import Epochs
-from thrifty.models.presets import Shape, assemble
+from thrifty.composition.compose import Plain
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.kernels.example_rng import example_keys
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.contrast import Contrast
+from thrifty.objectives.contrastive import Contrast
 from tiny_runs import Repeated
 
 SIDE, LENGTH, END = 8, 12, 3

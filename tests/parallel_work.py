@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from runs_for import RUNS
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import AXES, USED_BY, lay
-from thrifty.core.sparse.sparsity import random_mask
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
-from thrifty.planning.probing import timed
+from thrifty.optim.mask_selection import random_mask
+from thrifty.planning.step_timing import timed
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 4

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_work import digests
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core import mesh
-from thrifty.core.accounting import StepTrace
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch, Mapped
-from thrifty.core.compose import CPU, Composition, Plain, compose
 from thrifty.core.errors import UsageError
-from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
-from thrifty.core.parallel.elsewhere import present
 from thrifty.core.state import TrainState, read_log
-from thrifty.objectives.answer import Answer
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.modeling.stage_placeholders import present
+from thrifty.objectives.chat_answers import Answer
 from thrifty.training import checkpoint
-from thrifty.training.agreement import Together
-from thrifty.training.evaluate import held_out_loss
+from thrifty.training.evaluation import held_out_loss
+from thrifty.training.rank_sync import Together
 from tiny_runs import VOCABULARY, advance, plain_run, snapshot, technique, with_optimizer
 
 AXES = {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
@@ -85,7 +85,7 @@ class Case:
 def theirs(name: str) -> nn.Module:
     import transformers
 
-    from thrifty.models.huggingface import HuggingFaceCausalLM
+    from thrifty.models.hf_loader import HuggingFaceCausalLM
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(name, **THEIRS[name])

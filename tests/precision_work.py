@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
-from thrifty.objectives.classify import Classify
+from thrifty.objectives.classification import Classify
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence

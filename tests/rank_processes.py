@@ -18,7 +18,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "thrifty.cli.main",
-        "thrifty.run",
+        "thrifty.training.trainer",
         "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",

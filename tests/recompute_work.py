@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from stacked_models import KINDS
-from thrifty.core.accounting import StepTrace, uncollected
 from thrifty.core.technique import Technique
+from thrifty.core.tensor_tracing import StepTrace, uncollected
 from tiny_runs import Snapshot, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 STEPS = 3

@@ -7,9 +7,9 @@ import pytest
 
 from image_runs import autoencoder_run, image_run
 from pair_runs import pair_run
+from thrifty.composition.compose import Plain
 from thrifty.core.batches import BatchSource
-from thrifty.core.compose import Plain
-from thrifty.data.packing import PackedTokens
+from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.masked_token import MaskedToken
 from tiny_runs import VOCABULARY, Repeated, corpus, plain_run, tiny_model
 
@@ -31,7 +31,7 @@ RUNS: Mapping[str, Callable[..., Plain]] = {
     "data_selection.drop_masked_patches": autoencoder_run,
     "data_selection.drop_masked_tokens": masked_run,
     "data_selection.drop_patches": image_run,
-    "growth.patch_size": image_run,
+    "curriculum.patch_size": image_run,
     "large_batch.gradient_cache": pair_run,
 }
 """By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""

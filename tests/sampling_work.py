@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.objective import Objective, Prediction
 from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler
 from tiny_runs import advance, plain_run, technique, with_optimizer

@@ -18,27 +18,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel_work import digests
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core import mesh
 from thrifty.core.batches import Batch, Mapped
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.pieces import local
 from thrifty.core.ranks import own_draws
 from thrifty.core.state import TrainState, full_value, read_log
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
-from thrifty.training.agreement import Alone, Together
+from thrifty.optim.chunked_update import local
 from thrifty.training.checkpoint import fill, find, save
 from thrifty.training.loop import step_seed
+from thrifty.training.rank_sync import Alone, Together
 from tiny_runs import VOCABULARY, corpus, plain_run, technique
 
 STEPS, BATCH = 20, 8
-DEMANDING = ("optimizers.lamb", "optimizers.clip", "large_batch.accumulate")
+DEMANDING = ("optimizers.lamb", "gradients.clip", "large_batch.gradient_accumulation")
 """What needs whole norms and sums over micro-batches."""
 
 
@@ -218,7 +218,7 @@ def _held_and_sent(way: Way, parts: int) -> Bytes:
         return model
 
     plain = Plain(build, PackedTokens(corpus(), 8, 4 * parts, seed=0), NextToken())
-    others = [technique("optimizers.adamw"), technique("large_batch.accumulate", parts=parts)]
+    others = [technique("optimizers.adamw"), technique("large_batch.gradient_accumulation", parts=parts)]
     with way.placed(), Watch() as watch:
         run = way.run(plain, others, 2)
         state = run.start()
@@ -309,7 +309,9 @@ def formats(way: Way) -> Formats:
         given.update({args[0].dtype, module.weight.dtype})
 
     with way.placed():
-        run = way.run(plain_run(batch=BATCH), [technique("optimizers.adamw"), technique("large_batch.accumulate")], 4)
+        run = way.run(
+            plain_run(batch=BATCH), [technique("optimizers.adamw"), technique("large_batch.gradient_accumulation")], 4
+        )
         state = run.start()
         assert state.model is not None
         for module in state.model.modules():

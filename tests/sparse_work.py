@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.technique import Technique
 from tiny_runs import advance, losses, plain_run, with_optimizer
 

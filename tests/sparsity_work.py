@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import full_value
+from thrifty.optim.weight_masks import masks_in
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 STEPS = 3

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 48, 32, 4, 64, 32

@@ -17,22 +17,22 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from thrifty.composition.compose import Composition, compose
+from thrifty.composition.explain import explain
 from thrifty.core import mesh
-from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
-from thrifty.core.layout import order_of
-from thrifty.core.parallel.split_model import split_model
-from thrifty.core.pieces import local
+from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
-from thrifty.kernels import cross_entropy, vocabulary_parallel
-from thrifty.models.presets import Shape, assemble
+from thrifty.distributed.tensor_parallel_model import split_model
+from thrifty.kernels import chunked_cross_entropy, vocab_parallel_cross_entropy
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.optim.chunked_update import local
 from thrifty.techniques.parallelism.tensor import settle_gradients
 from thrifty.training import checkpoint
-from thrifty.training.agreement import Together
+from thrifty.training.rank_sync import Together
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 20
@@ -120,7 +120,11 @@ def whole(state: TrainState) -> dict[str, np.ndarray]:
     return {name: full_value(tensor).numpy() for name, tensor in state.tensors().items()}
 
 
-LAMB = [("optimizers.lamb", {"slices": True}), ("optimizers.clip", {"largest": 0.5}), ("large_batch.accumulate", {})]
+LAMB = [
+    ("optimizers.lamb", {"slices": True}),
+    ("gradients.clip", {"largest": 0.5}),
+    ("large_batch.gradient_accumulation", {}),
+]
 GROWING = [("sparsity.rigl", {}), ("growth.stacking", {}), ("memory.recompute", {})]
 
 
@@ -233,7 +237,7 @@ def loss_problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     generator = torch.Generator().manual_seed(3)
     hidden, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((50, 8), (41, 8), (41,)))
     targets = torch.randint(41, (50,), generator=generator)
-    targets[::7] = cross_entropy.IGNORED
+    targets[::7] = chunked_cross_entropy.IGNORED
     return hidden, weight, bias, targets, torch.rand(50, generator=generator)
 
 
@@ -241,11 +245,14 @@ def loss_values(factor: float, divided: bool) -> tuple[list[np.ndarray], set[int
     """Losses, normalisers, the three gradients and the scores; the widths of what was made. With `factor` other than 0
     a term of the normalisers is added, which nobody expected."""
     hidden, weight, bias, targets, expected = loss_problem(torch.float64)
-    losses_of, scores_of = cross_entropy.linear_cross_entropy, cross_entropy.gradient_norm_scores
+    losses_of, scores_of = chunked_cross_entropy.linear_cross_entropy, chunked_cross_entropy.gradient_norm_scores
     if divided:
         over = mesh.submesh("tensor")
         weight, bias = (distribute_tensor(tensor, over, [Shard(0)]) for tensor in (weight, bias))
-        losses_of, scores_of = vocabulary_parallel.linear_cross_entropy, vocabulary_parallel.gradient_norm_scores
+        losses_of, scores_of = (
+            vocab_parallel_cross_entropy.linear_cross_entropy,
+            vocab_parallel_cross_entropy.gradient_norm_scores,
+        )
     leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight, bias)]
     with Widths() as widths:
         found = losses_of(leaves[0], leaves[1], targets, expected, bias=leaves[2], chunk=16)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shard_work import in_float64
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
 from tiny_runs import advance, losses

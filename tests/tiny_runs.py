@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from thrifty import techniques
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.batches import Batch, BatchSource, Derived
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.state import TrainState, fill_tensor, full_value, read_log
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.loop import Record, train
@@ -32,10 +32,10 @@ VOCABULARY = 256
 SETTINGS: dict[str, dict[str, Any]] = {
     "adapters.bias_only": {"add": True},
     "adapters.bottleneck": {"width": 8},
-    "adapters.intrinsic": {"dimension": 64},
+    "adapters.intrinsic_dimension": {"dimension": 64},
     "adapters.lora": {"rank": 4},
-    "adapters.prefix": {"tokens": 4, "hidden": 16},
-    "adapters.prompt": {"tokens": 4},
+    "adapters.prefix_tuning": {"tokens": 4, "hidden": 16},
+    "adapters.prompt_tuning": {"tokens": 4},
     "adapters.visual_prompt": {"tokens": 4, "patch": 4},
     "attention.a3": {"rounds": 0.25, "percent": 30.0, "from_step": 2},
     "attention.block_sparse": {"block": 2, "near": 0, "first": 1, "drawn": 1},
@@ -52,14 +52,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "growth.auto_grow": {"stages": 3, "until": 6, "search": 1, "depths": 2, "multiple": 4},
     "growth.compound": {"at": (1, 3)},
     "growth.layer_drop": {"settle": 2},
-    "growth.low_frequency": {"until": (2, 3), "multiple": 4},
-    "growth.patch_size": {"at": (3,)},
-    "growth.resolution": {"until": 3, "multiple": 4},
-    "growth.sequence_length": {"start": 8, "until": 3, "phases": 2},
+    "curriculum.low_frequency": {"until": (2, 3), "multiple": 4},
+    "curriculum.patch_size": {"at": (3,)},
+    "curriculum.resolution": {"until": 3, "multiple": 4},
+    "curriculum.sequence_length": {"start": 8, "until": 3, "phases": 2},
     "growth.stacking": {"at": (1, 3)},
-    "large_batch.accumulate": {"parts": 2},
+    "large_batch.gradient_accumulation": {"parts": 2},
     "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
-    "large_batch.noise_scale": {"every": 2},
+    "measure.noise_scale": {"every": 2},
     "large_batch.scale_learning_rate": {"base_batch": 2, "warmup": 2},
     "memory.activation_budget": {"costs": "counted"},
     "optimizers.adamw": {"lr": 3e-3},
@@ -75,7 +75,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sparsity.gradual": {"every": 2, "density": 0.5},
     "sparsity.grasp": {"density": 0.5},
     "sparsity.rigl": {"every": 2, "density": 0.5},
-    "sparsity.ticket": {
+    "sparsity.mask_from_file": {
         "file": str(Path(__file__).with_name("tiny_ticket.safetensors")),
         "sha256": "a4c7e422566a030ece170893fdd73d3bf425c705005fd468cd649d38173b8b91",
     },
@@ -89,9 +89,9 @@ LEAST_GAIN = {
     "adapters.bias_only": 0.6,
     "adapters.bottleneck": 0.8,
     "adapters.head_only": 0.4,
-    "adapters.intrinsic": 0.8,
-    "adapters.prefix": 0.4,
-    "adapters.prompt": 0.2,
+    "adapters.intrinsic_dimension": 0.8,
+    "adapters.prefix_tuning": 0.4,
+    "adapters.prompt_tuning": 0.2,
     "adapters.visual_prompt": 0.1,
     "data_selection.drop_masked_patches": 0.6,  # not in nats
 }

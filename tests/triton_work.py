@@ -4,8 +4,8 @@ its interpreter is wanted."""
 import torch
 import torch.nn.functional as F
 
-from thrifty.kernels.sparse import triton_blocks
-from thrifty.kernels.sparse.blocks import Blocks
+from thrifty.kernels.sparse import block_sparse_triton
+from thrifty.kernels.sparse.block_sparse_matrix import Blocks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -19,9 +19,9 @@ def check(block: int, tokens: int, density: float) -> None:
     pattern = Blocks.of(mask, block)
     starts, columns, values = pattern.grid.starts, pattern.grid.columns, pattern.pick(weight * mask)
     for added in (None, bias):
-        found = triton_blocks.spmm(x, values, starts, columns, added, len(starts) - 1)
+        found = block_sparse_triton.spmm(x, values, starts, columns, added, len(starts) - 1)
         torch.testing.assert_close(found, F.linear(x, weight * mask, added), rtol=1e-5, atol=1e-4)
-    found = triton_blocks.sddmm(upstream, x, starts, columns, block)
+    found = block_sparse_triton.sddmm(upstream, x, starts, columns, block)
     torch.testing.assert_close(found, pattern.pick(upstream.T @ x), rtol=1e-5, atol=1e-4)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from report.conftest import write_run_folder
-from thrifty.board.server import BoardServer
-from thrifty.board.site import Site
+from thrifty.dashboard.board_server import BoardServer
+from thrifty.dashboard.board_site import Site
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 

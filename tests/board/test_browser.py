@@ -13,7 +13,7 @@ import pytest
 
 from board.browser import CHROMIUM, Browser
 from report.conftest import records
-from thrifty.report.palette import DARK, LIGHT
+from thrifty.reporting.color_theme import DARK, LIGHT
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH (Debian: apt-get install chromium)")
 
@@ -218,7 +218,7 @@ def test_hostile_text_of_a_run_does_nothing_in_the_browser(browser, serve, run_f
 
 
 def test_an_offline_report_is_shown_with_its_charts_and_runs_no_other_script(browser, serve, run_folder, quiet):
-    from thrifty.report.page import write_report
+    from thrifty.reporting.run_page import write_report
 
     page: Path = write_report(run_folder())
     address = serve().address + "page?name=kjv"

@@ -7,9 +7,9 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from thrifty.board.server import BoardServer
 from thrifty.cli.board import _token, command
 from thrifty.core.errors import UsageError
+from thrifty.dashboard.board_server import BoardServer
 
 
 @pytest.fixture
@@ -49,5 +49,5 @@ def test_a_folder_that_is_not_there_is_a_usage_error(cache, tmp_path):
 
 
 def test_it_starts_without_torch():
-    code = "import sys, thrifty.cli.board, thrifty.board.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, thrifty.cli.board, thrifty.dashboard.board_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.board.curves import Curves
-from thrifty.report import curves as plain
+from thrifty.dashboard.live_curves import Curves
+from thrifty.reporting import loss_curves as plain
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf))
 RECORDS = st.lists(st.tuples(st.integers(1, 60), VALUES), max_size=120)

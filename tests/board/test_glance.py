@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from report.conftest import records, summary
-from thrifty.board import glance
-from thrifty.board.glance import FINISHED, RUNNING, STOPPED, WAITING, Glance, sampled_losses
-from thrifty.training.lock import Lock, holder
+from thrifty.dashboard import run_summary
+from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, Glance, sampled_losses
+from thrifty.training.run_lock import Lock, holder
 
 
 def look(folder):
@@ -97,11 +97,11 @@ def test_of_a_long_run_a_fixed_amount_is_read(run_folder, monkeypatch):
     folder = run_folder(records=records(20_000))
     size = (folder / "records.jsonl").stat().st_size
     parsed = []
-    plain = glance.parse_record
-    monkeypatch.setattr(glance, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
+    plain = run_summary.parse_record
+    monkeypatch.setattr(run_summary, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
     row = look(folder)
-    assert row.step == 20_000 and len(row.sparkline) == glance.SAMPLES
-    assert sum(parsed) < glance.FROM_END + glance.SAMPLES * glance.AROUND < size / 10
+    assert row.step == 20_000 and len(row.sparkline) == run_summary.SAMPLES
+    assert sum(parsed) < run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND < size / 10
 
 
 def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(run_folder):
@@ -112,7 +112,7 @@ def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(r
     assert all(losses[point.step] == point.value for point in sampled)
     assert sampled[0].step <= 2 and sampled[-1].step >= 2985
     gaps = [after.step - before.step for before, after in pairwise(sampled)]
-    assert max(gaps) < 2 * 3000 / glance.SAMPLES
+    assert max(gaps) < 2 * 3000 / run_summary.SAMPLES
 
 
 @pytest.mark.parametrize("how", ["appended", "replaced"])
@@ -126,10 +126,10 @@ def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder
     with (folder / "records.jsonl").open("a") as file:
         file.write(lines)
     parsed = []
-    plain = glance.parse_record
-    monkeypatch.setattr(glance, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
+    plain = run_summary.parse_record
+    monkeypatch.setattr(run_summary, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
     assert seen.look().step == 20_000
-    most = glance.FROM_END + glance.SAMPLES * glance.AROUND
+    most = run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND
     assert sum(parsed) < (most if how == "appended" else most + seen.tail.chunk)
 
 

@@ -3,11 +3,11 @@
 import json
 
 from report.conftest import records
-from thrifty.board import charts
-from thrifty.board.run_index import RunIndex
-from thrifty.report.key_figures import key_figures
-from thrifty.report.record import read_run
-from thrifty.report.tables import tiles, timeline
+from thrifty.dashboard import live_charts
+from thrifty.dashboard.run_index import RunIndex
+from thrifty.reporting.key_figures import key_figures
+from thrifty.reporting.run_record import read_run
+from thrifty.reporting.run_tables import tiles, timeline
 
 
 def append(folder, made):
@@ -102,14 +102,14 @@ def drawn(folder):
     index = RunIndex(folder)
     index.advance(10.0)
     record = index.record()
-    return {figure.id: figure for figure in charts.figures(index, record, index.key_figures(record))}
+    return {figure.id: figure for figure in live_charts.figures(index, record, index.key_figures(record))}
 
 
 def test_a_spike_of_one_step_in_a_long_run_is_drawn(run_folder):
     made = records(5000)
     next(record for record in made if record["step"] == 3210)["loss"] = 77.0
     each = drawn(run_folder(records=made))["loss"].data["each"]
-    assert {"step": 3210, "value": 77.0} in each and len(each) <= charts.EACH_POINTS
+    assert {"step": 3210, "value": 77.0} in each and len(each) <= live_charts.EACH_POINTS
 
 
 def test_memory_is_drawn_against_the_predicted_and_the_measured_peak(run_folder):

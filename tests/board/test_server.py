@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from board.conftest import TOKEN
-from thrifty.board.server import BoardServer, new_token
 from thrifty.core.errors import UsageError
+from thrifty.dashboard.board_server import BoardServer, new_token
 
 PATHS = [f"/{TOKEN}/", f"/{TOKEN}/api/runs", f"/{TOKEN}/board.js"]
 

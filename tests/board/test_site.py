@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from thrifty.board.folders import entries
-from thrifty.board.results import ROWS, tables
-from thrifty.board.site import Site
+from thrifty.dashboard.board_site import Site
+from thrifty.dashboard.run_listing import entries
+from thrifty.dashboard.saved_results import ROWS, tables
 
 ATTACK = "</td><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -64,7 +64,7 @@ def test_numbers_of_a_run_that_is_still_being_read_are_not_shown(site, run_folde
         index.tail.chunk = 1 << 12
         index._restarts -= 1  # forget, and begin again in small pieces
         index.tail.offset = 0
-    monkeypatch.setattr("thrifty.board.site.PATIENCE", 0.0)
+    monkeypatch.setattr("thrifty.dashboard.board_site.PATIENCE", 0.0)
     first = told(site, "api/run", name="kjv")
     assert first["share"] < 1 and first["parts"].keys() == {"state"} and "figures" not in first
     last = first
@@ -129,7 +129,7 @@ def test_an_offline_page_is_shown_in_a_sandbox_where_only_our_scripts_run(site, 
 
 def test_a_file_too_large_is_not_sent(site, run_folder, monkeypatch):
     (run_folder() / "report.html").write_text("x" * 1000)
-    monkeypatch.setattr("thrifty.board.site.LARGEST_PAGE", 999)
+    monkeypatch.setattr("thrifty.dashboard.board_site.LARGEST_PAGE", 999)
     assert site.answer("page", {"name": "kjv"}).status == 404
 
 
@@ -137,10 +137,10 @@ def test_a_damaged_folder_still_has_a_page(site, run_folder, monkeypatch):
     folder = run_folder(summary=None)
     (folder / "summary.json").write_text("[" * 100_000)
     (folder / "environment.json").write_text("x" * 5000)
-    monkeypatch.setattr("thrifty.report.record.LARGEST", 200_000)
+    monkeypatch.setattr("thrifty.reporting.run_record.LARGEST", 200_000)
     damage = told(site, "api/run", name="kjv")["parts"]["damage"]
     assert "summary.json is not valid JSON" in damage and "environment.json is not valid JSON" in damage
-    monkeypatch.setattr("thrifty.report.record.LARGEST", 4000)
+    monkeypatch.setattr("thrifty.reporting.run_record.LARGEST", 4000)
     assert text(site, "run", name="kjv") and text(site, "")
 
 
@@ -193,8 +193,8 @@ def test_measured_evidence_is_on_the_card(runs, tmp_path):
 
 
 def test_every_own_technique_has_a_card_with_a_title_and_a_promise():
-    from thrifty.board.cards import card_from
     from thrifty.cli.board import _cards
+    from thrifty.dashboard.technique_cards import card_from
 
     for card in map(card_from, _cards()):
         assert card.title and any(head == "Promise" for head, _ in card.parts), card.name

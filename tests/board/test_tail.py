@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.report.tail import Tail
+from thrifty.reporting.file_tail import Tail
 
 LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b" ")), max_size=30)
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from thrifty.cli import demo
 from thrifty.cli.main import thrifty
 from thrifty.core.technique import Technique
-from thrifty.recipes.text import plain
-from thrifty.recipes.toml import write_recipe
+from thrifty.recipes.language_recipes import plain
+from thrifty.recipes.recipe_toml import write_recipe
 from tiny_runs import technique
 
 

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 
 from thrifty.cli.doctor import command, diagnose
 from thrifty.core.errors import UsageError
-from thrifty.planning.probe import CompileTrial, Gpu, Machine, probe
-from thrifty.planning.rates import Rate
+from thrifty.machine.machine_info import CompileTrial, Gpu, Machine, probe
+from thrifty.machine.measured_rates import Rate
 
 STEADY = {"float32": Rate(2e11, 1.9e11, 2.1e11, 5), "bfloat16": Rate(8e11, 7e11, 9e11, 5)}
 

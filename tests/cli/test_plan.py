@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.plan import command
+from thrifty.cli.plan.plan_verb import command
 from thrifty.core.errors import UsageError
-from thrifty.planning.law_fitting import TrainedRun, synthetic_runs
-from thrifty.planning.reading_runs import runs_from_folders, runs_from_table
 from thrifty.planning.scaling_law import ScalingLaw
+from thrifty.planning.scaling_law_fit import TrainedRun, synthetic_runs
+from thrifty.planning.scaling_runs import runs_from_folders, runs_from_table
 from thrifty.training.run_folder import RunFolder
 
 LAW = ScalingLaw(E=1.5, A=60.0, B=200.0, alpha=0.3, beta=0.35)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from thrifty.cli.plan_model import own_model
+from thrifty.cli.plan.user_model import own_model
 from thrifty.core.errors import Refused, UsageError
-from thrifty.preparing import built
+from thrifty.training.run_setup import built
 
 
 def failing(kind: type[Exception] = KeyError) -> nn.Module:

@@ -20,16 +20,16 @@ from click.testing import CliRunner, Result
 from end_to_end.command_line import TINY, write_corpus
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
-from thrifty.cli.plan import command
-from thrifty.cli.plan_here import _evidence
-from thrifty.cli.plan_model import OwnModel
-from thrifty.cli.plan_recipe import _start, read_size
+from thrifty.cli.plan.plan_local import _evidence
+from thrifty.cli.plan.plan_recipe import _start, read_size
+from thrifty.cli.plan.plan_verb import command
+from thrifty.cli.plan.user_model import OwnModel
 from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.recipe import Budget
-from thrifty.planning import ledger, plans, rank_ways
-from thrifty.preparing import mesh_sizes
-from thrifty.recipes.toml import read_recipe, recipe_to_data
-from thrifty.run import train
+from thrifty.planning import forecast_ledger, planner, rank_options
+from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
+from thrifty.training.run_setup import mesh_sizes
+from thrifty.training.trainer import train
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def fitting(recipe: str) -> dict[str, Any]:
 @pytest.fixture
 def one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way that may be gone is counted, which takes seconds: one axis will do where the ways do not matter."""
-    monkeypatch.setattr(plans, "AXES", {"optimizer state": plans.AXES["optimizer state"]})
+    monkeypatch.setattr(planner, "AXES", {"optimizer state": planner.AXES["optimizer state"]})
 
 
 def run(*words: str) -> Result:
@@ -128,9 +128,9 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     small = replace(read_recipe(Path(recipe)), budget=Budget(steps=5))
-    ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
+    forecast_ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
     summary = train(small, quiet=True)
-    (entry,) = ledger.entries("cpu")
+    (entry,) = forecast_ledger.entries("cpu")
     assert entry.predicted == {"counted": summary["predicted_memory"], "memory": 1e8, "step": 0.01}
     assert entry.measured["memory"] == summary["peak_memory"] and entry.measured["step"] > 0
     result = run(
@@ -141,7 +141,7 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
     assert "→  the recipe as it is" in result.stdout
     written = read_recipe(Path("probed.toml"))
     assert written.budget.seconds == pytest.approx(3.6)
-    kept = ledger.forecast_file(recipe_to_data(written))
+    kept = forecast_ledger.forecast_file(recipe_to_data(written))
     disturbed = "step times are upper bounds, and are not kept" in result.stdout
     assert json.loads(kept.read_text()).keys() == ({"memory"} if disturbed else {"memory", "step"})
 
@@ -161,7 +161,7 @@ def test_a_folder_and_a_file_are_enough_to_plan_for() -> None:
 
 
 OWN = """
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 
 def build():
@@ -176,7 +176,7 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected: list[object] = []
-    monkeypatch.setattr(ledger, "expect", lambda *given: expected.append(given))
+    monkeypatch.setattr(forecast_ledger, "expect", lambda *given: expected.append(given))
     Path("own_models.py").write_text(OWN)
     words = (recipe, "--model", "own_models:build", "--out", "own.toml", "--seconds", "0.2", "--finalists", "1")
     result = run(*words)
@@ -208,7 +208,7 @@ def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: st
 def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_their_mesh(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rank_ways, "SHARING", 0.01)  # whatever is measured, it is tried
+    monkeypatch.setattr(rank_options, "SHARING", 0.01)  # whatever is measured, it is tried
     words = ("--ranks", "2", "--allow", "rounding", "--seconds", "0.2", "--finalists", "1")
     found = json.loads(run(recipe, *words, "--json").stdout)
     one, other = found["alternatives"]
@@ -285,5 +285,5 @@ def test_of_several_comparisons_the_longest_in_which_nothing_else_changed_is_tol
         return SimpleNamespace(technique="growth.stacking", alone=alone, tokens=tokens, in_words=lambda: words)
 
     several = [compared("long", True, 300), compared("short", True, 100), compared("with others", False, 900)]
-    monkeypatch.setattr("thrifty.comparing.evidence.evidence", lambda: several)
+    monkeypatch.setattr("thrifty.experiments.past_results.evidence", lambda: several)
     assert _evidence(["growth.stacking"]) == {"growth.stacking": "long"}

@@ -9,8 +9,8 @@ from thrifty.cli.sample import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
-from thrifty.models.interchange import import_folder
-from thrifty.models.sampling import generate
+from thrifty.models.text_generation import generate
+from thrifty.models.weight_conversion import import_folder
 
 
 @pytest.fixture

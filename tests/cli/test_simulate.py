@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.simulate import command
-from thrifty.cluster.published import RUNS
+from thrifty.cli.simulate.simulate_verb import command
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.published_runs import RUNS
 
 
 def shown(*words: object) -> str:
@@ -115,7 +115,7 @@ def test_what_cannot_be_simulated_is_refused_with_what_to_give(words: tuple[str,
 
 def test_published_runs_are_listed_with_how_far_off_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: RUNS[name] for name in ("narayanan-18b", "narayanan-175b-zero-384", "llama3-405b-16384")}
-    monkeypatch.setattr("thrifty.cluster.published.RUNS", few)
+    monkeypatch.setattr("thrifty.simulators.cluster.published_runs.RUNS", few)
     page = shown("published")
     assert all(name in page for name in few) and "+0.8%" in page
     assert "not reproduced" in page and "chunks are not published" in page

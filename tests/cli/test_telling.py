@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from thrifty.cli.telling import tell_summary
+from thrifty.cli.verb_output import tell_summary
 
 
 def summary(folder: Path, techniques: str) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def summary(folder: Path, techniques: str) -> dict[str, Any]:
 def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop_paying(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = '[[techniques]]\nname = "large_batch.noise_scale"\n'
+    measured = '[[techniques]]\nname = "measure.noise_scale"\n'
     tell_summary(summary(tmp_path / "measured", measured), as_json=False, quiet=False)
     *_, advice, last = capsys.readouterr().out.splitlines()
     assert advice == "gradient noise scale 100 examples (this batch: 8): batches well above it buy little"

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from thrifty.cluster.schedules import Action, Result, leaves, needs, placement, schedule
+from thrifty.simulators.cluster.pipeline_schedules import Action, Result, leaves, needs, placement, schedule
 
 Seconds = dict[tuple[str, int], float]
 """How long an action takes by its kind and stage."""

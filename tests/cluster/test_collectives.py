@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as some
 
-from thrifty.cluster import collectives
-from thrifty.cluster.collectives import ALGORITHMS, algorithms, fastest, pipelined, seconds
-from thrifty.cluster.devices import DEVICES
-from thrifty.cluster.links import CLUSTERS, Cluster, Group, Link
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster import collective_times
+from thrifty.simulators.cluster.collective_times import ALGORITHMS, algorithms, fastest, pipelined, seconds
+from thrifty.simulators.cluster.device_specs import DEVICES
+from thrifty.simulators.cluster.network_topology import CLUSTERS, Cluster, Group, Link
 
 FAST, SLOW = Link("fast", 2e-6, 200e9, "a test"), Link("slow", 5e-6, 25e9, "a test")
 BOX = Group(8, 8, 1, FAST, SLOW)
@@ -83,7 +83,7 @@ def test_recursive_doubling_costs_what_its_messages_cost(n: int) -> None:
         turns += 1
     assert all(terms == set(range(n)) for terms in sums.values())
     expected = turns * (3e-6 + GB / 50e9)
-    assert collectives.recursive_doubling_all_reduce(n, GB, 3e-6, 50e9) == pytest.approx(expected)
+    assert collective_times.recursive_doubling_all_reduce(n, GB, 3e-6, 50e9) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 21])
@@ -95,7 +95,7 @@ def test_a_broadcast_costs_what_its_messages_cost(n: int) -> None:
     ]
     turns, tensors = played(held, rounds)
     assert all(held.values())
-    assert collectives.binomial_broadcast(n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + tensors * GB / 50e9)
+    assert collective_times.binomial_broadcast(n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + tensors * GB / 50e9)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 21])
@@ -105,7 +105,7 @@ def test_all_to_all_costs_what_its_messages_cost(n: int) -> None:
     turns, pieces = played(held, rounds)
     assert all((source, rank) in held[rank] for rank in held for source in range(n))
     expected = turns * 3e-6 + pieces * GB / n / 50e9
-    assert collectives.pairwise_all_to_all(n, GB, 3e-6, 50e9) == pytest.approx(expected)
+    assert collective_times.pairwise_all_to_all(n, GB, 3e-6, 50e9) == pytest.approx(expected)
 
 
 def test_bytes_and_latencies_on_one_node_by_hand() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from thrifty.cluster.devices import DEVICES, find_device, measured
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.device_specs import DEVICES, find_device, measured
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)

@@ -9,9 +9,9 @@ from hypothesis import strategies as some
 
 from cluster.pipeline_work import Case, run_each
 from rank_processes import on_ranks
-from thrifty.cluster.events import Timeline, Transfer, play
-from thrifty.cluster.schedules import SCHEDULES, Action, schedule
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.pipeline_events import Timeline, Transfer, play
+from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, Action, schedule
 
 duration = some.integers(1, 20).map(lambda tenths: tenths / 10)
 

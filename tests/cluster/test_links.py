@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.cluster.devices import DEVICES
-from thrifty.cluster.links import CLUSTERS, LINKS, Cluster, find_cluster
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.device_specs import DEVICES
+from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS, Cluster, find_cluster
 
 SELENE = CLUSTERS["selene-a100"]
 

@@ -2,14 +2,14 @@
 
 import pytest
 
-from thrifty.cluster.closed_form import transformer
-from thrifty.cluster.links import find_cluster
-from thrifty.cluster.memory import state_bytes
-from thrifty.cluster.mesh import Mesh, Settings
-from thrifty.cluster.published import GPT3, MODELS, gpt
-from thrifty.cluster.step import simulate
-from thrifty.cluster.step_report import StepReport
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.closed_form_workload import transformer
+from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
+from thrifty.simulators.cluster.network_topology import find_cluster
+from thrifty.simulators.cluster.published_runs import GPT3, MODELS, gpt
+from thrifty.simulators.cluster.rank_memory import state_bytes
+from thrifty.simulators.cluster.simulated_step import simulate
+from thrifty.simulators.cluster.step_report import StepReport
 
 SMALL = transformer("small", gpt(16, 1024, 16))
 

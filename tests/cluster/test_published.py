@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from thrifty.cli.simulate import anchors
-from thrifty.cluster.links import find_cluster
-from thrifty.cluster.published import MODELS, RUNS, Run
-from thrifty.cluster.rates import Rates
-from thrifty.models.presets import PRESETS
+from thrifty.cli.simulate.simulate_verb import anchors
+from thrifty.models.model_presets import PRESETS
+from thrifty.simulators.cluster.device_efficiency import Rates
+from thrifty.simulators.cluster.network_topology import find_cluster
+from thrifty.simulators.cluster.published_runs import MODELS, RUNS, Run
 
 KEPT = Path(__file__).parents[2] / "results/cluster/anchors.json"
 DESCRIBED = [run for run in RUNS.values() if run.tolerance is not None]

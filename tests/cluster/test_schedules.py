@@ -10,8 +10,8 @@ from hypothesis import strategies as some
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from thrifty.cluster.schedules import SCHEDULES, Action, check, placement, schedule, walk
 from thrifty.core.errors import UsageError
+from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, Action, check, placement, schedule, walk
 
 RANKS = 4
 

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.cluster import collectives
-from thrifty.cluster.closed_form import transformer
-from thrifty.cluster.costs import Costs
-from thrifty.cluster.links import Cluster, find_cluster
-from thrifty.cluster.mesh import Mesh, Settings, cut
-from thrifty.cluster.published import GPT3, MODELS, gpt
-from thrifty.cluster.rates import Rates, seconds
-from thrifty.cluster.step import simulate
-from thrifty.cluster.step_report import StepReport
-from thrifty.cluster.workload import Divided, Part, Work, Workload
 from thrifty.core.errors import Infeasible, UsageError
+from thrifty.simulators.cluster import collective_times
+from thrifty.simulators.cluster.closed_form_workload import transformer
+from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, cut
+from thrifty.simulators.cluster.device_efficiency import Rates, seconds
+from thrifty.simulators.cluster.network_topology import Cluster, find_cluster
+from thrifty.simulators.cluster.published_runs import GPT3, MODELS, gpt
+from thrifty.simulators.cluster.simulated_step import simulate
+from thrifty.simulators.cluster.step_costs import Costs
+from thrifty.simulators.cluster.step_report import StepReport
+from thrifty.simulators.cluster.workload import Divided, Part, Work, Workload
 
 SMALL = transformer("small", gpt(16, 1024, 16))
 A100 = find_cluster("selene-a100")
@@ -114,7 +114,7 @@ def test_a_head_that_is_dear_makes_others_wait() -> None:
 def test_tensor_collectives_are_four_of_the_hidden_states_a_block_and_six_when_it_runs_again() -> None:
     """Shoeybi et al. 2019, section 3; the embedding and the head have one each."""
     mesh, group = Mesh(tensor=8), A100.of(8).group(8, 1)
-    each = collectives.seconds("all_reduce", SMALL.blocks[0].entry * 4, group)
+    each = collective_times.seconds("all_reduce", SMALL.blocks[0].entry * 4, group)
     plain = step(mesh, Settings(8, 4)).seconds.tensor
     again = step(mesh, Settings(8, 4, recompute="every")).seconds.tensor
     assert plain == pytest.approx(2 * each * (4 * 16 + 2)) and again == pytest.approx(2 * each * (6 * 16 + 2))
@@ -131,7 +131,7 @@ def test_sequence_parallelism_moves_as_much_and_computes_less() -> None:
 def test_data_collectives_hide_behind_the_backward_pass() -> None:
     mesh = Mesh(replicate=64)
     hidden, seen = (step(mesh, Settings(64, overlap=on)).seconds for on in (True, False))
-    reduced = collectives.seconds("all_reduce", 2 * SMALL.parameters, mesh.groups(slowed(64))["data"])
+    reduced = collective_times.seconds("all_reduce", 2 * SMALL.parameters, mesh.groups(slowed(64))["data"])
     assert seen.data == pytest.approx(reduced) and 0 <= hidden.data < seen.data
     assert hidden.compute == seen.compute
 
@@ -145,8 +145,8 @@ def test_zero_3_gathers_each_part_for_each_pass_of_each_micro_batch() -> None:
     mesh = Mesh(shard=64)
     group = mesh.groups(slowed(64))["shard"]
     each = [
-        2 * collectives.seconds("all_gather", 2 * part.parameters.total, group)
-        + collectives.seconds("reduce_scatter", 2 * part.parameters.total, group)
+        2 * collective_times.seconds("all_gather", 2 * part.parameters.total, group)
+        + collective_times.seconds("reduce_scatter", 2 * part.parameters.total, group)
         for part in SMALL.parts
     ]
     report = step(mesh, Settings(128, 1, zero=3, overlap=False))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.cluster.events import Timeline, play
-from thrifty.cluster.schedules import SCHEDULES, schedule
-from thrifty.cluster.timeline import MOST_BARS, MOST_RANKS, chart, picture, trace, write_trace
+from thrifty.simulators.cluster.pipeline_events import Timeline, play
+from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, schedule
+from thrifty.simulators.cluster.timeline_trace import MOST_BARS, MOST_RANKS, chart, picture, trace, write_trace
 
 
 def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> Timeline:

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.cluster.closed_form import Sizes, transformer
-from thrifty.cluster.gpu_kernels import as_on_gpus
-from thrifty.cluster.published import gpt
-from thrifty.cluster.traced import cross_entropy, traced
-from thrifty.cluster.workload import Divided, Part, Recompute, Workload
-from thrifty.core.accounting import StepTrace
 from thrifty.core.errors import Refused
+from thrifty.core.tensor_tracing import StepTrace
 from thrifty.models.families import assemble
-from thrifty.models.presets import PRESETS
-from thrifty.models.shape import Shape
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import PRESETS
 from thrifty.models.transformer import initialize
+from thrifty.simulators.cluster.closed_form_workload import Sizes, transformer
+from thrifty.simulators.cluster.gpu_op_forms import as_on_gpus
+from thrifty.simulators.cluster.published_runs import gpt
+from thrifty.simulators.cluster.traced_workload import cross_entropy, traced
+from thrifty.simulators.cluster.workload import Divided, Part, Recompute, Workload
 
 S, H, A, T = 2048, 12_288, 96, 8
 """Tokens, width, heads and tensor ranks, as Korthikanti et al. 2022 call them, of GPT-3."""

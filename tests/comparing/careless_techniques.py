@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Derived
+from thrifty.core.gradient_transform import Numbers, Slots, Transform, above, under
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_blocks, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Slots, Transform, above, under
+from thrifty.modeling.module_surgery import find_blocks, wrap_forward
 
 
 @dataclass(frozen=True)

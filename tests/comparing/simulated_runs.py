@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from thrifty.comparing.arms import Arm, read_arms
-from thrifty.comparing.race_runs import Ended
+from thrifty.comparing.run_launchers import Ended
+from thrifty.comparing.variants import Arm, read_arms
 from thrifty.core.recipe import Recipe
-from thrifty.recipes.layers import Layers
-from thrifty.recipes.toml import recipe_to_data, write_recipe
-from thrifty.recipes.vision import vit_digits
+from thrifty.recipes.recipe_layers import Layers
+from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
+from thrifty.recipes.vision_recipes import vit_digits
 
 PEAK = 1e9
 

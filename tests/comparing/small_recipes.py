@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from thrifty.core.recipe import Recipe
-from thrifty.recipes.vision import vit_digits
+from thrifty.recipes.vision_recipes import vit_digits
 from thrifty.techniques.parallelism.shard import Shard
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from comparing.simulated_runs import arms
-from thrifty.comparing.arms import read_arms
+from thrifty.comparing.variants import read_arms
 from thrifty.core.errors import UsageError
 from thrifty.recipes import load_tables
-from thrifty.recipes.layers import Layers
-from thrifty.recipes.toml import recipe_to_data, write_recipe
-from thrifty.recipes.vision import vit_digits
+from thrifty.recipes.recipe_layers import Layers
+from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
+from thrifty.recipes.vision_recipes import vit_digits
 
 
 def names(arm) -> list[str]:

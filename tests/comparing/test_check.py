@@ -13,13 +13,13 @@ from torch import nn
 from comparing.careless_techniques import MeanOfMeans
 from comparing.small_recipes import tiny_digits
 from end_to_end.command_line import settings, write_corpus
+from thrifty.checking import promise_check as checking
+from thrifty.checking.check_verdicts import PromiseVerdict
+from thrifty.checking.label_check import labels
+from thrifty.checking.observed_runs import farthest, relative
+from thrifty.checking.promise_check import check, check_run
+from thrifty.checking.rank_check import smaller_mesh
 from thrifty.cli.check import command
-from thrifty.comparing import check as checking
-from thrifty.comparing.check import check, check_run
-from thrifty.comparing.check_labels import labels
-from thrifty.comparing.check_ranks import smaller_mesh
-from thrifty.comparing.check_runs import farthest, relative
-from thrifty.comparing.check_verdicts import PromiseVerdict
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused, UsageError
@@ -27,7 +27,7 @@ from thrifty.core.mesh import Mesh
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.objectives.answer import Answer
+from thrifty.objectives.chat_answers import Answer
 from thrifty.techniques.parallelism.replicate import Replicate
 from tiny_runs import plain_run, technique, with_optimizer
 

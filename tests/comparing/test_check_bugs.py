@@ -16,12 +16,12 @@ from comparing.careless_techniques import (
 )
 from comparing.small_recipes import sharded_digits
 from rank_processes import on_ranks
-from thrifty.comparing.check import check, check_run
-from thrifty.comparing.check_ranks import work_as_rank
-from thrifty.comparing.check_verdicts import PromiseVerdict
-from thrifty.core.sparse.masks import Masks
+from thrifty.checking.check_verdicts import PromiseVerdict
+from thrifty.checking.promise_check import check, check_run
+from thrifty.checking.rank_check import work_as_rank
+from thrifty.core.gradient_transform import Slots
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import Slots
+from thrifty.optim.weight_masks import Masks
 from tiny_runs import plain_run, technique, with_optimizer
 
 
@@ -100,7 +100,7 @@ def failing(error: Exception) -> PromiseVerdict:
     def raising(*anything: object) -> None:
         raise error
 
-    class Failing(technique("optimizers.clip").__class__):
+    class Failing(technique("gradients.clip").__class__):
         backward = raising
 
     (found,) = broken(Failing()).values()

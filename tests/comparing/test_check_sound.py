@@ -10,30 +10,30 @@ from chatting import sums, write_rows
 from comparing.small_recipes import tiny_digits
 from end_to_end.command_line import write_corpus
 from runs_for import plain_for
-from thrifty.comparing.check import check, check_run
+from thrifty.checking.promise_check import check, check_run
 from thrifty.core.recipe import Recipe
 from thrifty.recipes import RECIPES
-from thrifty.recipes.autoencoder import mae_digits
-from thrifty.recipes.toml import recipe_from_data, recipe_to_data
+from thrifty.recipes.autoencoder_recipes import mae_digits
+from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data
 from tiny_runs import technique, with_optimizer
 
 SOUND = [
-    "optimizers.clip schedules.cosine",
-    "adapters.lora memory.recompute large_batch.accumulate",
-    "adapters.intrinsic schedules.linear",
-    "adapters.prefix optimizers.clip",
+    "gradients.clip schedules.cosine",
+    "adapters.lora memory.recompute large_batch.gradient_accumulation",
+    "adapters.intrinsic_dimension schedules.linear",
+    "adapters.prefix_tuning gradients.clip",
     "attention.window memory.recompute",
-    "data_selection.drop_masked_tokens large_batch.accumulate",
+    "data_selection.drop_masked_tokens large_batch.gradient_accumulation",
     "data_selection.gradient_norm_sampling schedules.linear",
-    "growth.stacking optimizers.clip",
-    "growth.sequence_length large_batch.exponential_average",
+    "growth.stacking gradients.clip",
+    "curriculum.sequence_length averaging.ema",
     "initializations.rezero optimizers.lion",
     "large_batch.gradient_cache optimizers.lamb",
-    "memory.compress_activations optimizers.clip",
-    "memory.offload_activations memory.offload_optimizer large_batch.accumulate",
-    "precision.mixed memory.recompute large_batch.noise_scale",
-    "precision.bfloat16_weights optimizers.clip",
-    "sparsity.grasp large_batch.accumulate",
+    "memory.compress_activations gradients.clip",
+    "memory.offload_activations memory.offload_optimizer large_batch.gradient_accumulation",
+    "precision.mixed memory.recompute measure.noise_scale",
+    "precision.bfloat16_weights gradients.clip",
+    "sparsity.grasp large_batch.gradient_accumulation",
     "sparsity.rigl memory.recompute optimizers.muon",
 ]
 
@@ -46,7 +46,7 @@ def test_a_sound_combination_passes(names: str) -> None:
     assert {"resume", "gradients arrive", "one big batch"} <= {verdict.promise for verdict in verdicts}
 
 
-@pytest.mark.parametrize("name", ["adapters.lora", "large_batch.accumulate", "memory.activation_budget"])
+@pytest.mark.parametrize("name", ["adapters.lora", "large_batch.gradient_accumulation", "memory.activation_budget"])
 def test_a_sound_technique_passes_on_a_model_with_dropout(name: str) -> None:
     verdicts = check_run(lambda: plain_for(name, style="gpt", dropout=0.3), with_optimizer([technique(name)]))
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []

@@ -11,9 +11,9 @@ from click.testing import CliRunner, Result
 from comparing.simulated_runs import Simulated
 from thrifty.cli.compare import command
 from thrifty.cli.show import command as show
-from thrifty.comparing.evidence import evidence, study_results
 from thrifty.core.errors import UsageError
-from thrifty.report.comparison_page import render
+from thrifty.experiments.past_results import evidence, study_results
+from thrifty.reporting.comparison_page import render
 
 SWAP = "lion: -optimizers.adamw +optimizers.lion:lr=2e-4"
 
@@ -23,7 +23,7 @@ def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     """Where all runs go on."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
-    monkeypatch.setattr("thrifty.comparing.lanes.Lane", lambda launcher, threads: effect)
+    monkeypatch.setattr("thrifty.comparing.comparison_workers.Lane", lambda launcher, threads: effect)
     return effect
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.comparing.energy import Counter, EnergyMeter, counters
+from thrifty.machine.energy_meter import Counter, EnergyMeter, counters
 
 
 def zone(powercap: Path, folder: str, name: str, microjoules: int) -> Path:

@@ -9,15 +9,15 @@ import pytest
 
 from comparing.simulated_runs import Simulated, arms
 from comparing.small_recipes import tiny_digits
-from thrifty.comparing.lanes import read_lanes
-from thrifty.comparing.one_run import run_to_end
-from thrifty.comparing.race import race
-from thrifty.comparing.race_runs import STOPPED, Ended, Lane
-from thrifty.comparing.race_terms import Terms
+from thrifty.comparing.comparison import race
+from thrifty.comparing.comparison_protocol import Terms
+from thrifty.comparing.comparison_workers import read_lanes
+from thrifty.comparing.run_launchers import STOPPED, Ended, Lane
+from thrifty.comparing.run_process import run_to_end
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, Evaluation, Recipe
-from thrifty.report.comparison_page import cautions
+from thrifty.reporting.comparison_page import cautions
 from thrifty.techniques.parallelism.replicate import Replicate
 
 TERMS = Terms(equal="steps", seeds=4, trials=1)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from comparing.simulated_runs import Simulated, arms
-from thrifty.comparing.arms import Arm
-from thrifty.comparing.race import PILOTS, race
-from thrifty.comparing.race_budgets import StepCost, steady, steps_of_arms
-from thrifty.comparing.race_outcome import reached
-from thrifty.comparing.race_terms import Terms
+from thrifty.comparing.comparison import PILOTS, race
+from thrifty.comparing.comparison_protocol import Terms
+from thrifty.comparing.comparison_summary import reached
+from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_arms
+from thrifty.comparing.variants import Arm
 from thrifty.core.errors import Infeasible, UsageError
 from thrifty.core.recipe import Budget, Recipe
 

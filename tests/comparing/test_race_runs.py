@@ -12,14 +12,14 @@ import pytest
 from comparing.small_recipes import tiny_digits
 from comparing.test_race import by_kind
 from end_to_end.command_line import CommandLine, kill, wait_until
-from thrifty.comparing.arms import Arm
-from thrifty.comparing.one_run import ending_of, run_to_end, summary_of
-from thrifty.comparing.race import race
-from thrifty.comparing.race_runs import Ended, Here, Lane, wait_for_release
-from thrifty.comparing.race_terms import Terms
+from thrifty.comparing.comparison import race
+from thrifty.comparing.comparison_protocol import Terms
+from thrifty.comparing.run_launchers import Ended, Here, Lane, wait_for_release
+from thrifty.comparing.run_process import ending_of, run_to_end, summary_of
+from thrifty.comparing.variants import Arm
 from thrifty.core.recipe import Budget, Checkpoints, Evaluation, Recipe
-from thrifty.recipes.toml import recipe_to_data
-from thrifty.training.lock import Lock, holder
+from thrifty.recipes.recipe_toml import recipe_to_data
+from thrifty.training.run_lock import Lock, holder
 
 
 def short(name: str, steps: int) -> Recipe:
@@ -39,7 +39,7 @@ def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path:
     task = tmp_path / "task.json"
     told = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
     task.write_text(json.dumps(told))
-    words = [sys.executable, "-m", "thrifty.comparing.one_run", str(task)]
+    words = [sys.executable, "-m", "thrifty.comparing.run_process", str(task)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
     wait_until((tmp_path / "cut" / "run" / "records.jsonl").is_file, seconds=120)

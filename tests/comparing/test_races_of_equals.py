@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from thrifty.comparing.verdict import judge
-from thrifty.data.digits import DigitImages
+from thrifty.comparing.variant_verdict import judge
+from thrifty.data.images.digits import DigitImages
 
 PAIRS, RACES, STEPS, BATCH = 8, 200, 30, 16
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.comparing.statistics import (
+from thrifty.comparing.paired_statistics import (
     ALPHA,
     MOST_PAIRS,
     interval,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from thrifty.comparing.statistics import smallest_effect
-from thrifty.comparing.verdict import judge
+from thrifty.comparing.paired_statistics import smallest_effect
+from thrifty.comparing.variant_verdict import judge
 
 PAIRS = 8
 

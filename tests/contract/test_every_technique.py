@@ -16,15 +16,15 @@ from torch import nn
 
 from runs_for import RUNS, plain_for
 from thrifty import techniques
-from thrifty.core.compose import Composition, Plain
+from thrifty.composition.compose import Composition, Plain
+from thrifty.composition.explain import explain, passes_of
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.explain import explain, passes_of
 from thrifty.core.mesh import USED_BY
-from thrifty.core.sparse.masks import masks_in
+from thrifty.core.plain_values import build, to_data
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Numerics, Technique
-from thrifty.recipes.values import build, to_data
+from thrifty.optim.weight_masks import masks_in
 from thrifty.training import checkpoint
 from tiny_runs import (
     DEVICE,
@@ -144,7 +144,7 @@ def test_the_order_in_which_techniques_are_given_is_irrelevant(one: Technique) -
     """A composition is the same whatever the order, and so is its run, which sees nothing else; the tests of pairs
     train in two orders."""
     together = with_optimizer([one])
-    for other in ("optimizers.clip", "schedules.linear", "large_batch.accumulate", "memory.recompute"):
+    for other in ("gradients.clip", "schedules.linear", "large_batch.gradient_accumulation", "memory.recompute"):
         if other != one.name and not technique(other).claims & one.claims:
             together.append(technique(other))
     plain = plain_for(one.name)

@@ -10,11 +10,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from thrifty.core import accounting
-from thrifty.core.accounting import StepTrace, settled, tensor_bytes
-from thrifty.core.compose import compose
-from thrifty.core.explain import count, passes_of
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import count, passes_of
+from thrifty.core import tensor_tracing
 from thrifty.core.footprint import Footprint
+from thrifty.core.tensor_tracing import StepTrace, settled, tensor_bytes
 from tiny_runs import plain_run, technique
 
 
@@ -131,7 +131,7 @@ def test_bytes_of_a_tensor_are_those_of_its_elements() -> None:
 def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(accounting, "_is_settled", False)  # as it is outside of tests
+    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # as it is outside of tests
     gc.unfreeze()
     try:
         with settled():

@@ -6,10 +6,10 @@ import transformers
 from torch import Tensor, nn
 
 from stacked_models import HEADS, HIDDEN, KINDS, VOCABULARY, WIDTH
-from thrifty.core.branches import Branch, add_gain, biases, find_branches, is_decoder, out_width
 from thrifty.core.errors import Refused
-from thrifty.core.norms import bypass_norms
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
+from thrifty.modeling.residual_branches import Branch, add_gain, biases, find_branches, is_decoder, out_width
+from thrifty.modeling.stream_norms import bypass_norms
 
 
 def branches_of(model: nn.Module) -> list[Branch]:

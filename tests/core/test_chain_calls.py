@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chains import Do, Operation, Schedule
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.recompute_schedule import Do, Operation, Schedule
 
 PASS, INPUT, ALL, BACK = Do
 WIDTH, ROWS = 16, 8

@@ -9,12 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from recompute_work import model_of_kind
-from thrifty.core.activations import stage_costs
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chain_costs import Survey, survey
-from thrifty.core.activations.chains import ChainCost, Schedule, StageCost
-from thrifty.core.activations.stage_costs import WORTH_OF_A_BYTE
-from thrifty.core.surgery import find_stacks
+from thrifty.memory import block_costs
+from thrifty.memory.block_chain_costs import Survey, survey
+from thrifty.memory.block_costs import WORTH_OF_A_BYTE
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.recompute_schedule import ChainCost, Schedule, StageCost
+from thrifty.modeling.module_surgery import find_stacks
 from tiny_runs import composed, plain_run, technique, with_optimizer
 
 WIDTH, ROWS = 16, 8
@@ -122,8 +122,8 @@ def test_frozen_blocks_save_less() -> None:
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one for each call that is counted forward and backward."""
-    counted, count = list[object](), stage_costs._counted
-    monkeypatch.setattr(stage_costs, "_counted", lambda *args: counted.append(args[0]) or count(*args))
+    counted, count = list[object](), block_costs._counted
+    monkeypatch.setattr(block_costs, "_counted", lambda *args: counted.append(args[0]) or count(*args))
     return counted
 
 
@@ -176,9 +176,9 @@ def test_calls_that_differ_in_anything_are_told_apart(
     x = torch.randn(4, 4, requires_grad=True)
     for times, what in ((1, one), (1, one), (2, other), (2, other)):
         block = Doing(what)
-        cost, _ = stage_costs.block_cost(block, block.forward, (x,), {}, known)
+        cost, _ = block_costs.block_cost(block, block.forward, (x,), {}, known)
         assert len(counted) == times
-        alone, _ = stage_costs.block_cost(block, block.forward, (x,), {})
+        alone, _ = block_costs.block_cost(block, block.forward, (x,), {})
         assert counted.pop() and cost == alone
 
 

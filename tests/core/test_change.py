@@ -5,14 +5,14 @@ import torch
 from torch import Tensor
 
 from thrifty import techniques
-from thrifty.core.change import Change
-from thrifty.core.compose import Composition, compose
-from thrifty.core.elements import ScaleByAdam
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.sparse.masks import SLOT
 from thrifty.core.state import TrainState, read_log
-from thrifty.core.surgery import find_blocks
+from thrifty.core.structural_change import Change
 from thrifty.core.technique import Technique
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.optim.transform_elements import ScaleByAdam
+from thrifty.optim.weight_masks import SLOT
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 
@@ -231,7 +231,7 @@ def test_every_optimizer_goes_on_with_what_it_had(name: str, moments: str) -> No
             assert torch.equal(tensor, old[key]), key
 
 
-@pytest.mark.parametrize("average", ["large_batch.exponential_average", "large_batch.latest_weight_average"])
+@pytest.mark.parametrize("average", ["averaging.ema", "averaging.latest"])
 def test_an_average_of_weights_is_copied_and_not_averaged_once_more(average: str) -> None:
     _, before, after = grown(technique(average, start=0), technique("optimizers.adamw"), moments="mean")
     kept = [name for name in after.tensors() if average.partition(".")[2] in name]

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.change import Change
-from thrifty.core.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
+from thrifty.core.structural_change import Change
 from thrifty.core.technique import Numerics, Technique
 from tiny_runs import advance, plain_run, run_through, technique
 
@@ -35,13 +35,13 @@ def test_a_clash_is_refused_with_its_reason() -> None:
 
 
 def test_one_technique_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"optimizers\.clip is given twice"):
-        compose(plain_run(), [ADAMW, technique("optimizers.clip"), technique("optimizers.clip", largest=2.0)], 10)
+    with pytest.raises(UsageError, match=r"gradients\.clip is given twice"):
+        compose(plain_run(), [ADAMW, technique("gradients.clip"), technique("gradients.clip", largest=2.0)], 10)
 
 
 def test_a_run_without_an_optimizer_is_refused() -> None:
     with pytest.raises(UsageError, match="no technique decides the optimizer") as error:
-        compose(plain_run(), [technique("optimizers.clip")], 10)
+        compose(plain_run(), [technique("gradients.clip")], 10)
     assert "--with optimizers.adamw" in error.value.fix
 
 
@@ -86,7 +86,7 @@ class Counting(Technique):
 def test_what_a_backward_pass_remembers_is_state_and_survives_a_structural_change() -> None:
     _, state = run_through(plain_run(), [ADAMW, Counting(), technique("growth.stacking")], 5)
     assert state.tensors()["techniques/counting/seen"] == 5
-    _, state = run_through(plain_run(), [ADAMW, Counting(), technique("large_batch.accumulate")], 3)
+    _, state = run_through(plain_run(), [ADAMW, Counting(), technique("large_batch.gradient_accumulation")], 3)
     assert state.tensors()["techniques/counting/seen"] == 3
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stacked_models import KINDS, VOCABULARY, WIDTH
-from thrifty.core.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_behind, token_tables
+from thrifty.modeling.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_behind, token_tables
 
 HEADS = {
     "our llama": "head", "our gpt": "head", "our untied gpt": "head", "our bert": "head", "our t5": "head",

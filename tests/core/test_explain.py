@@ -3,9 +3,9 @@
 import psutil
 import pytest
 
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import count, explain, touched
 from thrifty.core.errors import Refused
-from thrifty.core.explain import count, explain, touched
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
 from tiny_runs import advance, plain_run, technique
@@ -14,10 +14,12 @@ ADAMW = technique("optimizers.adamw")
 
 
 def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended() -> None:
-    run = compose(plain_run(), [technique("memory.recompute"), ADAMW, technique("large_batch.accumulate")], 10)
+    run = compose(
+        plain_run(), [technique("memory.recompute"), ADAMW, technique("large_batch.gradient_accumulation")], 10
+    )
     explanation = explain(run)
     assert [row.technique.name for row in explanation.rows] == [
-        "memory.recompute", "large_batch.accumulate", "optimizers.adamw",
+        "memory.recompute", "large_batch.gradient_accumulation", "optimizers.adamw",
     ]  # fmt: skip
     befores = [row.before for row in explanation.rows]
     assert befores == [explanation.plain, *(row.after for row in explanation.rows[:-1])]
@@ -33,7 +35,7 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
 
     before, after = effect("memory.recompute")
     assert after["activations"] < before["activations"] / 2 and before["flops"] < after["flops"] < 1.4 * before["flops"]
-    before, after = effect("large_batch.accumulate", parts=4)
+    before, after = effect("large_batch.gradient_accumulation", parts=4)
     assert after["activations"] == pytest.approx(before["activations"] / 4, rel=0.1)
     before, after = effect("optimizers.lion")
     assert after["optimizer"] == after["parameters"]
@@ -51,16 +53,16 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "growth.resolution"])
+@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"])
 def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
     """Though those that change the update alone share the passes through the model."""
-    names = (name, "optimizers.clip", "optimizers.adamw", "schedules.cosine", "large_batch.exponential_average")
+    names = (name, "gradients.clip", "optimizers.adamw", "schedules.cosine", "averaging.ema")
     run = compose(plain_run(), [technique(each) for each in names], 6)
     explanation = explain(run)
     for place, row in enumerate(explanation.rows):
         _, alone = count(run, run.techniques[: place + 1])
         assert row.after == alone
-    assert any("have no images" in decision for decision in explanation.decisions) == (name == "growth.resolution")
+    assert any("have no images" in decision for decision in explanation.decisions) == (name == "curriculum.resolution")
 
 
 def test_explaining_changes_nothing_of_the_run() -> None:
@@ -94,9 +96,9 @@ def test_what_surgery_touches_is_told_without_building_the_model() -> None:
 
 
 def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
-    run = compose(plain_run(), [ADAMW, technique("optimizers.clip", largest=0.5)], 5)
-    found = explain(run).as_dict({"optimizers.clip": ["a note"]})
-    clip = next(entry for entry in found["techniques"] if entry["name"] == "optimizers.clip")
+    run = compose(plain_run(), [ADAMW, technique("gradients.clip", largest=0.5)], 5)
+    found = explain(run).as_dict({"gradients.clip": ["a note"]})
+    clip = next(entry for entry in found["techniques"] if entry["name"] == "gradients.clip")
     assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"largest": 0.5})
     assert clip["touched"] == ["a note"]
     assert found["parameters"] == sum(p.numel() for p in plain_run().build().parameters())

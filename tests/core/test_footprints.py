@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from runs_for import RUNS
 from thrifty import techniques
-from thrifty.core.compose import Plain, compose
-from thrifty.core.explain import explain
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.footprint import Footprint
-from thrifty.data.packing import PackedTokens
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocations import Allocated, allocated
+from thrifty.planning.allocator_trace import Allocated, allocated
 from thrifty.techniques.data_selection import gradient_norm_sampling
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 
@@ -34,13 +34,13 @@ DEPTH, WIDTH, LENGTH, BATCH, STEPS = 2, 128, 64, 8, 5
 LARGEST_ERROR, LARGEST_MEDIAN = 0.05, 0.001
 SETTINGS: dict[str, dict[str, Any]] = {
     "sparsity.early_bird": {"latest": STEPS},  # what is predicted is the search, with the whole model
-    "sparsity.ticket": {"file": "", "sha256": ""},  # the tests' ticket is of a smaller model
+    "sparsity.mask_from_file": {"file": "", "sha256": ""},  # the tests' ticket is of a smaller model
 }
 MODELS = ("gpt", "llama", "gpt_neox")
 TOGETHER = (
-    ("precision.mixed", "memory.recompute", "adapters.lora", "large_batch.accumulate"),
+    ("precision.mixed", "memory.recompute", "adapters.lora", "large_batch.gradient_accumulation"),
     ("memory.compress_activations", "optimizers.muon", "precision.optimizer_state"),
-    ("parallelism.share_parameters", "precision.bfloat16_weights", "optimizers.clip"),
+    ("memory.share_parameters", "precision.bfloat16_weights", "gradients.clip"),
 )
 OF_OURS = {name for name in techniques.names() if name.startswith("attention.")} | {
     "sparsity.dynamic_heads",
@@ -127,7 +127,9 @@ def test_the_median_error_of_the_predicted_peak_is_far_below_a_twentieth() -> No
     assert median(error(*both(*case)) for case in GRID) <= LARGEST_MEDIAN
 
 
-@pytest.mark.parametrize("name", ["optimizers.adamw", "optimizers.soap", "sparsity.rigl", "adapters.intrinsic"])
+@pytest.mark.parametrize(
+    "name", ["optimizers.adamw", "optimizers.soap", "sparsity.rigl", "adapters.intrinsic_dimension"]
+)
 def test_where_weights_outweigh_activations_gradients_and_the_update_make_the_peak(name: str) -> None:
     run = compose(plain_run("llama", vocabulary=1024, length=4), with_optimizer([technique(name)]), STEPS)
     predicted, measured = explain(run).footprint, allocated(run)

@@ -2,7 +2,7 @@
 
 import torch
 
-from thrifty.core.layout import Box, Order, in_order, in_order_of, order_of
+from thrifty.core.shard_layout import Box, Order, in_order, in_order_of, order_of
 
 
 def test_each_rank_has_its_part_of_every_slice_and_the_whole_comes_back() -> None:

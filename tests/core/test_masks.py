@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.compose import Composition, compose
-from thrifty.core.elements import ScaleByAdam, ScaleByMomentum
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.partition import partition
-from thrifty.core.sparse.masks import Layer, Masks, check_masks, mask_of, masks_in
-from thrifty.core.sparse.sparsity import full_mask, masked_shapes, random_mask
+from thrifty.core.gradient_transform import Transform, chain
 from thrifty.core.state import TrainState, fill_tensor
-from thrifty.core.surgery import noting
-from thrifty.core.transforms import Transform, chain
+from thrifty.modeling.module_surgery import noting
+from thrifty.optim.mask_selection import full_mask, masked_shapes, random_mask
+from thrifty.optim.parameter_partition import partition
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ScaleByAdam, ScaleByMomentum
+from thrifty.optim.weight_masks import Layer, Masks, check_masks, mask_of, masks_in
 from thrifty.techniques.memory.offload_optimizer import offloaded
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.precision.bfloat16_weights import in_float32
@@ -153,7 +153,7 @@ def sparse_state(*others: str) -> tuple[Composition, TrainState]:
 
 @pytest.mark.parametrize("slot", ["mean", "square", "exponential_average.mean"])
 def test_anything_of_the_optimizer_outside_a_mask_is_noticed(slot: str) -> None:
-    run, state = sparse_state("large_batch.exponential_average")
+    run, state = sparse_state("averaging.ema")
     name = next(iter(masks_in(state)))
     assert state.optimizer is not None
     (found,) = [key for key in state.optimizer.slots if key.endswith(slot if "." in slot else f"adam.{slot}")]
@@ -175,7 +175,7 @@ def test_more_weights_than_allowed_are_noticed_and_a_state_without_masks_is_not_
 
 
 def test_averages_that_start_afresh_after_a_growth_are_under_the_masks_carried_along() -> None:
-    chosen = [technique(name) for name in ("sparsity.rigl", "growth.stacking", "large_batch.exponential_average")]
+    chosen = [technique(name) for name in ("sparsity.rigl", "growth.stacking", "averaging.ema")]
     run = compose(plain_run(), with_optimizer(chosen), 5)
     state = run.start()
     for at in range(1, 6):

@@ -8,11 +8,11 @@ import transformers
 from torch import Tensor, nn
 
 from stacked_models import HEADS, KINDS, VOCABULARY, WIDTH
-from thrifty.core.branches import Branch, biases, find_branches
 from thrifty.core.errors import Refused
-from thrifty.core.matrices import Matrix, draw_xavier, matrices, outer_matrices
-from thrifty.core.norms import bypass_norms
-from thrifty.core.surgery import find_stacks, is_under
+from thrifty.modeling.module_surgery import find_stacks, is_under
+from thrifty.modeling.residual_branches import Branch, biases, find_branches
+from thrifty.modeling.stream_norms import bypass_norms
+from thrifty.techniques.initializations._branch_matrices import Matrix, draw_xavier, matrices, outer_matrices
 
 
 def branches_of(model: nn.Module) -> list[Branch]:

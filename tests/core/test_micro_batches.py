@@ -3,10 +3,10 @@
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core import explain
-from thrifty.core.compose import compose
+from thrifty.composition import explain
+from thrifty.composition.compose import compose
+from thrifty.composition.micro_batches import fewer_alike
 from thrifty.core.footprint import Footprint
-from thrifty.core.micro_batches import fewer_alike
 from tiny_runs import plain_run, technique, with_optimizer
 
 BATCH = 8
@@ -14,7 +14,7 @@ BATCH = 8
 
 def counted(*names: str, parts: int) -> Footprint:
     others = [technique(name) for name in names]
-    cut = technique("large_batch.accumulate", parts=parts)
+    cut = technique("large_batch.gradient_accumulation", parts=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *others]), 6)
     return explain.count(run, run.techniques)[1]
 
@@ -39,12 +39,12 @@ def test_two_tell_what_all_hold_and_compute(
         ((), 3),  # two of three examples and one of two
         ((), 2),
         (("data_selection.gradient_norm_sampling",), 4),
-        (("large_batch.noise_scale",), 4),
+        (("measure.noise_scale",), 4),
     ],
     ids=["unlike", "two", "sampled", "measured"],
 )
 def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names: tuple[str, ...], parts: int) -> None:
-    cut = technique("large_batch.accumulate", parts=parts)
+    cut = technique("large_batch.gradient_accumulation", parts=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *(technique(name) for name in names)]), 6)
     batch = run.source.at(5)
     same, whole, times = fewer_alike(run, batch)
@@ -56,8 +56,8 @@ def test_the_work_of_those_left_out_is_counted() -> None:
 
 
 def test_only_two_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = compose(plain_run(batch=BATCH), with_optimizer([technique("large_batch.accumulate", parts=8)]), 6)
+    run = compose(plain_run(batch=BATCH), with_optimizer([technique("large_batch.gradient_accumulation", parts=8)]), 6)
     with FakeTensorMode():
         cut, batch, times = fewer_alike(run, run.source.at(5))
     assert len(batch) == 2 and times == 4.0
-    assert next(t for t in cut.techniques if t.name == "large_batch.accumulate").parts == 2  # type: ignore[attr-defined]
+    assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").parts == 2  # type: ignore[attr-defined]

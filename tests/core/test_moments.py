@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.core.moments import EffectiveBatch, Moment, in_steps, resolve_moments
+from thrifty.core.run_relative_settings import EffectiveBatch, Moment, in_steps, resolve_moments
 from thrifty.core.technique import Technique
 
 

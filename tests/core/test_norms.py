@@ -6,8 +6,8 @@ from torch import nn
 
 from stacked_models import KINDS, TOKENS, TorchEncoder
 from thrifty.core.errors import IntegrityError
-from thrifty.core.norms import bypass_norms, check_bypassed, is_norm, stream_norms
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
+from thrifty.modeling.stream_norms import bypass_norms, check_bypassed, is_norm, stream_norms
 
 STAYS = {
     "bert": {"cls.predictions.transform.LayerNorm": "it belongs to the head"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import StepTrace
+from thrifty.core.tensor_tracing import StepTrace
 
 ENDS = [8, 24, 32]
 GROUPED = {

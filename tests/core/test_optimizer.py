@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from thrifty.core.elements import ScaleBySchedule
 from thrifty.core.errors import UsageError
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.transforms import chain
+from thrifty.core.gradient_transform import chain
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ScaleBySchedule
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
 from tiny_runs import plain_run

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from thrifty.core.parameters import Slices, fused_slices, is_hidden_matrix, is_matrix
+from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_hidden_matrix, is_matrix
 from tiny_runs import tiny_model
 
 

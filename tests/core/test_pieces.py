@@ -8,20 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thrifty.core import pieces
-from thrifty.core.elements import (
+from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain
+from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.optim import chunked_update
+from thrifty.optim.chunked_update import InPieces
+from thrifty.optim.parameter_partition import partition
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import (
     AddDecayedWeights,
     ScaleByAdam,
     ScaleByMomentum,
     ScaleParameters,
     scale_by_learning_rate,
 )
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_matrix
-from thrifty.core.partition import partition
-from thrifty.core.pieces import InPieces
-from thrifty.core.tails import split
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain
+from thrifty.optim.update_plan import split
 from thrifty.techniques.optimizers.lion import lion
 
 
@@ -67,7 +67,7 @@ CHAINS = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(pieces, "NUMBERS", 12)
+    monkeypatch.setattr(chunked_update, "NUMBERS", 12)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -135,13 +135,13 @@ def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
 
 def test_every_thread_of_the_pool_is_there_before_the_rest_of_the_program_goes_on() -> None:
     torch.set_num_threads(3)
-    pieces._pool(5, -1)  # a pool of its own
-    with pieces.ThreadPoolExecutor(1) as fresh:
+    chunked_update._pool(5, -1)  # a pool of its own
+    with chunked_update.ThreadPoolExecutor(1) as fresh:
         assert fresh.submit(torch.get_num_threads).result() == 3
 
 
 def test_the_threads_of_the_rest_of_the_program_stay() -> None:
     in_pieces(lion(), tensors([(30, 30)], 0), 1)
     assert torch.get_num_threads() == 2
-    with pieces.ThreadPoolExecutor(1) as fresh:
+    with chunked_update.ThreadPoolExecutor(1) as fresh:
         assert fresh.submit(torch.get_num_threads).result() == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.recomputation import run_again
+from thrifty.memory.recomputation import run_again
 from thrifty.techniques.memory.recompute import Recompute
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.accounting import StepTrace
-from thrifty.core.activations.rehearsal import rehearsing
-from thrifty.core.activations.replay import BlockPlan, keep, run_planned
-from thrifty.core.activations.tape import Tape
 from thrifty.core.errors import IntegrityError
-from thrifty.core.surgery import wrap_forward
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.memory.dry_run import rehearsing
+from thrifty.memory.op_trace import Tape
+from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
+from thrifty.modeling.module_surgery import wrap_forward
 
 WIDTH = 16
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.activations.saved import is_parameter, kept_by
-from thrifty.models.presets import Shape, assemble
+from thrifty.memory.saved_tensor_hooks import is_parameter, kept_by
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty import techniques
-from thrifty.core.moments import resolve_moments
-from thrifty.core.schedules import warmed_up
+from thrifty.core.gradient_transform import Transform
+from thrifty.core.run_relative_settings import resolve_moments
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import Transform
+from thrifty.techniques.schedules._warmup import warmed_up
 from tiny_runs import plain_run, run_through, technique
 
 SCHEDULES = [name for name in techniques.names() if name.startswith("schedules.")]

@@ -10,7 +10,7 @@ from tiny_models import SMALL
 from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
-from thrifty.core.sparse.slimming import (
+from thrifty.modeling.structured_pruning import (
     ZERO,
     add_coefficients,
     arrange,
@@ -19,9 +19,9 @@ from thrifty.core.sparse.slimming import (
     fold_coefficients,
     is_arranged,
 )
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
 IMAGES = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))

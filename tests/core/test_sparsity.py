@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty.core.errors import UsageError
-from thrifty.core.sparse.sparsity import (
+from thrifty.optim.mask_selection import (
     global_count,
     largest,
     largest_of_all,

@@ -7,13 +7,13 @@ import pytest
 from torch import Tensor, nn
 
 from thrifty import techniques
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
+from thrifty.core.gradient_transform import Numbers, Slots, Transform, chain
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Slots, Transform, chain
 from tiny_runs import plain_run, technique
 
 HEARD: list[str] = []

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import StepTrace
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.memories.disk import Disk
-from thrifty.core.memories.link import Link, LinkClock, Simulated
-from thrifty.core.memories.tickets import Ticket, Tier, is_dense
-from thrifty.core.memories.tiers import tier_for
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.memory.disk_tier import Disk
+from thrifty.memory.host_tier import tier_for
+from thrifty.memory.simulated_tier import Link, LinkClock, Simulated
+from thrifty.memory.storage_tier import Ticket, Tier, is_dense
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SIZES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size=1, max_size=20)
@@ -144,7 +144,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def started(program: str, *args: object) -> subprocess.Popen[str]:
-    code = f"import sys, torch\nfrom thrifty.core.memories.disk import Disk\n{textwrap.dedent(program)}"
+    code = f"import sys, torch\nfrom thrifty.memory.disk_tier import Disk\n{textwrap.dedent(program)}"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

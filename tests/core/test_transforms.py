@@ -7,7 +7,14 @@ import torch
 from lion_pytorch import Lion as TheirLion
 from torch import Tensor, nn
 
-from thrifty.core.elements import (
+from thrifty.core.errors import UsageError
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.optim.chunked_update import InPieces
+from thrifty.optim.fused_updates import AdamByKernel, FusedAdamW, FusedSGD, by_kernels, fused_tail
+from thrifty.optim.parameter_partition import partition
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import (
     AddDecayedWeights,
     ClipByGlobalNorm,
     ScaleByAdam,
@@ -17,13 +24,6 @@ from thrifty.core.elements import (
     global_norm,
     scale_by_learning_rate,
 )
-from thrifty.core.errors import UsageError
-from thrifty.core.fused import AdamByKernel, FusedAdamW, FusedSGD, by_kernels, fused_tail
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_matrix
-from thrifty.core.partition import partition
-from thrifty.core.pieces import InPieces
-from thrifty.core.transforms import Transform, chain
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import ScaleByLion, lion
 

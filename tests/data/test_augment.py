@@ -10,7 +10,7 @@ from scipy import stats
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Augmentation
-from thrifty.data.augment import (
+from thrifty.data.images.augmentation import (
     NARROWEST,
     OPERATIONS,
     Purpose,
@@ -31,7 +31,7 @@ from thrifty.data.augment import (
     stretch,
     uniform,
 )
-from thrifty.data.draws import example_keys
+from thrifty.kernels.example_rng import example_keys
 
 EVERYTHING = Augmentation(crop=2, flip=True, operations=3, magnitude=0.7, erase=0.5, mixup=0.4, cutmix=1.0)
 FILL = (0.4, 0.5, 0.6)

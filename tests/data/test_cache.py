@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from thrifty.core.errors import ThriftyError
-from thrifty.data.cache import building
+from thrifty.data.data_cache import building
 
 WAIT_FOR_THE_LOCK = """
 import sys
 from pathlib import Path
-from thrifty.data.cache import locked
+from thrifty.data.data_cache import locked
 print("waiting", flush=True)
 with locked(Path(sys.argv[1])):
     print("held", flush=True)

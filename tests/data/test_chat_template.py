@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from thrifty.core.errors import UsageError
-from thrifty.data.chat_template import ALPACA, CHATML, ChatTemplate
+from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
 
 LLAMA_LIKE = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}

@@ -8,9 +8,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chatting import TEXT, small_tokenizer
 from thrifty.core.errors import Refused, UsageError
-from thrifty.data.chat_template import ALPACA, CHATML, ChatTemplate
-from thrifty.data.chat_tokenizer import ChatTokenizer, read_chat_tokenizer, template_source
-from thrifty.data.tokenizing import END_OF_TEXT
+from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
+from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer, template_source
+from thrifty.data.tokenizer import END_OF_TEXT
 
 WITH_SYSTEM = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"

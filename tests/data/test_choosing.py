@@ -9,9 +9,9 @@ from hypothesis import strategies as some
 from thrifty.core.batches import BatchSource, Choice, Mapped, Presampled, Resized, Share
 from thrifty.core.errors import Refused
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.epochs import Epochs, fingerprint
-from thrifty.data.images import open_images
-from thrifty.data.packing import PackedTokens
+from thrifty.data.epoch_sampler import Epochs, fingerprint
+from thrifty.data.images.image_data import open_images
+from thrifty.data.text.token_windows import PackedTokens
 
 TOKENS = np.arange(100, dtype=np.uint16)  # 33 windows of 3, which begin with 0, 3, 6, …
 EVEN = Choice(torch.arange(0, 33, 2))

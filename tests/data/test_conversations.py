@@ -5,9 +5,9 @@ import pytest
 from chatting import exchange, write_rows
 from thrifty.core.errors import UsageError
 from thrifty.data.catalogue import PYTHON_FUNCTIONS
-from thrifty.data.conversations import ConversationFile, PythonFunctions, conversations, open_conversations
-from thrifty.data.extracting import modern_verses
-from thrifty.data.python_sources import described_functions
+from thrifty.data.chat.conversation_sources import ConversationFile, PythonFunctions, conversations, open_conversations
+from thrifty.data.download.text_extractors import modern_verses
+from thrifty.data.text.python_sources import described_functions
 
 
 def read(path):

@@ -3,15 +3,15 @@ import re
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.data import extracting
 from thrifty.data.catalogue import entries, entry
+from thrifty.data.download import text_extractors
 
 
 @pytest.mark.parametrize("name", entries())
 def test_every_entry_is_whole(name):
     item = entry(name)
     assert item.about and item.licence and item.origin and item.size > 0
-    assert not item.documents or callable(getattr(extracting, item.documents))
+    assert not item.documents or callable(getattr(text_extractors, item.documents))
     assert not item.instead or entry(item.instead).kind == item.kind
     assert bool(item.packages) == bool(item.members)
     hashes = [*item.members.values(), *(package.sha256 for package in item.packages)]

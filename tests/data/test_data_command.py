@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from data.image_files import write_folder, write_image
-from thrifty.cli.data import command
+from thrifty.cli.data.data_verb import command
 from thrifty.core.errors import UsageError
-from thrifty.data import image_listing
-from thrifty.data.look import document_lengths, histogram
+from thrifty.data.images import image_listing
+from thrifty.data.text.text_inspection import document_lengths, histogram
 
 
 def run(*arguments):
@@ -110,5 +110,5 @@ def test_lengths_are_counted_between_powers_of_two():
 
 
 def test_help_does_not_import_torch():
-    program = "import sys; from thrifty.cli.data import command; sys.exit('torch' in sys.modules)"
+    program = "import sys; from thrifty.cli.data.data_verb import command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

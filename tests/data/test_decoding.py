@@ -15,8 +15,8 @@ from PIL import Image
 
 from data.image_files import bomb, png, write_image
 from thrifty.core.errors import UsageError
-from thrifty.data import decoding
-from thrifty.data.decoding import Undecodable, decode
+from thrifty.data.images import image_decoding
+from thrifty.data.images.image_decoding import Undecodable, decode
 
 
 def colour(path, side=4):
@@ -111,7 +111,7 @@ def test_floating_point_pixels_are_refused(tmp_path):
 def test_without_pillow_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UsageError, match="needs Pillow") as refused:
-        decoding.pillow()
+        image_decoding.pillow()
     assert refused.value.fix == "pip install 'thrifty[images]'"
 
 

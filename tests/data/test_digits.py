@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.data.digits import DigitImages, Digits, digits
-from thrifty.data.epochs import HeldOutExamples
+from thrifty.data.epoch_sampler import HeldOutExamples
+from thrifty.data.images.digits import DigitImages, Digits, digits
 
 
 def test_the_images_are_those_of_the_repository():

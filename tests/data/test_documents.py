@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.data.documents import open_source
-from thrifty.data.passages import LONGEST, PASSAGE
+from thrifty.data.text.document_sources import open_source
+from thrifty.data.text.passage_split import LONGEST, PASSAGE
 
 
 def read(source, column="text"):

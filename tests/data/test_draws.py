@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.data.draws import chosen, drawn, example_keys, fractions
+from thrifty.kernels.example_rng import chosen, drawn, example_keys, fractions
 
 
 @given(seed=st.integers(0, 2**40), start=st.integers(0, 2**50), count=st.integers(1, 50))

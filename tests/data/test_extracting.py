@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from thrifty.data import extracting
+from thrifty.data.download import text_extractors
 
 BIBLE = '''
 from somewhere import Bible, Version
@@ -21,17 +21,17 @@ Thus they were finished.""",
 
 
 def test_chapters_come_from_the_literals_without_running_the_module():
-    documents = list(extracting.chapters({"m.py": BIBLE.encode()}))
+    documents = list(text_extractors.chapters({"m.py": BIBLE.encode()}))
     assert documents == ["In the beginning. And the earth was void.", "Thus they were finished."]
 
 
 def test_whole_files_are_a_document_each():
-    assert list(extracting.whole_files({"a": b"one\r\ntwo\n", "b": "café".encode()})) == ["one\ntwo", "café"]
+    assert list(text_extractors.whole_files({"a": b"one\r\ntwo\n", "b": "café".encode()})) == ["one\ntwo", "café"]
 
 
 def test_a_book_is_cut_at_its_chapters():
     book = b"ETYMOLOGY.\n\nCHAPTER 1. Loomings.\n\nCall me\nCHAPTER 2. The Bag.\nI stuffed"
-    assert list(extracting.book_chapters({"b": book})) == [
+    assert list(text_extractors.book_chapters({"b": book})) == [
         "ETYMOLOGY.",
         "CHAPTER 1. Loomings.\n\nCall me",
         "CHAPTER 2. The Bag.\nI stuffed",
@@ -40,16 +40,16 @@ def test_a_book_is_cut_at_its_chapters():
 
 def test_flattened_novels_get_paragraphs_back_and_lose_the_licence():
     novel = "   A TALE    Once.  Twice.   " + "word " * 500 + "    The Project Gutenberg licence" + " and so on" * 250
-    assert list(extracting.flattened_novels({"n": novel.encode()})) == [
+    assert list(text_extractors.flattened_novels({"n": novel.encode()})) == [
         "A TALE\n\nOnce. Twice.\n\n" + ("word " * 500).strip()
     ]
 
 
 def test_reviews_get_line_ends_for_breaks():
     table = b'text,label,source\n"Good.<br /><br />Very ""good"".",1,imdb\nBad,0,rt\n'
-    assert list(extracting.review_table({"t": table})) == ['Good.\n\nVery "good".', "Bad"]
+    assert list(text_extractors.review_table({"t": table})) == ['Good.\n\nVery "good".', "Bad"]
     listing = json.dumps([{"t": "Good.<br />Yes."}, {"t": "Bad"}, {"t": "Bad"}]).encode()
-    assert list(extracting.review_list({"t": listing})) == ["Good.\nYes.", "Bad"]
+    assert list(text_extractors.review_list({"t": listing})) == ["Good.\nYes.", "Bad"]
 
 
 def test_dialogues_name_their_speakers():
@@ -57,7 +57,7 @@ def test_dialogues_name_their_speakers():
         return {"sender": who, "text": text}
 
     logs = {"1": {"messages": [[said("x", "Hi "), said("x", "there")], [said("y", "Yo")]]}, "2": {"messages": []}}
-    assert list(extracting.dialogues({"d": json.dumps(logs).encode()})) == ["A: Hi\nA: there\nB: Yo"]
+    assert list(text_extractors.dialogues({"d": json.dumps(logs).encode()})) == ["A: Hi\nA: there\nB: Yo"]
 
 
 def test_service_descriptions_lose_html_and_repetition():
@@ -67,10 +67,10 @@ def test_service_descriptions_lose_html_and_repetition():
     }
     two = {"documentation": "x", "operations": {"documentation": {"documentation": "y"}}}
     members = {name: gzip.compress(json.dumps(value).encode()) for name, value in (("a", one), ("b", two))}
-    assert list(extracting.service_descriptions(members)) == ["Lists all & more. Fast.\nx", "y"]
+    assert list(text_extractors.service_descriptions(members)) == ["Lists all & more. Fast.\nx", "y"]
 
 
 @pytest.mark.parametrize("module", [b"import os", b"bible = Bible(1"])
 def test_a_module_without_the_literals_fails_rather_than_gives_nothing(module):
     with pytest.raises((StopIteration, RuntimeError, SyntaxError)):
-        list(extracting.chapters({"m.py": module}))
+        list(text_extractors.chapters({"m.py": module}))

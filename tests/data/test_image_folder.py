@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from data.image_files import bomb, write_folder, write_image
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.image_arrays import open_arrays
-from thrifty.data.image_folder import image_files, prepare_folder
-from thrifty.data.images import holds_images, holds_mainly_images, open_images
-from thrifty.data.splitting import Part
+from thrifty.data.images.image_arrays import open_arrays
+from thrifty.data.images.image_data import holds_images, holds_mainly_images, open_images
+from thrifty.data.images.image_folder import image_files, prepare_folder
+from thrifty.data.train_split import Part
 
 
 def said_of(folder, **changed):

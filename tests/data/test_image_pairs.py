@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.image_files import write_image
-from thrifty.core.ends import ImageEnds, PairEnds, TextEnds
 from thrifty.core.errors import UsageError
+from thrifty.core.model_spec import ImageEnds, PairEnds, TextEnds
 from thrifty.core.recipe import Augmentation, DataSettings, ModelSettings, ObjectiveSettings, Recipe
-from thrifty.data.captions import caption_rows
-from thrifty.data.image_pairs import open_image_pairs
-from thrifty.data.kept import kept_ends
-from thrifty.data.splitting import Part
-from thrifty.data.tokenizing import TextTokenizer
-from thrifty.preparing import open_examples
+from thrifty.data.pairs.caption_rows import caption_rows
+from thrifty.data.pairs.pair_data import open_image_pairs
+from thrifty.data.run_metadata import kept_ends
+from thrifty.data.tokenizer import TextTokenizer
+from thrifty.data.train_split import Part
+from thrifty.training.run_setup import open_examples
 
 LENGTH = 8
 

@@ -12,13 +12,13 @@ from PIL import Image
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import image_sets
 from thrifty.data.catalogue import Entry, Package, entries
-from thrifty.data.documents import open_source
-from thrifty.data.fetching import archives_folder, damage, fetch
-from thrifty.data.image_arrays import open_arrays
-from thrifty.data.images import open_images
-from thrifty.data.splitting import Part
+from thrifty.data.download import image_extractors
+from thrifty.data.download.dataset_download import archives_folder, damage, fetch
+from thrifty.data.images.image_arrays import open_arrays
+from thrifty.data.images.image_data import open_images
+from thrifty.data.text.document_sources import open_source
+from thrifty.data.train_split import Part
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 5), np.uint8)
 LABELS = np.arange(12, dtype=np.uint8) % 3
@@ -103,7 +103,7 @@ def test_rows_of_png_files_become_cifars_images():
         file = io.BytesIO()
         Image.fromarray(pixels[2 * number : 2 * number + 2].reshape(2, 1024, 3)).save(file, "PNG")
         members[name] = file.getvalue()
-    labels, images = image_sets.cifar10(members)
+    labels, images = image_extractors.cifar10(members)
     found = list(images)
     assert labels[0] == "airplane" and [label for _, _, label in found] == [*range(10), 3, 4]
     assert [part for part, _, _ in found] == [Part.TRAIN] * 10 + [Part.HELD_OUT] * 2
@@ -114,7 +114,7 @@ def test_rows_of_png_files_become_cifars_images():
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x01a", idx(IMAGES)[:-1]])
 def test_what_is_no_array_of_bytes_is_refused(content):
     with pytest.raises(IntegrityError, match="format IDX"):
-        image_sets.idx_array(content)
+        image_extractors.idx_array(content)
 
 
 def test_a_set_that_is_not_here_or_no_text_is_refused_with_what_to_do(cache):
@@ -128,4 +128,4 @@ def test_a_set_that_is_not_here_or_no_text_is_refused_with_what_to_do(cache):
 
 @pytest.mark.parametrize("name", [name for name, entry in entries().items() if entry.images])
 def test_every_named_set_has_its_function(name):
-    assert callable(getattr(image_sets, entries()[name].images))
+    assert callable(getattr(image_extractors, entries()[name].images))

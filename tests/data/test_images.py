@@ -6,17 +6,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.model_spec import ImageEnds
 from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.augment import changed
-from thrifty.data.digits import DigitImages
-from thrifty.data.draws import example_keys
-from thrifty.data.image_arrays import normalized
-from thrifty.data.images import open_images
-from thrifty.data.kept import kept_ends
-from thrifty.data.splitting import Part
-from thrifty.kernels.resizing import resize
+from thrifty.data.images.augmentation import changed
+from thrifty.data.images.digits import DigitImages
+from thrifty.data.images.image_arrays import normalized
+from thrifty.data.images.image_data import open_images
+from thrifty.data.run_metadata import kept_ends
+from thrifty.data.train_split import Part
+from thrifty.kernels.example_rng import example_keys
+from thrifty.kernels.image_resizing import resize
 
 MIXED = Augmentation(crop=1, operations=1, erase=0.3, mixup=0.4, cutmix=1.0)
 

@@ -6,10 +6,10 @@ import torch
 from chatting import exchange, small_tokenizer, sums, write_rows
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.chat_template import CHATML
-from thrifty.data.chat_tokenizer import TURNS
-from thrifty.data.instructions import Learning, open_instructions
-from thrifty.data.preview import preview
+from thrifty.data.chat.chat_data import Learning, open_instructions
+from thrifty.data.chat.chat_preview import preview
+from thrifty.data.chat.chat_template import CHATML
+from thrifty.data.chat.chat_tokenizer import TURNS
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.cli.data import command
+from thrifty.cli.data.data_verb import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
-from thrifty.data.near_duplicates import Distinct, difference, find_alike, runs_of_words
-from thrifty.data.prepare import prepare
-from thrifty.data.splitting import Part
-from thrifty.preparing import open_examples
+from thrifty.data.text.near_duplicates import Distinct, difference, find_alike, runs_of_words
+from thrifty.data.text.token_cache import prepare
+from thrifty.data.train_split import Part
 from thrifty.recipes import RECIPES
+from thrifty.training.run_setup import open_examples
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("ab", "eck", "im", "ort", "uss")]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from thrifty.core.batches import Share
 from thrifty.core.errors import UsageError
-from thrifty.data.packing import HeldOut, PackedTokens, Windows
+from thrifty.data.text.token_windows import HeldOut, PackedTokens, Windows
 
 
 def source(tokens=1001, length=10, batch=8, seed=3):

@@ -6,8 +6,17 @@ from hypothesis import settings as trying
 from hypothesis import strategies as st
 
 from thrifty.core.batches import Share
-from thrifty.data.epochs import Epochs
-from thrifty.data.packs import ANSWER, BEGINS, Conversations, HeldOutConversations, Rows, Weighed, arranged, packed
+from thrifty.data.chat.conversation_packing import (
+    ANSWER,
+    BEGINS,
+    Conversations,
+    HeldOutConversations,
+    Rows,
+    Weighed,
+    arranged,
+    packed,
+)
+from thrifty.data.epoch_sampler import Epochs
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 

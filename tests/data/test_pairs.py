@@ -12,8 +12,8 @@ from thrifty.core.batches import Share
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data import open_data
-from thrifty.data.epochs import Epochs
-from thrifty.data.pairs import SEPARATOR, PairFile, Pairs, holds_pairs
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.text.text_pairs import SEPARATOR, PairFile, Pairs, holds_pairs
 
 PAIRS = [(f"the whale number {n} swam past", f"{n} whales were seen, or {n * 7}") for n in range(300)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from thrifty.core.batches import BatchSource
-from thrifty.data.packing import PackedTokens
 from thrifty.data.prefetch import prefetch
+from thrifty.data.text.token_windows import PackedTokens
 
 
 def source():

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.prepare import prepare
-from thrifty.data.splitting import Part
+from thrifty.data.text.token_cache import prepare
+from thrifty.data.train_split import Part
 
 PREPARE = """
 import sys
 from thrifty.core.recipe import DataSettings
-from thrifty.data.prepare import prepare
+from thrifty.data.text.token_cache import prepare
 said = []
 prepared = prepare(DataSettings(source=sys.argv[1], vocabulary=300, held_out=0.2), said.append)
 print(len(said), prepared.folder)

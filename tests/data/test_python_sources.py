@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thrifty.data.documents import open_source
-from thrifty.data.python_sources import python_files
+from thrifty.data.text.document_sources import open_source
+from thrifty.data.text.python_sources import python_files
 
 
 def test_the_sources_of_the_library_and_of_torch_are_there_without_tests():

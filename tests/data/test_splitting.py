@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.data.splitting import Part, plan_split
+from thrifty.data.train_split import Part, plan_split
 
 
 def parts(documents, held_out=0.2):

@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from thrifty.data.stories import KINDS, NUMBERS, PLACES, SENTENCES, WORDS, Story, story, told
+from thrifty.experiments.tasks.babi_stories import KINDS, NUMBERS, PLACES, SENTENCES, WORDS, Story, story, told
 
 NUMBER = 300
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from thrifty.core.errors import UsageError
-from thrifty.data.tokenizing import END_OF_TEXT, read_tokenizer, train_tokenizer
+from thrifty.data.tokenizer import END_OF_TEXT, read_tokenizer, train_tokenizer
 
 TEXTS = [f"the whale {number} swam past the harbour, {number * 7 % 13} times at dawn" for number in range(300)]
 TRAINED = train_tokenizer(TEXTS, 400)
@@ -37,7 +37,7 @@ def test_data_cannot_spell_the_end_of_text():
 
 def test_two_processes_train_the_same_tokenizer(tmp_path):
     program = (
-        "import sys; from pathlib import Path; from thrifty.data.tokenizing import train_tokenizer;"
+        "import sys; from pathlib import Path; from thrifty.data.tokenizer import train_tokenizer;"
         "texts = Path(sys.argv[1]).read_text().splitlines();"
         "train_tokenizer(texts, 400).save(Path(sys.argv[2]))"
     )

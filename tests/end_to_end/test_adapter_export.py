@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.command_line import CommandLine
-from thrifty.restoring import restore
+from thrifty.training.trained_model import restore
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

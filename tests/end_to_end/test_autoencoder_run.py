@@ -13,11 +13,11 @@ import transformers
 from PIL import Image
 
 from end_to_end.command_line import CommandLine, assert_equal
-from thrifty.kernels.places import taken
-from thrifty.preparing import open_examples
-from thrifty.restoring import restore
+from thrifty.kernels.token_gather import taken
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
-from thrifty.training.evaluate import held_out_loss
+from thrifty.training.evaluation import held_out_loss
+from thrifty.training.run_setup import open_examples
+from thrifty.training.trained_model import restore
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "model.decoder_depth": 1, "data.batch": 16}
 FEW = {"evaluation.examples": 100, "checkpoints.every": 3, "evaluation.every": 3}

@@ -9,10 +9,10 @@ import torch
 from end_to_end.command_line import CommandLine
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings, Recipe
-from thrifty.restoring import restore
-from thrifty.run import train
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training import checkpoint
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 
 
 def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
-from thrifty.restoring import restore
+from thrifty.training.trained_model import restore
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,8 +82,8 @@ def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_comput
 
 def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
     """The model with adapters or gains still on it, at the values of the newest checkpoint."""
-    from thrifty.preparing import prepare
-    from thrifty.recipes.toml import read_recipe
+    from thrifty.recipes.recipe_toml import read_recipe
+    from thrifty.training.run_setup import prepare
 
     tensors = thrifty.tensors(name)
     model = prepare(read_recipe(thrifty.run(name) / "recipe.toml"), quiet=True).run.build_model().eval()

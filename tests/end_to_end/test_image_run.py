@@ -15,10 +15,10 @@ from data.image_files import write_folder
 from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.core.errors import Infeasible, UsageError
 from thrifty.core.recipe import Augmentation, Budget, ObjectiveSettings
-from thrifty.data.images import open_images
-from thrifty.preparing import open_examples, prepare
+from thrifty.data.images.image_data import open_images
 from thrifty.recipes import RECIPES
-from thrifty.restoring import restore
+from thrifty.training.run_setup import open_examples, prepare
+from thrifty.training.trained_model import restore
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "data.batch": 16, "evaluation.examples": 100}
 FEW = {"checkpoints.every": 3, "evaluation.every": 3}

@@ -15,16 +15,16 @@ from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
 from thrifty.core.state import fill_tensor
-from thrifty.lottery import Lottery, play
-from thrifty.preparing import prepare
-from thrifty.recipes.toml import read_recipe, write_recipe
+from thrifty.experiments.lottery_rounds import Lottery, play
+from thrifty.experiments.mask_export import keep_ticket, masks_of
+from thrifty.recipes.recipe_toml import read_recipe, write_recipe
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.sparsity.mask_from_file import density_of, read_ticket
 from thrifty.techniques.sparsity.rigl import Rigl
-from thrifty.techniques.sparsity.ticket import density_of, read_ticket
-from thrifty.tickets import keep_ticket, masks_of
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
+from thrifty.training.run_setup import prepare
 
 STEPS, REWIND = 6, 2
 LOTTERY = Lottery(rounds=1, prune=0.5, rewind=REWIND, controls=("random-mask", "reinitialise"))
@@ -175,7 +175,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
         gc.collect()
         return {"kept": [model() for model in built if model() is not None]}
 
-    monkeypatch.setattr("thrifty.lottery._Rounds.to_the_end", look)
+    monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
     assert play(recipe, LOTTERY, tmp_path, model=build, quiet=True) == {"kept": []}
     assert len(built) == 1
 

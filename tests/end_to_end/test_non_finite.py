@@ -18,14 +18,14 @@ from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.objectives.next_token import NextToken
-from thrifty.preparing import prepare
-from thrifty.restoring import restore
-from thrifty.run import train
+from thrifty.techniques.gradients.clip import Clip
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
 from thrifty.training.checkpoint import load
 from thrifty.training.loop import PATIENCE
 from thrifty.training.loop import train as loop
+from thrifty.training.run_setup import prepare
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 
 
 class Spoiled(NextToken):

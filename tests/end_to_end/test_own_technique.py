@@ -24,7 +24,7 @@ FILE = '''
 
     from thrifty.core.stages import Stage
     from thrifty.core.technique import Numerics, Technique
-    from thrifty.core.transforms import Transform, chain
+    from thrifty.core.gradient_transform import Transform, chain
 
 
     class Shrink(Transform):

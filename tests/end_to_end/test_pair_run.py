@@ -13,8 +13,8 @@ from PIL import Image
 
 from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.core.recipe import DataSettings
-from thrifty.data.image_pairs import open_image_pairs
-from thrifty.restoring import restore
+from thrifty.data.pairs.pair_data import open_image_pairs
+from thrifty.training.trained_model import restore
 
 SIDE = 16
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (230, 230, 230)}
@@ -149,5 +149,5 @@ def test_what_cannot_be_retrieved_is_refused_with_what_can(desk: CommandLine, fi
     assert "no one place for a label" in refused
     refused = desk("retrieve", "spots-run", "--classes", "digits", exit_code=2).stderr
     assert "1 channels and those of the run 3" in refused
-    refused = desk(*words("parts", "--with", "large_batch.accumulate"), exit_code=2).stderr
+    refused = desk(*words("parts", "--with", "large_batch.gradient_accumulation"), exit_code=2).stderr
     assert "--with large_batch.gradient_cache" in refused

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from end_to_end.command_line import CommandLine
-from thrifty.data.digits import DigitImages
-from thrifty.kernels.score_files import read_scores
+from thrifty.core.score_file import read_scores
+from thrifty.data.images.digits import DigitImages
 
 IMAGES, WRONG = 800, 40
 RECIPE = {

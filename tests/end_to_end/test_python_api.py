@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from end_to_end.command_line import assert_equal
-from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.gradient_transform import chain
 from thrifty.core.recipe import Budget, DataSettings, Recipe
-from thrifty.core.transforms import chain
-from thrifty.run import resume, train
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.checkpoint import load
+from thrifty.training.trainer import resume, train
 
 VOCABULARY, WIDTH = 320, 16
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
-from thrifty.report.record import read_run
+from thrifty.reporting.run_record import read_run
 
 PER_STEP = 8 * 32
 GROWING = ("--with", "growth.stacking:at=[8,16]", "--with", "sparsity.rigl:every=4,density=0.5")

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 
 from thrifty.cli.main import thrifty
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
-from thrifty.core.sparse.slimming import find_pieces
-from thrifty.models.sampling import generate
-from thrifty.restoring import restore
-from thrifty.run import train
+from thrifty.modeling.structured_pruning import find_pieces
+from thrifty.models.text_generation import generate
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.sparsity.early_bird import EarlyBird
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from thrifty.kernels.float8 import (
     scaled_matmul_reference,
 )
 from thrifty.kernels.float8_linear import Casting, float8_linear
-from thrifty.kernels.group_coding import COMPILED_FROM, encode, encode_mask
+from thrifty.kernels.quantized_tensors import COMPILED_FROM, encode, encode_mask
 
 pytestmark = on_a_gpu
 FORMATS = [E4M3, E5M2]

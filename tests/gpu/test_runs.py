@@ -12,7 +12,14 @@ from gpu_only import on_a_gpu
 pytestmark = on_a_gpu
 STEPS = 30
 GROWING = ["--with", "growth.stacking:at=[8,16]", "--with", "sparsity.rigl:every=4,density=0.5"]
-SAVING = ["--with", "memory.recompute", "--with", "memory.offload_optimizer", "--with", "large_batch.accumulate"]
+SAVING = [
+    "--with",
+    "memory.recompute",
+    "--with",
+    "memory.offload_optimizer",
+    "--with",
+    "large_batch.gradient_accumulation",
+]
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gpu_only import GPU, on_a_gpu
-from thrifty.core.compose import Plain, compose
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.running_sums import running_sums
-from thrifty.models.presets import Shape, assemble
+from thrifty.composition.compose import Plain, compose
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.kernels.deterministic_cumsum import running_sums
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.training.same_bits import same_bits
+from thrifty.training.determinism import same_bits
 from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, technique
 
 pytestmark = on_a_gpu

@@ -5,9 +5,9 @@ import gc
 import torch
 
 from gpu_only import GPU, on_a_gpu
-from thrifty.core.compose import Composition, Plain, compose
-from thrifty.core.memories.tiers import tier_for
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.technique import Technique
+from thrifty.memory.host_tier import tier_for
 from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, with_optimizer
 
 pytestmark = on_a_gpu

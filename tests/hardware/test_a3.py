@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.a3 import lower, search_cycles
-from thrifty.hardware.engine import scan
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.timeline import Timeline
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.a3 import lower, search_cycles
+from thrifty.simulators.accelerator.scan_engine import scan
+from thrifty.simulators.accelerator.station_timeline import Timeline
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 A3 = find_machine("a3")
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.accuracy import attention_cost, computed_pairs
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.own_filters import EXACT, SELECTIVE, filtered, within_error
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate
+from thrifty.simulators.accelerator.attention_error import attention_cost, computed_pairs
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.design_filters import EXACT, SELECTIVE, filtered, within_error
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 
 def recorded(values: bool = True) -> AttentionTrace:

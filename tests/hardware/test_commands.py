@@ -11,12 +11,12 @@ from click.testing import CliRunner
 from scipy.io import mmwrite
 from scipy.sparse import random_array
 
-from thrifty.cli.simulate import command
-from thrifty.cli.simulate_attention import joules, read_budget
+from thrifty.cli.simulate.simulate_attention import joules, read_budget
+from thrifty.cli.simulate.simulate_verb import command
 from thrifty.core.errors import UsageError
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.trace import AttentionTrace, layer_of
-from thrifty.hardware.trace_file import save_trace
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.trace_file import save_trace
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_machine_that_computes_all_pairs_loses_nothing_by_a_filter(tmp_path: P
 
 
 def test_a_filter_that_gets_nowhere_near_the_error_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thrifty.hardware.own_filters.LONGEST", 0.5)
+    monkeypatch.setattr("thrifty.simulators.accelerator.design_filters.LONGEST", 0.5)
     words = ("attention", "--designs", "a3,sanger", "--trace", recorded(tmp_path / "r.safetensors"), "--filter", "own")
     page = shown(*words, "--error", "0.001", "--no-measure")
     assert "a3: no threshold of its filter gets within an error of 0.001" in page and "sanger: no" not in page

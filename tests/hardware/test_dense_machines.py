@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.systolic import folds, reported_cycles
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.scale_sim import Gemm, compute_report, read_cfg, read_topology
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.systolic import folds, reported_cycles
+from thrifty.simulators.accelerator.scale_sim import Gemm, compute_report, read_cfg, read_topology
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 RAN = {
     # (m, n, k): total cycles in COMPUTE_REPORT.csv of scalesim 3.0.0 on 8 rows x 4 columns, run for this test

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.dota import grouped, imbalance, ordered_fetches, shared_fetches
-from thrifty.hardware.iso_peak import iso_peak
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, within
-from thrifty.kernels.attention_filters import dota
+from thrifty.kernels.attention_filters import dota_filter
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.designs.dota import grouped, imbalance, ordered_fetches, shared_fetches
+from thrifty.simulators.accelerator.iso_peak import iso_peak
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 MACHINE = find_machine("dota")
 
@@ -26,7 +26,7 @@ def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: 
             assert fetched[unit, group] == len(set().union(*(set(s.tolist()) for s in sets)))
             steps = range(max(len(keys) for keys in sets))
             assert one_by_one[unit, group] == sum(len({int(k[n]) for k in sets if n < len(k)}) for n in steps)
-    assert fetched.sum() / kept.sum() == pytest.approx(dota.key_reuse(torch.from_numpy(kept)))
+    assert fetched.sum() / kept.sum() == pytest.approx(dota_filter.key_reuse(torch.from_numpy(kept)))
     assert (fetched <= one_by_one).all() and one_by_one.sum() <= kept.sum()
 
 
@@ -35,7 +35,7 @@ def test_as_many_keys_for_each_query_leave_no_lane_waiting() -> None:
     assert imbalance(even.layers[0].kept(), 4) == 0
     assert imbalance(uneven.layers[0].kept(), 4) > 0.05
     scores = torch.randn(1, 2, 40, 40, generator=torch.Generator().manual_seed(0))
-    keep = dota.keep_of(dota.balanced_keys(scores, 8, torch.ones(1, 2, 40, 40, dtype=torch.bool)), 40)
+    keep = dota_filter.keep_of(dota_filter.balanced_keys(scores, 8, torch.ones(1, 2, 40, 40, dtype=torch.bool)), 40)
     assert imbalance(keep[0].numpy(), 4) == 0
 
 

@@ -7,12 +7,12 @@ that keep every pair for itself unevenly; what is published should lie between. 
 import numpy as np
 import pytest
 
-from thrifty.hardware.designs.elsa import bank_counts, hash_multiplications, preprocessing_cycles
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.result import Result
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.elsa import bank_counts, hash_multiplications, preprocessing_cycles
+from thrifty.simulators.accelerator.simulation_result import Result
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 ELSA = find_machine("elsa")
 BASE = ELSA.replaced("approximate", False)

@@ -3,9 +3,9 @@
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.energy import by_actions, by_activity, by_tables, find_table, table_names
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.stream import Operation
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.design_stream import Operation
+from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, by_tables, find_table, table_names
 
 
 def test_tables_say_what_they_say() -> None:

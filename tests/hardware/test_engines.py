@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.engine import bound, scan
-from thrifty.hardware.events import Place, play
-from thrifty.hardware.machine import Memory
+from thrifty.simulators.accelerator.accelerator_spec import Memory
+from thrifty.simulators.accelerator.event_engine import Place, play
+from thrifty.simulators.accelerator.scan_engine import bound, scan
 
 
 def by_loops(service: np.ndarray, buffers: list[int]) -> np.ndarray:

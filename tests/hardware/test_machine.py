@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs import design_names, find_design
-from thrifty.hardware.machine_file import find_machine, machine_from, machine_names, read_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate
+from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_from, machine_names, read_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate
+from thrifty.simulators.accelerator.designs import design_names, find_design
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 PLAIN = {
     "design": "dense",

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from scipy import sparse
 
-from thrifty.hardware import measured
-from thrifty.hardware.measured import all_pairs_seconds, kept_pairs_seconds
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator import measured_attention
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.measured_attention import all_pairs_seconds, kept_pairs_seconds
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 TRACE = synthesised("uniform", 0.3, layers=2, heads=2, lengths=[24, 17], width=8)
 
@@ -19,20 +19,20 @@ def test_seconds_of_all_pairs_and_of_kept_ones() -> None:
 
 
 def test_what_is_timed_over_kept_pairs_is_attention_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "AT_A_TIME", 10)
+    monkeypatch.setattr(measured_attention, "AT_A_TIME", 10)
     kept = TRACE.layers[0].kept()[1].copy()
     kept[5] = False
     q, k, v = np.random.default_rng(0).standard_normal((3, 24, 8))
-    found = torch.from_numpy(measured.sparse_attention(q, k, v, sparse.csr_array(kept)))
+    found = torch.from_numpy(measured_attention.sparse_attention(q, k, v, sparse.csr_array(kept)))
     tensors = (torch.from_numpy(x)[None] for x in (q, k, v))
     expected = F.scaled_dot_product_attention(*tensors, torch.from_numpy(kept))[0].nan_to_num(0.0)
     torch.testing.assert_close(found, expected)
 
 
 def test_work_beyond_the_limit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "LIMIT", 1000)
+    monkeypatch.setattr(measured_attention, "LIMIT", 1000)
     assert all_pairs_seconds(TRACE) is None and kept_pairs_seconds(TRACE) is not None
-    monkeypatch.setattr(measured, "SPARSE_LIMIT", 1000)
+    monkeypatch.setattr(measured_attention, "SPARSE_LIMIT", 1000)
     assert kept_pairs_seconds(TRACE) is None
 
 

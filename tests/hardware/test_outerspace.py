@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from scipy import io, sparse
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.hardware.designs.outerspace import merge_passes, traffic
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, simulate_product, within
-from thrifty.hardware.spgemm import Product, measured, read_matrix, uniform
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, simulate_product, within
+from thrifty.simulators.accelerator.designs.outerspace import merge_passes, traffic
+from thrifty.simulators.accelerator.spgemm_workload import Product, measured, read_matrix, uniform
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 MACHINE = find_machine("outerspace")
 PUBLISHED = {

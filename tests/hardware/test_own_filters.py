@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.dota import imbalance
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.own_filters import FILTERS, filtered
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate
-from thrifty.hardware.trace import AttentionTrace, layer_of
-from thrifty.kernels.attention_filters import a3
+from thrifty.kernels.attention_filters import a3_filter
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.design_filters import FILTERS, filtered
+from thrifty.simulators.accelerator.designs.dota import imbalance
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 ALL = [*FILTERS, "spatten"]
 
@@ -83,7 +83,7 @@ def test_a3_counts_the_candidates_of_its_search() -> None:
     layer = TRACE.layers[0]
     assert layer.q is not None and layer.k is not None
     visible = torch.from_numpy(layer.kept().reshape(2, 2, 40, 40))
-    candidates = a3.a3_candidates(torch.from_numpy(layer.q), torch.from_numpy(layer.k), 0.5, visible)
+    candidates = a3_filter.a3_candidates(torch.from_numpy(layer.q), torch.from_numpy(layer.k), 0.5, visible)
     counted, iterations = found.count("candidates"), found.count("iterations")
     assert counted is not None and iterations is not None
     assert np.array_equal(counted.reshape(2, 2, 40), candidates.sum(-1).numpy())

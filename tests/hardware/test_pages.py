@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.simulate import command
-from thrifty.cli.simulate_attention_page import write_page
-from thrifty.cli.simulate_comparison import compared
-from thrifty.cli.simulate_page import LEFT, RIGHT, WIDTH, Bar, bars, legend, table
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.own_filters import filtered
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.trace import AttentionTrace, layer_of
-from thrifty.hardware.trace_file import save_trace
+from thrifty.cli.simulate.design_comparison import compared
+from thrifty.cli.simulate.page_parts import LEFT, RIGHT, WIDTH, Bar, bars, legend, table
+from thrifty.cli.simulate.simulate_attention_page import write_page
+from thrifty.cli.simulate.simulate_verb import command
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.design_filters import filtered
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.trace_file import save_trace
 
 NAMES = ["elsa", "vitcod", "dense"]
 

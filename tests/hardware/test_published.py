@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.simulate import command
-from thrifty.cli.simulate_paper_page import place, write_page
-from thrifty.hardware.published import OURS, Claim, claims
-from thrifty.hardware.published_elsa import MODES, Bar, P, elsa_bars
+from thrifty.cli.simulate.simulate_paper_page import place, write_page
+from thrifty.cli.simulate.simulate_verb import command
+from thrifty.simulators.accelerator.published_claims import OURS, Claim, claims
+from thrifty.simulators.accelerator.published_elsa import MODES, Bar, P, elsa_bars
 
 EXACT = ("elsa_base", "a3_period", "a3_latency", "sanger_model_1", "sanger_model_2", "spatten_area", "vitcod_linear")
 FURTHER = {
@@ -71,7 +71,7 @@ def test_elsas_mean_latency_with_preprocessing_in_figure_11b(mode: str, publishe
 
 def test_elsas_p_is_the_largest_measured_one_that_its_printed_accuracy_allows() -> None:
     """To the last printed digit; the two exceptions are those that the file names."""
-    text = (files("thrifty.hardware") / "published_elsa.toml").read_text(encoding="utf-8")
+    text = (files("thrifty.simulators.accelerator") / "published_elsa.toml").read_text(encoding="utf-8")
     beyond = []
     for row in tomllib.loads(text)["workload"]:
         exact, *others = row["accuracy"]
@@ -99,7 +99,7 @@ def test_the_command_prints_each_and_counts_masks_by_the_released_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = CLAIMS[:4]
-    monkeypatch.setattr("thrifty.hardware.published.claims", lambda: few)
+    monkeypatch.setattr("thrifty.simulators.accelerator.published_claims.claims", lambda: few)
     pruned = np.ones((2, 3, 60, 60), dtype=bool)
     pruned[..., range(60), range(60)] = False
     pruned[..., :5] = False

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from thrifty.cli.trace import command
 from thrifty.core.errors import Refused, UsageError
-from thrifty.hardware.patterns import PATTERNS
-from thrifty.hardware.recording import probabilities_of, record
-from thrifty.hardware.trace_file import load_trace
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
-from thrifty.models.attention import Attention, full_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention_layers import Attention, full_attention
+from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
+from thrifty.simulators.accelerator.trace_file import load_trace
+from thrifty.simulators.accelerator.trace_recorder import probabilities_of, record
 from thrifty.techniques.attention.window import Window
 
 TOKENS = 12

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.cli.simulate_comparison import held_out_losses
+from thrifty.cli.simulate.design_comparison import held_out_losses
 from thrifty.core.errors import Refused, UsageError
-from thrifty.hardware.own_filters import filtered
-from thrifty.hardware.recording import record
-from thrifty.hardware.replaying import replayed
-from thrifty.hardware.trace import AttentionTrace
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
-from thrifty.models.attention import Attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention_layers import Attention
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+from thrifty.simulators.accelerator.design_filters import filtered
+from thrifty.simulators.accelerator.masked_replay import replayed
+from thrifty.simulators.accelerator.trace_recorder import record
 
 
 class Two(nn.Module):
@@ -91,9 +91,11 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = SimpleNamespace(batches=lambda *count: [X])
-    monkeypatch.setattr("thrifty.cli.telling.run_path", lambda run: run)
-    monkeypatch.setattr("thrifty.preparing.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches)))
-    monkeypatch.setattr("thrifty.training.evaluate.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
+    monkeypatch.setattr("thrifty.cli.verb_output.run_path", lambda run: run)
+    monkeypatch.setattr(
+        "thrifty.training.run_setup.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches))
+    )
+    monkeypatch.setattr("thrifty.training.evaluation.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
     trace = AttentionTrace("mine", TRACE.layers, {"run": "mine", "examples": "3"})
 
     def spread(x: Tensor) -> float:
@@ -102,9 +104,9 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tiled_causal_attention(q, k, v, tile=4)
 
-    monkeypatch.setattr("thrifty.restoring.restore", lambda *a, **k: (Two(tiled), None))
+    monkeypatch.setattr("thrifty.training.trained_model.restore", lambda *a, **k: (Two(tiled), None))
     assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
-    monkeypatch.setattr("thrifty.restoring.restore", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
+    monkeypatch.setattr("thrifty.training.trained_model.restore", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
     with pytest.raises(Refused, match="by softmax over the pairs of its attention"):
         held_out_losses(Path("mine"), [trace])
 

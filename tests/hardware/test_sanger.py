@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.sanger import (
+from thrifty.kernels.attention_filters import sanger_filter
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.sanger import (
     column_loads,
     released_seconds,
     split_loads,
     sub_row_counts,
     utilisation,
 )
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
-from thrifty.kernels.attention_filters import sanger
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 MACHINE = find_machine("sanger")
 
@@ -45,7 +45,7 @@ def test_columns_are_packed_as_the_released_packer_does(kept: np.ndarray, elemen
     for unit, mask in enumerate(kept):
         for group in range(-(-len(mask) // rows)):
             part = torch.from_numpy(mask[group * rows : (group + 1) * rows])
-            assert loads[unit, group] == len(sanger.packed_columns(part, elements))
+            assert loads[unit, group] == len(sanger_filter.packed_columns(part, elements))
 
 
 @given(masks, st.integers(1, 9), st.integers(2, 16))
@@ -58,7 +58,7 @@ def test_rows_are_dropped_split_and_loaded_as_counted_one_by_one(kept: np.ndarra
             assert loads[unit, tile] == -(-needed // rows)
         assert (
             utilisation(mask[None], ports, elements)
-            == pytest.approx(sanger.utilisation(torch.from_numpy(mask), ports, elements))
+            == pytest.approx(sanger_filter.utilisation(torch.from_numpy(mask), ports, elements))
             or not mask.any()
         )
 

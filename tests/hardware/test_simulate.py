@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs import design_names
-from thrifty.hardware.machine import Machine, Memory
-from thrifty.hardware.machine_file import find_machine, machine_names
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.result import frame
-from thrifty.hardware.result_files import action_counts, perfetto, write_csv, write_perfetto
-from thrifty.hardware.simulate import ENGINES, Work, run, simulate, within
-from thrifty.hardware.stream import Design, Stream, Transfer
+from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
+from thrifty.simulators.accelerator.accelerator_simulation import ENGINES, Work, run, simulate, within
+from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.design_stream import Design, Stream, Transfer
+from thrifty.simulators.accelerator.designs import design_names
+from thrifty.simulators.accelerator.result_export import action_counts, perfetto, write_csv, write_perfetto
+from thrifty.simulators.accelerator.simulation_result import frame
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 TRACE = synthesised("power-law", 0.2, layers=2, heads=3, lengths=[70, 40])
 DESIGNS = ["elsa", "a3", "dense", "systolic", "sanger", "vitcod", "dota", "spatten"]
@@ -112,18 +112,18 @@ def test_a_station_may_be_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(machine, memories={**machine.memories, "keys": Memory("keys", bandwidth=8e9, latency=2e-8)})
 
     def lower(layer, machine):
-        from thrifty.hardware.designs.dense import lower
+        from thrifty.simulators.accelerator.designs.dense import lower
 
         stream = lower(layer, machine)
         size = 8 * stream.service[0]
         return replace(stream, transfers={"score": Transfer("keys", size)})
 
     def find(name: str) -> Design:
-        from thrifty.hardware.designs.dense import DESIGN
+        from thrifty.simulators.accelerator.designs.dense import DESIGN
 
         return replace(DESIGN, lower=lower)
 
-    monkeypatch.setattr("thrifty.hardware.simulate.find_design", find)
+    monkeypatch.setattr("thrifty.simulators.accelerator.accelerator_simulation.find_design", find)
     small = synthesised("uniform", 0.5, heads=2, tokens=16)
     scanned, played = (simulate(machine, small, engine=engine) for engine in ENGINES)
     assert played.cycles == scanned.cycles + 2 * 16 * 20  # the latency of every item, one at a time

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.spatten import survivors
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.spatten import survivors
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
 
 MACHINE = find_machine("spatten")
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.hardware.patterns import PATTERNS, synthesised
-from thrifty.hardware.trace import AttentionTrace, layer_of, packed, unpacked
-from thrifty.hardware.trace_file import FORMAT, lighter, load_pruned_masks, load_trace, save_trace
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of, packed, unpacked
+from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthesised
+from thrifty.simulators.accelerator.trace_file import FORMAT, lighter, load_pruned_masks, load_trace, save_trace
 
 RANDOM = np.random.default_rng(0)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from end_to_end.command_line import CommandLine, write_corpus
-from thrifty.hardware.trace_file import load_trace
+from thrifty.simulators.accelerator.trace_file import load_trace
 
 
 @pytest.fixture(scope="module")

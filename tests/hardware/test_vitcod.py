@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.hardware.designs.vitcod import shared_lines, split_pairs
-from thrifty.hardware.machine_file import find_machine
-from thrifty.hardware.patterns import synthesised
-from thrifty.hardware.simulate import simulate, within
-from thrifty.hardware.trace import AttentionTrace, layer_of
-from thrifty.hardware.trace_file import load_pruned_masks
-from thrifty.hardware.vitcod_released import Rules, attention_cycles, fixes, head_cycles, linear_cycles
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
+from thrifty.simulators.accelerator.designs.vitcod import shared_lines, split_pairs
+from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.trace_file import load_pruned_masks
+from thrifty.simulators.accelerator.vitcod_released import Rules, attention_cycles, fixes, head_cycles, linear_cycles
 
 MASKS = os.environ.get("THRIFTY_VITCOD_MASKS")
 MACHINE = find_machine("vitcod")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.attention import causal_attention_reference, segment_mask, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, segment_mask, tiled_causal_attention
 
 
 def inputs(b: int, h: int, g: int, t: int, k: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

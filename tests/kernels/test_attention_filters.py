@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.attention_filters import a3, dota, elsa, patterns, sanger, spatten, vitcod
-from thrifty.kernels.attention_filters.keep_sets import (
+from thrifty.kernels.attention_filters import (
+    a3_filter,
+    dota_filter,
+    elsa_filter,
+    position_masks,
+    sanger_filter,
+    spatten_filter,
+    vitcod_filter,
+)
+from thrifty.kernels.attention_filters.keep_masks import (
     attend_kept,
     exact_scores,
     heads_of_keys,
@@ -20,7 +28,7 @@ from thrifty.kernels.attention_filters.keep_sets import (
     visible_pairs,
     with_one,
 )
-from thrifty.kernels.sparse_attention.reference import kept_attention_reference
+from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 
 CASE = {
     "t": st.integers(1, 12),
@@ -74,39 +82,39 @@ class TestElsa:
     def test_the_bias_of_hashes_of_64_bits_is_the_published_one(self):
         """ELSA, section 3: θ_bias = 0.127 at the 80th percentile, with orthogonal projections."""
         for sizes in ((4, 4, 4), (8, 8)):
-            assert elsa.angle_bias(sizes) == pytest.approx(0.127, abs=1e-3), sizes
+            assert elsa_filter.angle_bias(sizes) == pytest.approx(0.127, abs=1e-3), sizes
 
     @settings(max_examples=20, deadline=None)
     @given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3), seed=st.integers(0, 99))
     def test_projections_are_kronecker_products_of_orthogonal_matrices(self, sizes, seed):
-        factors = elsa.orthogonal_factors(sizes, torch.Generator().manual_seed(seed))
+        factors = elsa_filter.orthogonal_factors(sizes, torch.Generator().manual_seed(seed))
         whole = torch.ones(1, 1, dtype=torch.float64)
         for factor in factors:
             whole = torch.kron(whole, factor)
         x = torch.randn(5, math.prod(sizes), dtype=torch.float64)
-        torch.testing.assert_close(elsa.kronecker_project(x, factors), x @ whole.T, rtol=0, atol=1e-12)
+        torch.testing.assert_close(elsa_filter.kronecker_project(x, factors), x @ whole.T, rtol=0, atol=1e-12)
         torch.testing.assert_close(whole @ whole.T, torch.eye(len(whole), dtype=torch.float64), rtol=0, atol=1e-12)
 
     def test_three_factors_of_4_take_768_multiplications(self):
-        assert elsa.factor_sizes(64) == (4, 4, 4)
-        assert elsa.multiplies((4, 4, 4)) == 768
-        assert elsa.multiplies((8, 8)) == 1024
-        assert elsa.multiplies((64,)) == 4096
+        assert elsa_filter.factor_sizes(64) == (4, 4, 4)
+        assert elsa_filter.multiplies((4, 4, 4)) == 768
+        assert elsa_filter.multiplies((8, 8)) == 1024
+        assert elsa_filter.multiplies((64,)) == 4096
 
     @given(width=st.integers(1, 300))
     def test_factors_of_any_width_make_it_up(self, width):
-        assert math.prod(elsa.factor_sizes(width)) == width
+        assert math.prod(elsa_filter.factor_sizes(width)) == width
 
     @settings(max_examples=20, deadline=None)
     @given(**CASE, threshold=st.floats(-1, 1))
     def test_the_keep_set_is_that_of_a_loop_over_pairs(self, t, k, sharing, causal, seed, threshold):
         q, key, visible = drawn(t, k, sharing, causal, seed)
-        factors = elsa.orthogonal_factors(elsa.factor_sizes(k), torch.Generator().manual_seed(seed))
-        found = elsa.elsa_keep(q, key, factors, 0.1, threshold, visible)
+        factors = elsa_filter.orthogonal_factors(elsa_filter.factor_sizes(k), torch.Generator().manual_seed(seed))
+        found = elsa_filter.elsa_keep(q, key, factors, 0.1, threshold, visible)
         for h, i, seen, g in each_query(q, key, visible):
             sims = {}
             for j in seen:
-                bits = [elsa.kronecker_project(x, factors) >= 0 for x in (q[0, h, i], key[0, g, j])]
+                bits = [elsa_filter.kronecker_project(x, factors) >= 0 for x in (q[0, h, i], key[0, g, j])]
                 angle = math.pi / k * int((bits[0] != bits[1]).sum()) - 0.1
                 sims[j] = float(key[0, g, j].norm()) * math.cos(max(angle, 0.0))
             limit = threshold * max(float(key[0, g, j].norm()) for j in seen)
@@ -123,7 +131,7 @@ class TestElsa:
     @given(**CASE, p=st.floats(0.1, 4))
     def test_thresholds_are_learned_as_by_a_loop(self, t, k, sharing, causal, seed, p):
         q, key, visible = drawn(t, k, sharing, causal, seed)
-        found = elsa.threshold_samples(q, key, p, visible)
+        found = elsa_filter.threshold_samples(q, key, p, visible)
         for h, i, seen, g in each_query(q, key, visible):
             raw = [float(q[0, h, i] @ key[0, g, j]) for j in seen]
             weights = torch.tensor([r / math.sqrt(k) for r in raw]).softmax(0).tolist()
@@ -143,27 +151,27 @@ class TestA3:
         generator = torch.Generator().manual_seed(seed)
         query, keys = torch.randn(k, generator=generator), torch.randn(n, k, generator=generator)
         everything = torch.ones(1, n, dtype=torch.bool)
-        found = a3.greedy_scores(query[None], keys[None], torch.tensor([rounds]), everything)[0]
-        torch.testing.assert_close(found, a3.greedy_scores_reference(query, keys, rounds))
+        found = a3_filter.greedy_scores(query[None], keys[None], torch.tensor([rounds]), everything)[0]
+        torch.testing.assert_close(found, a3_filter.greedy_scores_reference(query, keys, rounds))
 
     def test_keys_that_a_query_does_not_see_take_no_rounds_of_its_search(self):
         """Zeros in their place would come before what is negative, and leave the sum as it is."""
         query, keys = torch.tensor([[1.0, 1.0]]), torch.tensor([[[-1.0, -2.0], [-3.0, 5.0], [9.0, 9.0]]])
         visible = torch.tensor([[True, True, False]])
-        found = a3.greedy_scores(query, keys, torch.tensor([3]), visible)[0]
-        expected = a3.greedy_scores_reference(query[0], keys[0, :2], 3)
+        found = a3_filter.greedy_scores(query, keys, torch.tensor([3]), visible)[0]
+        expected = a3_filter.greedy_scores_reference(query[0], keys[0, :2], 3)
         torch.testing.assert_close(found[:2], expected)
-        zeros = a3.greedy_scores_reference(query[0], keys[0] * visible[0][:, None], 3)
+        zeros = a3_filter.greedy_scores_reference(query[0], keys[0] * visible[0][:, None], 3)
         assert not torch.equal(zeros[:2], expected) and found[2] == 0
 
     @settings(max_examples=20, deadline=None)
     @given(**CASE, share=st.floats(0.05, 1), percent=st.floats(1, 90))
     def test_both_selections_are_those_of_a_loop(self, t, k, sharing, causal, seed, share, percent):
         q, key, visible = drawn(t, k, sharing, causal, seed)
-        found, scores = a3.a3_keep(q, key, share, percent, visible), exact_scores(q, key)
+        found, scores = a3_filter.a3_keep(q, key, share, percent, visible), exact_scores(q, key)
         for h, i, seen, g in each_query(q, key, visible):
             rounds = math.ceil(np.float32(len(seen)) * np.float32(share))
-            greedy = a3.greedy_scores_reference(q[0, h, i], key[0, g][seen], rounds)  # hidden keys are not there
+            greedy = a3_filter.greedy_scores_reference(q[0, h, i], key[0, g][seen], rounds)  # hidden keys are not there
             candidates = [j for j, score in zip(seen, greedy, strict=True) if score > 0]
             mine = scores[0, h, i].tolist()
             if candidates:
@@ -179,7 +187,7 @@ class TestSanger:
     @given(**CASE, threshold=st.floats(0.01, 0.6), bits=st.integers(2, 8))
     def test_the_keep_set_is_that_of_a_loop_over_pairs(self, t, k, sharing, causal, seed, threshold, bits):
         q, key, visible = drawn(t, k, sharing, causal, seed)
-        found = sanger.sanger_keep(q, key, threshold, bits, (0.9, 0.8), visible)
+        found = sanger_filter.sanger_keep(q, key, threshold, bits, (0.9, 0.8), visible)
 
         def few_bits(x: Tensor, largest: float) -> Tensor:
             levels = 2 ** (bits - 1) - 1
@@ -200,7 +208,7 @@ class TestSanger:
 
     def test_rounding_gives_even_steps_and_passes_gradients_straight_through(self):
         x = torch.linspace(-1.2, 1.2, 49, requires_grad=True)
-        rounded = sanger.quantized(x, 4, 1.0)
+        rounded = sanger_filter.quantized(x, 4, 1.0)
         assert sorted({round(v * 7) for v in rounded.tolist()}) == list(range(-7, 8))
         assert torch.equal(torch.autograd.grad(rounded.sum(), x)[0], torch.ones(49))
 
@@ -212,13 +220,13 @@ class TestSanger:
         for row, start in itertools.product(mask.numpy(), range(0, s, 64)):
             here = int(row[start : start + 64].sum())
             kept, rows = kept + here, rows + math.ceil(here / 16)
-        assert sanger.utilisation(mask) == pytest.approx(kept / (16 * rows) if rows else 0.0)
+        assert sanger_filter.utilisation(mask) == pytest.approx(kept / (16 * rows) if rows else 0.0)
 
     def test_utilisation_of_masks_as_dense_as_berts_is_in_the_papers_range(self):
         """Sanger, table 5 (from a note on the paper): 0.56 to 0.74 with packing and splitting, at 0.09 to 0.33 kept."""
         for density in (0.15, 0.2, 0.33):
             mask = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < density
-            assert 0.56 <= sanger.utilisation(mask) <= 0.85, density
+            assert 0.56 <= sanger_filter.utilisation(mask) <= 0.85, density
 
     @settings(max_examples=40, deadline=None)
     @given(height=st.integers(1, 8), s=st.integers(0, 40), elements=st.integers(1, 5), density=st.floats(0, 1),
@@ -236,12 +244,12 @@ class TestSanger:
                 held, counters = [], np.zeros(height, dtype=int)
             held.append(column)
             counters += mask[:, column]
-        assert sanger.packed_columns(torch.from_numpy(mask), elements) == groups + ([held] if held else [])
+        assert sanger_filter.packed_columns(torch.from_numpy(mask), elements) == groups + ([held] if held else [])
 
 
 class TestDota:
     def test_the_projection_keeps_lengths_on_average(self):
-        projection = dota.sparse_projection(64, 16, torch.Generator().manual_seed(0))
+        projection = dota_filter.sparse_projection(64, 16, torch.Generator().manual_seed(0))
         assert set(projection.unique().tolist()) == {0.0, projection.max().item(), projection.min().item()}
         assert projection.max().item() == pytest.approx(math.sqrt(3 / 16))
         assert (projection != 0).float().mean().item() == pytest.approx(1 / 3, abs=0.05)
@@ -253,8 +261,8 @@ class TestDota:
     def test_every_query_keeps_its_best_keys_and_as_many_as_any_other(self, t, k, sharing, causal, seed, count):
         q, key, visible = drawn(t, k, sharing, causal, seed)
         scores = exact_scores(q, key)
-        keys = dota.balanced_keys(scores, count, visible)
-        keep = dota.keep_of(keys, t)
+        keys = dota_filter.balanced_keys(scores, count, visible)
+        keep = dota_filter.keep_of(keys, t)
         for h, i, seen, _ in each_query(q, key, visible):
             best = sorted(seen, key=lambda j: -scores[0, h, i, j])[:count]
             assert set(keep[0, h, i].nonzero().flatten().tolist()) == set(best)
@@ -263,14 +271,16 @@ class TestDota:
 
     def test_the_loss_is_the_mean_square_over_visible_pairs_and_trains_the_detector(self):
         generator = torch.Generator().manual_seed(0)
-        x, projection = torch.randn(2, 5, 8, generator=generator), dota.sparse_projection(8, 4, generator)
+        x, projection = torch.randn(2, 5, 8, generator=generator), dota_filter.sparse_projection(8, 4, generator)
         weights = [torch.randn(2, 4, 4, generator=generator).double().requires_grad_() for _ in range(2)]
         exact, visible = torch.randn(2, 2, 5, 5, generator=generator).double(), visible_pairs(5, 5, True)
 
         def loss(w_q: Tensor, w_k: Tensor) -> Tensor:
-            return dota.detector_loss(dota.detected_scores(x.double(), projection.double(), w_q, w_k), exact, visible)
+            return dota_filter.detector_loss(
+                dota_filter.detected_scores(x.double(), projection.double(), w_q, w_k), exact, visible
+            )
 
-        estimated = dota.detected_scores(x.double(), projection.double(), *weights).detach()
+        estimated = dota_filter.detected_scores(x.double(), projection.double(), *weights).detach()
         pairs = [(h, i, j) for h in range(2) for i in range(5) for j in range(i + 1)]
         for b in range(2):
             by_hand = sum(float(estimated[b][at] - exact[b][at]) ** 2 for at in pairs) / len(pairs)
@@ -286,8 +296,8 @@ class TestDota:
         mask = torch.rand(t, s, generator=torch.Generator().manual_seed(seed)) < density
         sets = [set(row.nonzero().flatten().tolist()) for row in mask]
         unions = sum(len(set.union(*sets[i : i + 4])) for i in range(0, t, 4))
-        assert dota.key_reuse(mask) == pytest.approx(unions / max(sum(map(len, sets)), 1))
-        order = dota.fetch_order(mask[:4])
+        assert dota_filter.key_reuse(mask) == pytest.approx(unions / max(sum(map(len, sets)), 1))
+        order = dota_filter.fetch_order(mask[:4])
         assert [len(queries) for _, queries in order] == sorted((len(queries) for _, queries in order), reverse=True)
         assert {(i, key) for key, queries in order for i in queries} == {
             (i, key) for i in range(min(t, 4)) for key in sets[i]
@@ -299,7 +309,7 @@ class TestVitcod:
     @given(t=st.integers(1, 12), cut=st.floats(0.05, 0.99), seed=st.integers(0, 99))
     def test_each_row_keeps_its_largest_entries_until_they_are_enough(self, t, cut, seed):
         average = torch.randn(t, t, generator=torch.Generator().manual_seed(seed)).double().mul(2).softmax(-1)
-        found = vitcod.informative_pairs(average, cut)
+        found = vitcod_filter.informative_pairs(average, cut)
         for i in range(t):
             kept, total = {0}, 0.0
             for j in sorted(range(t), key=lambda j: -average[i, j]):
@@ -312,20 +322,20 @@ class TestVitcod:
     def test_global_tokens_come_first_and_the_mask_goes_with_them(self):
         mask = torch.zeros(6, 6, dtype=torch.bool)
         mask[:, 2], mask[:4, 5], mask[0, 0] = True, True, True
-        order, count = vitcod.split_and_conquer(mask, limit=3)
+        order, count = vitcod_filter.split_and_conquer(mask, limit=3)
         assert (order.tolist(), count) == ([2, 5, 0, 1, 3, 4], 2)
-        moved = vitcod.reordered(mask, order)
+        moved = vitcod_filter.reordered(mask, order)
         assert moved[:, :2].sum() == 10 and moved.sum() == mask.sum()
 
     def test_heads_go_through_a_code_of_half_as_many(self):
         x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-        assert vitcod.code_heads(3) == 2
+        assert vitcod_filter.code_heads(3) == 2
         encode, decode = torch.randn(2, 3), torch.randn(3, 2)
-        found = vitcod.through_code(x, encode, decode)
+        found = vitcod_filter.through_code(x, encode, decode)
         by_layers = (x.permute(0, 2, 3, 1) @ encode.T @ decode.T).permute(0, 3, 1, 2)
         torch.testing.assert_close(found, by_layers)
         expected = [float((x[b] - found[b]).norm()) for b in range(2)]
-        torch.testing.assert_close(vitcod.code_loss(x, found), torch.tensor(expected))
+        torch.testing.assert_close(vitcod_filter.code_loss(x, found), torch.tensor(expected))
 
 
 class TestSpatten:
@@ -336,15 +346,15 @@ class TestSpatten:
         total, alive = torch.zeros(1, n), torch.ones(1, n, dtype=torch.bool)
         for block in range(blocks):
             total = total + torch.rand(1, n, generator=generator)
-            share = spatten.pruned_share(block, blocks, 0.5, 0.4, spatten.TOKENS_SPARED)
+            share = spatten_filter.pruned_share(block, blocks, 0.5, 0.4, spatten_filter.TOKENS_SPARED)
             keep = max(round((1 - share) * n), 1)
-            before, alive = alive, spatten.cascade(total, alive, keep)
+            before, alive = alive, spatten_filter.cascade(total, alive, keep)
             assert not bool((alive & ~before).any())
             ranked = sorted(before[0].nonzero().flatten().tolist(), key=lambda j: -total[0, j])
             assert set(alive[0].nonzero().flatten().tolist()) == set(ranked[:keep])
 
     def test_shares_rise_along_a_line_whose_ends_add_up_to_twice_the_average(self):
-        shares = [spatten.pruned_share(block, 20, 0.4, 0.3, 0.15) for block in range(20)]
+        shares = [spatten_filter.pruned_share(block, 20, 0.4, 0.3, 0.15) for block in range(20)]
         assert shares[:3] == [0.0] * 3
         assert shares[3] + shares[-1] == pytest.approx(0.8)
         assert np.allclose(np.diff(shares[3:]), (shares[-1] - shares[3]) / 16)
@@ -352,41 +362,41 @@ class TestSpatten:
     def test_what_a_causal_model_may_know_of_a_key_depends_on_no_later_query(self):
         scores = torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
         probabilities = scores.masked_fill(~visible_pairs(6, 6, True), float("-inf")).softmax(-1)
-        found = spatten.causal_importance(probabilities)
+        found = spatten_filter.causal_importance(probabilities)
         for i in range(6):
             torch.testing.assert_close(found[0, i], probabilities[0, :, : i + 1].sum((0, 1)))
-        torch.testing.assert_close(found[:, -1], spatten.token_importance(probabilities))
+        torch.testing.assert_close(found[:, -1], spatten_filter.token_importance(probabilities))
 
     def test_low_bits_are_fetched_where_a_softmax_is_flat_and_the_error_is_bounded(self):
         """SpAtten, section 4.2: an error ds of a score changes a probability by less than ds."""
         generator = torch.Generator().manual_seed(0)
         q, k = torch.randn(2, 1, 2, 40, 16, generator=generator)
         visible = visible_pairs(40, 40, False)
-        found, again = spatten.progressive_probabilities(q, k, visible, 6, 4)
+        found, again = spatten_filter.progressive_probabilities(q, k, visible, 6, 4)
         exact = exact_scores(q, k).softmax(-1)
         assert bool(again.any()) and not bool(again.all())
-        coarse = [spatten.high_bits(x, 6, 4)[1] for x in (q, k)]
+        coarse = [spatten_filter.high_bits(x, 6, 4)[1] for x in (q, k)]
         error = (exact_scores(*coarse) - exact_scores(q, k)).abs().amax()
         assert float((found - exact).abs().max()) < float(error)
-        fine = [spatten.high_bits(x, 6, 4)[0] for x in (q, k)]
+        fine = [spatten_filter.high_bits(x, 6, 4)[0] for x in (q, k)]
         torch.testing.assert_close(found[again], exact_scores(*fine).softmax(-1)[again])
 
     def test_local_pruning_keeps_the_largest_weights_of_each_query(self):
         probabilities = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
-        kept = spatten.local_values(probabilities, 2)
+        kept = spatten_filter.local_values(probabilities, 2)
         assert torch.equal(kept.sum(-1), torch.full((2, 3, 5), 2))
         assert bool((probabilities.masked_fill(~kept, 9).amin(-1) >= probabilities.masked_fill(kept, 0).amax(-1)).all())
 
     def test_heads_that_put_out_more_matter_more(self):
         outputs = torch.randn(2, 3, 5, 4)
         expected = [[float(outputs[b, h].abs().sum()) for h in range(3)] for b in range(2)]
-        torch.testing.assert_close(spatten.head_importance(outputs), torch.tensor(expected))
+        torch.testing.assert_close(spatten_filter.head_importance(outputs), torch.tensor(expected))
 
 
 def test_patterns_are_the_masks_that_their_rules_say():
-    window = patterns.window_mask(7, 2, first=1, causal=True)
+    window = position_masks.window_mask(7, 2, first=1, causal=True)
     assert all(bool(window[i, j]) == (j <= i and (i - j < 2 or j < 1 or i < 1)) for i in range(7) for j in range(7))
-    scattered = patterns.scattered_mask(8, 2, 0, 1, 1, False)
+    scattered = position_masks.scattered_mask(8, 2, 0, 1, 1, False)
     assert bool(scattered[:2].all()) and bool(scattered[:, :2].all())
     assert [int(row.sum()) for row in scattered[2:]] == [6] * 6  # the first block, its own, and one drawn
 

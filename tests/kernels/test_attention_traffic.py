@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.kernels.attention_traffic import counted_attention, flash_words, standard_words, tile_sizes
+from thrifty.kernels.flash_attention_traffic import counted_attention, flash_words, standard_words, tile_sizes
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.bit_allocation import allocate_bits, disturbance
+from thrifty.memory.planner.bit_allocation import allocate_bits, disturbance
 
 CHOICES = (2, 4, 8)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.kernels.block_codes import CodeBook, blocks, code_book, decode, dynamic_values, encode
+from thrifty.kernels.blockwise_quantization import CodeBook, blocks, code_book, decode, dynamic_values, encode
 
 BOOKS = {signed: code_book(signed) for signed in (True, False)}
 SEEDS = torch.arange(-(2**15), 2**15).to(torch.int16)[:, None]

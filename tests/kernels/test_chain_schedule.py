@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from thrifty.core.activations.chains import ChainCost, Do, Operation, StageCost
 from thrifty.core.errors import Infeasible, UsageError
-from thrifty.kernels.chain_schedule import (
+from thrifty.memory.planner.chain_schedule import (
     Progress,
     advance,
     least_bytes,
@@ -20,6 +19,7 @@ from thrifty.kernels.chain_schedule import (
     periodic_schedule,
     simulate,
 )
+from thrifty.memory.recompute_schedule import ChainCost, Do, Operation, StageCost
 
 PASS, INPUT, ALL, BACK = Do
 EQUAL = ChainCost(10, (StageCost(1.0, 2.0, output=10, saved=100, passing=30, keeping=5, returning=20),) * 16)

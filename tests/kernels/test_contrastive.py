@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_work import PAIRS, Largest, over_ranks, pairs
 from rank_processes import on_ranks
 from thrifty.core.errors import UsageError
-from thrifty.kernels.contrastive import contrastive_losses, contrastive_losses_reference, places_of_own
+from thrifty.kernels.contrastive_loss import contrastive_losses, contrastive_losses_reference, places_of_own
 
 
 def with_gradients(function, images: Tensor, captions: Tensor, weight: Tensor, **settings) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.cross_entropy import (
+from thrifty.kernels.chunked_cross_entropy import (
     IGNORED,
     Step,
     chunk_step,
@@ -21,7 +21,7 @@ from thrifty.kernels.cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from thrifty.kernels.vocabulary_parallel import vocabulary_step
+from thrifty.kernels.vocab_parallel_cross_entropy import vocabulary_step
 
 
 class Case:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.kernels.frequencies import crop_spectrum
-from thrifty.kernels.resizing import resize, scaled_side
+from thrifty.kernels.image_resizing import resize, scaled_side
+from thrifty.kernels.low_pass import crop_spectrum
 
 
 def sampled_low_pass(full: int, size: int) -> Tensor:

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.core.machine import cpp_compiler
-from thrifty.kernels import group_coding, native_codes
-from thrifty.kernels.group_codes import (
+from thrifty.kernels import compiled_quantization, quantized_tensors
+from thrifty.kernels.groupwise_quantization import (
     decode_lines,
     encode_lines,
     mixed,
@@ -19,8 +18,9 @@ from thrifty.kernels.group_codes import (
     seed_word,
     words_of_places,
 )
-from thrifty.kernels.group_coding import encode, encode_mask
-from thrifty.kernels.group_ranges import Ranges, by_group, by_head
+from thrifty.kernels.quantization_ranges import Ranges, by_group, by_head
+from thrifty.kernels.quantized_tensors import encode, encode_mask
+from thrifty.machine.cpu_features import cpp_compiler
 
 CPU = torch.device("cpu")
 DRAWS = 2000
@@ -33,7 +33,7 @@ def drawn(*shape: int, mean: float = 0.0, seed: int = 0) -> Tensor:
 @pytest.fixture
 def compiled_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """For many draws of small tensors; without a compiler they take their time."""
-    monkeypatch.setattr(group_coding, "COMPILED_FROM", 1)
+    monkeypatch.setattr(quantized_tensors, "COMPILED_FROM", 1)
 
 
 def moments(tensor: Tensor, bits: int, zeros: bool = False, ranges: Ranges | None = None) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ def test_codes_take_their_bits_and_an_eighth() -> None:
 def compiled_from_8_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     if cpp_compiler() is None:
         pytest.skip("there is no C++ compiler")
-    monkeypatch.setattr(group_coding, "COMPILED_FROM", 8 * 256)
+    monkeypatch.setattr(quantized_tensors, "COMPILED_FROM", 8 * 256)
 
 
 def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -259,9 +259,9 @@ def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: boo
         assert compiled is not None
         given = compiled.decode()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group_coding, "COMPILED_FROM", 2**60)
+            patch.setattr(quantized_tensors, "COMPILED_FROM", 2**60)
             for size in (10 * 256, 2**18):  # in pieces, and at once
-                patch.setattr(group_coding, "NUMBERS", size)
+                patch.setattr(quantized_tensors, "NUMBERS", size)
                 plain = encode(tensor, bits, 9, ranges, zeros)
                 assert plain is not None
                 for mine, theirs in zip(
@@ -283,7 +283,7 @@ def test_compiled_code_refuses_what_plain_code_does(dtype: torch.dtype, bad: flo
 
 @pytest.mark.usefixtures("compiled_from_8_lines")
 def test_threads_share_the_lines_of_a_large_tensor_and_change_nothing() -> None:
-    tensor, threads = drawn(3 * native_codes.FEWEST // 256 + 5, 256), torch.get_num_threads()
+    tensor, threads = drawn(3 * compiled_quantization.FEWEST // 256 + 5, 256), torch.get_num_threads()
     found = []
     try:
         for some in (1, 3):
@@ -309,7 +309,7 @@ def test_a_compiled_mask_is_the_plain_one(dtype: torch.dtype, values: tuple[floa
     compiled = encode_mask(tensor, values)
     given = compiled.decode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_coding, "COMPILED_FROM", 2**60)
+        patch.setattr(quantized_tensors, "COMPILED_FROM", 2**60)
         plain = encode_mask(tensor, values)
         assert torch.equal(plain.codes, compiled.codes) and torch.equal(plain.decode(), given)
     assert torch.equal(given, tensor)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.kernels.low_rank import add_low_rank, add_low_rank_reference, low_rank_product, on_diagonal
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.kernels.low_rank_product import add_low_rank, add_low_rank_reference, low_rank_product, on_diagonal
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from thrifty.core.activations.tape import Item, Tape
-from thrifty.kernels import memory_program
-from thrifty.kernels.best_plan import least_peak
-from thrifty.kernels.memory_plan import BlockCosts, Compression, Link, Way, is_whole, peak_when_kept
-from thrifty.kernels.memory_program import fastest_plan
+from thrifty.memory.op_trace import Item, Tape
+from thrifty.memory.planner import memory_milp
+from thrifty.memory.planner.memory_milp import fastest_plan
+from thrifty.memory.planner.memory_plan import BlockCosts, Compression, Link, Way, is_whole, peak_when_kept
+from thrifty.memory.planner.plan_choice import least_peak
 
 Ways = list[dict[int, Way]]
 COMPRESSION = Compression(bits=8, seconds_per_byte=0.05)
@@ -183,14 +183,14 @@ def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_plan_with_compression_does_not_depend_on_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
     blocks = [a_block(chance, 12) for _ in range(6)]
-    monkeypatch.setattr(memory_program, "NODES", 5)
+    monkeypatch.setattr(memory_milp, "NODES", 5)
     gaps = []
     for share in (0.3, 0.5, 0.7):
         budget = share * peak_when_kept(blocks)
-        monkeypatch.setattr(memory_program, "SECONDS", 20.0)
+        monkeypatch.setattr(memory_milp, "SECONDS", 20.0)
         plan = fastest_plan(blocks, budget, COMPRESSION, Link(3.0))
         assert plan is not None and plan.peak <= budget * (1 + 1e-9)
-        monkeypatch.setattr(memory_program, "SECONDS", 1e-6)
+        monkeypatch.setattr(memory_milp, "SECONDS", 1e-6)
         assert fastest_plan(blocks, budget, COMPRESSION, Link(3.0)) == plan
         gaps.append(plan.gap)
     assert max(gaps) > 0.005, "no search was cut off, so nothing is shown"
@@ -199,7 +199,7 @@ def test_a_plan_with_compression_does_not_depend_on_how_fast_the_machine_is(monk
 def test_a_search_that_is_cut_off_before_it_has_found_anything_is_no_proof_that_nothing_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_program, "SECONDS", 1e-9)
+    monkeypatch.setattr(memory_milp, "SECONDS", 1e-9)
     chance = random.Random(5)
     blocks = [a_block(chance, 12) for _ in range(6)]
     for share in (0.3, 0.5, 0.7):

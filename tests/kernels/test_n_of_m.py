@@ -17,7 +17,8 @@ from torch.sparse._semi_structured_conversions import (
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.kernels import n_of_m_linear
-from thrifty.kernels.n_of_m import (
+from thrifty.kernels.n_of_m_linear import Products, has_sparse_units, masked_linear
+from thrifty.kernels.n_of_m_masks import (
     Pattern,
     add_masked_decay,
     flip_rate,
@@ -25,8 +26,7 @@ from thrifty.kernels.n_of_m import (
     n_of_m_mask,
     unbiased_estimate,
 )
-from thrifty.kernels.n_of_m_linear import Products, has_sparse_units, masked_linear
-from thrifty.kernels.transposable import TILES_AT_ONCE, transposable_mask, transposable_patterns
+from thrifty.kernels.transposable_masks import TILES_AT_ONCE, transposable_mask, transposable_patterns
 
 PATTERNS = [(1, 2), (2, 4), (1, 4), (3, 4), (2, 3), (4, 8)]
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from thrifty.core.machine import cpp_compiler
-from thrifty.kernels import native
-from thrifty.kernels.native import Library, in_parts
-from thrifty.kernels.native_codes import CODES
-from thrifty.kernels.sparse.native import PRODUCTS
+from thrifty.kernels import cpp_extension
+from thrifty.kernels.compiled_quantization import CODES
+from thrifty.kernels.cpp_extension import Library, in_parts
+from thrifty.kernels.sparse.compiled_products import PRODUCTS
+from thrifty.machine.cpu_features import cpp_compiler
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_what_there_is_builds_where_there_is_a_compiler(library: Library) -> Non
 
 def test_what_does_not_build_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Library("this is no C++").is_there()
-    monkeypatch.setattr(native, "cpp_compiler", lambda: None)
+    monkeypatch.setattr(cpp_extension, "cpp_compiler", lambda: None)
     assert not Library('extern "C" void nothing() {}').is_there()
 
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.kernels.patches import as_bright_as, blanked, patchify, sinusoids_2d, standardized, unpatchify
-from thrifty.kernels.places import put_back, taken
+from thrifty.kernels.image_patches import as_bright_as, blanked, patchify, sinusoids_2d, standardized, unpatchify
+from thrifty.kernels.token_gather import put_back, taken
 
 PICTURES = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 

@@ -1,8 +1,8 @@
 """A memory plan as a person reads it."""
 
-from thrifty.core.activations.tape import Item, Tape
-from thrifty.kernels.memory_plan import BlockCosts, MemoryPlan, Way
-from thrifty.kernels.plan_in_words import decisions
+from thrifty.memory.op_trace import Item, Tape
+from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, Way
+from thrifty.memory.planner.plan_report import decisions
 
 
 def test_blocks_with_the_same_decisions_are_told_together_by_number_and_stack() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.kernels.rotary import rotary_frequencies, rotary_table, rotate
+from thrifty.kernels.rotary_embedding import rotary_frequencies, rotary_table, rotate
 
 
 def by_complex_numbers(x: torch.Tensor, base: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.kernels.size_choice import best_size, fitted_weight, sizes_up
+from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
 
 
 @given(

@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.operations import FLOPS_OF
-from thrifty.kernels.attention import segment_mask
-from thrifty.kernels.attention_filters.patterns import pairs_of
-from thrifty.kernels.sparse_attention.blocks import block_attention
-from thrifty.kernels.sparse_attention.grids import (
+from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.attention_filters.position_masks import pairs_of
+from thrifty.kernels.sparse_attention.block_attention import block_attention
+from thrifty.kernels.sparse_attention.block_grid import (
     NONE,
     PART,
     WHOLE,
@@ -20,9 +19,10 @@ from thrifty.kernels.sparse_attention.grids import (
     scattered_grid,
     window_grid,
 )
-from thrifty.kernels.sparse_attention.reference import kept_attention_reference
-from thrifty.kernels.sparse_attention.rows import row_attention
-from thrifty.kernels.sparse_attention.sight import Sight
+from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
+from thrifty.kernels.sparse_attention.row_attention import row_attention
+from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.tiled_attention import segment_mask
 
 
 def inputs(b: int, h: int, g: int, t: int, k: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.kernels.sparse import crossover
-from thrifty.kernels.sparse.crossover import Case, Line, best_form, measure
+from thrifty.kernels.sparse import sparse_breakeven
+from thrifty.kernels.sparse.sparse_breakeven import Case, Line, best_form, measure
 
 CASE = Case("csr", 64, 48, 32)
 
@@ -18,7 +18,7 @@ CASE = Case("csr", 64, 48, 32)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
     monkeypatch.setattr(measure, "__defaults__", (0.0,))  # as short as can be
-    crossover._kept.cache_clear()
+    sparse_breakeven._kept.cache_clear()
     return tmp_path / "sparse-products"
 
 
@@ -45,7 +45,7 @@ def test_products_are_timed_at_two_densities(form: str, dtype: str) -> None:
 
 
 def test_the_line_goes_through_the_times_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossover, "_best", lambda ways, seconds: [10.0, 1.5, 3.0])
+    monkeypatch.setattr(sparse_breakeven, "_best", lambda ways, seconds: [10.0, 1.5, 3.0])
     shapes = Case("csr", 200, 100, 32)
     line = measure(shapes)
     assert line.ratio(0.02) == pytest.approx(0.15, rel=0.1) and line.ratio(0.2) == pytest.approx(0.3, rel=0.1)
@@ -54,29 +54,29 @@ def test_the_line_goes_through_the_times_that_were_measured(monkeypatch: pytest.
 def test_what_was_measured_is_kept_and_read_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = CASE.measured()
     (file,) = kept.iterdir()
-    monkeypatch.setattr(crossover, "measure", lambda case: pytest.fail("measured again"))
-    crossover._kept.cache_clear()
+    monkeypatch.setattr(sparse_breakeven, "measure", lambda case: pytest.fail("measured again"))
+    sparse_breakeven._kept.cache_clear()
     assert CASE.measured() == first
     assert json.loads(file.read_text())["case"]["outputs"] == 64
 
 
 def test_what_another_process_kept_meanwhile_counts(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meanwhile(case: Case) -> Line:
-        crossover._keep(crossover._path(case, torch.get_num_threads()), case, Line(1.0, 0.25, 0.5))
+        sparse_breakeven._keep(sparse_breakeven._path(case, torch.get_num_threads()), case, Line(1.0, 0.25, 0.5))
         return Line(9.0, 9.0, 9.0)
 
-    monkeypatch.setattr(crossover, "measure", meanwhile)
+    monkeypatch.setattr(sparse_breakeven, "measure", meanwhile)
     assert CASE.measured() == Line(1.0, 0.25, 0.5)
     assert [path.suffix for path in kept.iterdir()] == [".json"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"dense": 0, "fixed": 1, "rate": 1}', "[1]"])
 def test_a_damaged_file_is_measured_anew(kept: Path, text: str) -> None:
-    path = crossover._path(CASE, torch.get_num_threads())
+    path = sparse_breakeven._path(CASE, torch.get_num_threads())
     path.parent.mkdir(parents=True)
     path.write_text(text)
     line = CASE.measured()
-    assert crossover._read(path) == line and line.dense > 0
+    assert sparse_breakeven._read(path) == line and line.dense > 0
 
 
 def test_a_folder_that_cannot_be_written_to_is_done_without(kept: Path) -> None:
@@ -85,9 +85,13 @@ def test_a_folder_that_cannot_be_written_to_is_done_without(kept: Path) -> None:
 
 
 def test_other_machines_threads_and_dtypes_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {crossover._path(CASE, 1), crossover._path(CASE, 2), crossover._path(replace(CASE, dtype="bfloat16"), 1)}
-    monkeypatch.setattr(crossover, "fingerprint", lambda device: {"device_name": "another"})
-    assert len(paths | {crossover._path(CASE, 1)}) == 4
+    paths = {
+        sparse_breakeven._path(CASE, 1),
+        sparse_breakeven._path(CASE, 2),
+        sparse_breakeven._path(replace(CASE, dtype="bfloat16"), 1),
+    }
+    monkeypatch.setattr(sparse_breakeven, "fingerprint", lambda device: {"device_name": "another"})
+    assert len(paths | {sparse_breakeven._path(CASE, 1)}) == 4
 
 
 def test_it_is_measured_for_real_among_fake_tensors(kept: Path) -> None:

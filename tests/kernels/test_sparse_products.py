@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.accounting import StepTrace
 from thrifty.core.errors import UsageError
-from thrifty.core.machine import cpp_compiler
-from thrifty.kernels.sparse import blocks, csr, native
-from thrifty.kernels.sparse.blocks import Blocks
-from thrifty.kernels.sparse.csr import Csr
-from thrifty.kernels.sparse.patterns import Pattern
-from thrifty.kernels.sparse.products import sddmm, sparse_linear, spmm
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.kernels.sparse import block_sparse_matrix, compiled_products, csr_matrix
+from thrifty.kernels.sparse.block_sparse_matrix import Blocks
+from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.sparse.sparse_linear import sddmm, sparse_linear, spmm
+from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.machine.cpu_features import cpp_compiler
 
-MODULES = {"csr": csr, "blocks": blocks}
+MODULES = {"csr": csr_matrix, "blocks": block_sparse_matrix}
 needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 
 
@@ -42,7 +42,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "compiled" and cpp_compiler() is None:
         pytest.skip("there is no C++ compiler")
     if request.param != "compiled":
-        monkeypatch.setattr(native, "native", lambda *tensors: False)
+        monkeypatch.setattr(compiled_products, "native", lambda *tensors: False)
     if request.param == "by a dense product":
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     return request.param
@@ -215,8 +215,8 @@ def test_the_operations_pass_the_checks_of_torch() -> None:
 
 
 def test_torch_multiplies_many_blocks_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "native", lambda *tensors: False)
-    monkeypatch.setattr(blocks, "BATCH_BYTES", 5000)
+    monkeypatch.setattr(compiled_products, "native", lambda *tensors: False)
+    monkeypatch.setattr(block_sparse_matrix, "BATCH_BYTES", 5000)
     assert_equal_products(drawn_mask(3, 5, 0.7, 16, 11), 20, torch.float32, 1e-5)
 
 

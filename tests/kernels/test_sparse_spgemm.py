@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.machine import cpp_compiler
-from thrifty.kernels.sparse import native
+from thrifty.kernels.sparse import compiled_products
 from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_reference, spgemm_rows
+from thrifty.machine.cpu_features import cpp_compiler
 
 WAYS = (spgemm_rows, spgemm_outer, spgemm_reference)
 
@@ -61,7 +61,7 @@ def test_both_orders_and_any_number_of_threads_give_the_same_bits(density: float
 
 
 def test_without_a_compiler_it_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native.PRODUCTS, "is_there", lambda: False)
+    monkeypatch.setattr(compiled_products.PRODUCTS, "is_there", lambda: False)
     a, b = drawn(9, 8, 0.4, 3), drawn(8, 7, 0.4, 4)
     for way in WAYS:
         torch.testing.assert_close(way(a, b).to_dense(), a.to_dense() @ b.to_dense())

@@ -8,8 +8,8 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.surgery import noting
-from thrifty.models.attention import (
+from thrifty.modeling.module_surgery import noting
+from thrifty.models.attention_layers import (
     Attention,
     CrossAttention,
     RelativePositions,
@@ -18,7 +18,7 @@ from thrifty.models.attention import (
     padding_mask,
     relative_bucket,
 )
-from thrifty.models.blocks import Embedding, Sinusoids
+from thrifty.models.transformer_blocks import Embedding, Sinusoids
 from thrifty.techniques.attention.tiled import Tiled
 
 

@@ -9,17 +9,17 @@ import transformers
 from tiny_models import random_model
 
 from thrifty.core.batches import Batch
-from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.model_spec import ImageEnds
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import ModelSettings
-from thrifty.kernels.patches import blanked, sinusoids_2d
+from thrifty.kernels.image_patches import blanked, sinusoids_2d
 from thrifty.models import build_for, build_model, export_model, own_patch, own_side, shape_for
-from thrifty.models.autoencoder import MaskedAutoencoder
-from thrifty.models.interchange import import_folder
-from thrifty.models.presets import shape_of
-from thrifty.models.vision import VisionTransformer
-from thrifty.objectives.reconstruct import Reconstruct
+from thrifty.models.masked_autoencoder import MaskedAutoencoder
+from thrifty.models.model_presets import shape_of
+from thrifty.models.vision_transformer import VisionTransformer
+from thrifty.models.weight_conversion import import_folder
+from thrifty.objectives.masked_reconstruction import Reconstruct
 
 UNLABELLED = ImageEnds((), 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
 LABELLED = replace(UNLABELLED, labels=("cat", "dog", "horse"))

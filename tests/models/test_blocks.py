@@ -8,11 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.recipe import ModelSettings
-from thrifty.core.surgery import wrap_forward
+from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.models import build_model
-from thrifty.models.attention import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.blocks import Block, Embedding, FeedForward, PostNormBlock
+from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
 from thrifty.models.transformer import Encoder, EncoderDecoder, Stack, Transformer, initialize
+from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, PostNormBlock
 
 WIDTH, VOCABULARY = 16, 30
 NORM = partial(nn.LayerNorm, WIDTH)

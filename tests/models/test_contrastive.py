@@ -11,15 +11,15 @@ import transformers
 from tiny_models import random_model
 from tokenizers import Tokenizer, models
 
-from thrifty.core.ends import ImageEnds, PairEnds, TextEnds
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.model_spec import ImageEnds, PairEnds, TextEnds
 from thrifty.core.recipe import ModelSettings
-from thrifty.kernels.contrastive import contrastive_losses
+from thrifty.kernels.contrastive_loss import contrastive_losses
 from thrifty.models import build_for, export_model, own_side, shape_for
-from thrifty.models.contrastive import FIRST_SCALE, LARGEST_SCALE, ContrastiveModel
+from thrifty.models.contrastive_model import FIRST_SCALE, LARGEST_SCALE, ContrastiveModel
 from thrifty.models.families import assemble
-from thrifty.models.interchange import export_folder, folder_shape, import_folder
-from thrifty.models.presets import shape_of
+from thrifty.models.model_presets import shape_of
+from thrifty.models.weight_conversion import export_folder, folder_shape, import_folder
 
 END = 5
 TEXT = {

@@ -10,14 +10,14 @@ import transformers
 from tiny_models import SMALL
 from torch import nn
 
-from thrifty.core.growth.widening import narrow
-from thrifty.core.sparse.slimming import arrange, find_pieces
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
+from thrifty.modeling.structured_pruning import arrange, find_pieces
 from thrifty.models import export_model
-from thrifty.models.interchange import import_folder
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM, HuggingFaceMaskedLM
+from thrifty.models.weight_conversion import import_folder
+from thrifty.techniques.growth._width_growth import narrow
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
 KEPT = {"heads": ([1, 2], [0, 2, 3]), "neurons": ([*range(0, 24, 2)], [*range(5, 22)])}

@@ -9,7 +9,7 @@ import transformers
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
-from thrifty.models.interchange import import_folder
+from thrifty.models.weight_conversion import import_folder
 
 TASKS = {"bert": "masked_token", "t5": "sequence_to_sequence", "marian": "sequence_to_sequence"}
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.data.catalogue import entry
-from thrifty.models.gguf import convert_gguf, half_split
-from thrifty.models.interchange import import_folder
-from thrifty.models.sampling import generate
+from thrifty.models.gguf_import import convert_gguf, half_split
+from thrifty.models.text_generation import generate
+from thrifty.models.weight_conversion import import_folder
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["t h", "th e", "Ġ the", "1 2"]

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.core.surgery import find_blocks, wrap_forward
+from thrifty.modeling.module_surgery import find_blocks, wrap_forward
 from thrifty.models import build_model, export_model
-from thrifty.models.huggingface import HuggingFaceCausalLM, load_causal_lm
-from thrifty.models.sampling import generate
+from thrifty.models.hf_loader import HuggingFaceCausalLM, load_causal_lm
+from thrifty.models.text_generation import generate
 
 GROUPED = SMALL | {"num_key_value_heads": 2}
 ARCHITECTURES = {

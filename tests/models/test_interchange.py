@@ -11,9 +11,9 @@ from tiny_models import FAMILIES, VOCABULARY
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
-from thrifty.models.interchange import export_folder, import_folder
-from thrifty.models.sampling import generate
+from thrifty.models.text_generation import generate
 from thrifty.models.transformer import Transformer
+from thrifty.models.weight_conversion import export_folder, import_folder
 
 
 def edit_config(folder, **changes):
@@ -311,8 +311,8 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # importing it now fails
 from pathlib import Path
-from thrifty.models.huggingface import load_causal_lm
-from thrifty.models.interchange import export_folder, import_folder
+from thrifty.models.hf_loader import load_causal_lm
+from thrifty.models.weight_conversion import export_folder, import_folder
 theirs, ours = map(Path, sys.argv[1:])
 export_folder(*import_folder(theirs), ours)
 load_causal_lm(ours)

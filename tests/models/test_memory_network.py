@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.models.memory_network import MemoryNetwork, embedded, recency, spelled
+from thrifty.experiments.tasks.memory_network import MemoryNetwork, embedded, recency, spelled
 
 STORY = [[3, 5, 1], [2, 4], [], [6, 1, 2], [4, 3]]
 """Words of four sentences, of which one is not there, and a question."""

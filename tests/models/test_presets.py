@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.models.presets import PRESETS, assemble, build, shape_of
+from thrifty.models.model_presets import PRESETS, assemble, build, shape_of
 from thrifty.models.transformer import EncoderDecoder, initialize
 
 PUBLISHED = {

@@ -7,8 +7,8 @@ from tiny_models import FAMILIES, VOCABULARY
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
-from thrifty.models.interchange import import_folder
-from thrifty.models.sampling import cacheable, caching, draw, generate
+from thrifty.models.text_generation import cacheable, caching, draw, generate
+from thrifty.models.weight_conversion import import_folder
 
 
 def sharp_model(preset: str = "llama-nano", length: int = 64):
@@ -100,7 +100,7 @@ def test_a_replaced_attention_core_is_kept_and_read_without_cache(tokens):
 
 
 def test_a_wrapped_block_is_read_without_cache():
-    from thrifty.core.surgery import wrap_forward
+    from thrifty.modeling.module_surgery import wrap_forward
 
     model = sharp_model()
     wrap_forward(model.blocks[0], lambda module, inner, x: inner(x.roll(1, dims=1)))

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
-from thrifty.models.huggingface import HuggingFaceCausalLM, HuggingFaceSeq2Seq
-from thrifty.models.interchange import export_folder, import_folder
+from thrifty.models.hf_loader import HuggingFaceCausalLM, HuggingFaceSeq2Seq
 from thrifty.models.transformer import Encoder, EncoderDecoder
+from thrifty.models.weight_conversion import export_folder, import_folder
 
 
 @pytest.fixture(params=TWO_SIDED)

@@ -10,14 +10,14 @@ import transformers
 from tiny_models import random_model
 from torch import nn
 
-from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.model_spec import ImageEnds
 from thrifty.core.recipe import ModelSettings
-from thrifty.kernels.resizing import resized_positions
+from thrifty.kernels.image_resizing import resized_positions
 from thrifty.models import build_for, build_model, export_model, own_side, shape_for
-from thrifty.models.interchange import export_folder, import_folder
-from thrifty.models.presets import shape_of
-from thrifty.models.vision import PatchEmbedding, VisionTransformer
+from thrifty.models.model_presets import shape_of
+from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
+from thrifty.models.weight_conversion import export_folder, import_folder
 
 LABELS = ("cat", "dog", "horse", "cow", "sheep")
 ENDS = ImageEnds(LABELS, 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))

@@ -10,8 +10,8 @@ from tiny_models import SMALL, TWO_SIDED, VOCABULARY, random_model
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model
-from thrifty.models.huggingface import HuggingFaceMaskedLM, HuggingFaceSeq2Seq, load_model
-from thrifty.models.sampling import generate
+from thrifty.models.hf_loader import HuggingFaceMaskedLM, HuggingFaceSeq2Seq, load_model
+from thrifty.models.text_generation import generate
 
 SIDES = {
     "d_model": 32,

@@ -9,13 +9,13 @@ from transformers import Qwen2Config
 from chatting import small_tokenizer, sums
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused, UsageError
-from thrifty.data.epochs import Epochs
-from thrifty.data.instructions import stored
-from thrifty.data.packs import Conversations, Rows, Weighed, arranged
+from thrifty.data.chat.chat_data import stored
+from thrifty.data.chat.conversation_packing import Conversations, Rows, Weighed, arranged
+from thrifty.data.epoch_sampler import Epochs
 from thrifty.models.families import assemble
-from thrifty.models.shape import Shape
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM
 from thrifty.objectives import find_objective
 from thrifty.techniques.attention.tiled import Tiled
 

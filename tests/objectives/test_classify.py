@@ -10,9 +10,9 @@ from torch import nn
 from image_runs import PIXELS, tiny_vit
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
-from thrifty.data.digits import Digits
-from thrifty.objectives.classify import Classify
-from thrifty.training.evaluate import evaluate
+from thrifty.data.images.digits import Digits
+from thrifty.objectives.classification import Classify
+from thrifty.training.evaluation import evaluate
 
 
 def model(seed: int = 0) -> nn.Module:

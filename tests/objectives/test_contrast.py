@@ -8,13 +8,13 @@ import torch
 from contrastive_work import trained_along
 from pair_runs import pair_run, tiny_clip
 from rank_processes import on_ranks
+from thrifty.composition.compose import compose
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.kernels.contrastive import contrastive_losses_reference
+from thrifty.kernels.contrastive_loss import contrastive_losses_reference
 from thrifty.objectives import find_objective
-from thrifty.objectives.contrast import Contrast, PairPrediction
-from thrifty.training.evaluate import evaluate
+from thrifty.objectives.contrastive import Contrast, PairPrediction
+from thrifty.training.evaluation import evaluate
 from tiny_runs import losses, run_through, technique, with_optimizer
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_losses_of_own_examples_alone_would_be_others():
     assert (whole - half).min() > 0.1
 
 
-APART = ("large_batch.accumulate", "large_batch.noise_scale", "data_selection.gradient_norm_sampling")
+APART = ("large_batch.gradient_accumulation", "measure.noise_scale", "data_selection.gradient_norm_sampling")
 
 
 @pytest.mark.parametrize("name", [*APART, "losses.z_loss", "sparsity.grasp"])

@@ -13,10 +13,10 @@ from torch import nn
 from objectives.tiny_networks import VOCABULARY, HeadApart, bert
 from thrifty.core.batches import Batch, Mapped, Presampled, Share
 from thrifty.core.errors import UsageError
-from thrifty.data.packing import HeldOut, PackedTokens
-from thrifty.kernels.cross_entropy import IGNORED
+from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.kernels.chunked_cross_entropy import IGNORED
 from thrifty.objectives.masked_token import MaskedToken
-from thrifty.techniques.growth.sequence_length import SequenceLength
+from thrifty.techniques.curriculum.sequence_length import SequenceLength
 
 MASK, SPECIAL = 3, frozenset({0, 1, 2, 3})
 TEXT = np.random.default_rng(0).integers(4, VOCABULARY, 20_000).astype(np.uint16)

@@ -13,10 +13,10 @@ from objectives.tiny_networks import VOCABULARY
 from thrifty.core.batches import Batch, Mapped
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.data.packing import PackedTokens
+from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models import build_model
-from thrifty.models.interchange import import_folder
-from thrifty.models.wrapped import HuggingFaceSeq2Seq
+from thrifty.models.hf_wrapper import HuggingFaceSeq2Seq
+from thrifty.models.weight_conversion import import_folder
 from thrifty.objectives.mass import Mass, hidden_span
 
 MASK = 3

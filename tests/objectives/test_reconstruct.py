@@ -11,13 +11,13 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
-from thrifty.data.draws import example_keys
-from thrifty.data.images import open_images
-from thrifty.kernels.patches import patchify, unpatchify
+from thrifty.data.images.image_data import open_images
+from thrifty.kernels.example_rng import example_keys
+from thrifty.kernels.image_patches import patchify, unpatchify
 from thrifty.objectives import chosen_objective, find_objective
-from thrifty.objectives.reconstruct import Reconstruct, patch_losses, split
+from thrifty.objectives.masked_reconstruction import Reconstruct, patch_losses, split
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
-from thrifty.training.evaluate import see
+from thrifty.training.evaluation import see
 
 KEYS = example_keys(0, np.arange(4))
 

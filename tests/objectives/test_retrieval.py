@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from pair_runs import SIDE, Crosses, pair_run, tiny_clip
 from thrifty.core.batches import Batch
-from thrifty.data.epochs import HeldOutExamples
-from thrifty.objectives.retrieval import (
+from thrifty.data.epoch_sampler import HeldOutExamples
+from thrifty.objectives.retrieval_metrics import (
     class_vectors,
     embedded,
     retrieval,

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from end_to_end.command_line import CommandLine, assert_equal, write_corpus
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, DataSettings, Evaluation, ObjectiveSettings, Recipe
-from thrifty.preparing import open_examples
-from thrifty.run import train
-from thrifty.techniques.growth.sequence_length import SequenceLength
+from thrifty.techniques.curriculum.sequence_length import SequenceLength
 from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training.run_setup import open_examples
+from thrifty.training.trainer import train
 
 LEARNED = {
     "masked_token": {"objective__name": "masked_token", "model__preset": "bert-nano"},

@@ -8,7 +8,7 @@ from transformers import T5ForConditionalGeneration
 from objectives.tiny_networks import T5, VOCABULARY
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
-from thrifty.kernels.cross_entropy import IGNORED
+from thrifty.kernels.chunked_cross_entropy import IGNORED
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 
 OBJECTIVE = SequenceToSequence()

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from thrifty.core.batches import Batch, Mapped
 from thrifty.core.errors import UsageError
-from thrifty.data.packing import PackedTokens
+from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.objectives.span_corruption import corrupted, cut_out, lengths, text_length
 

@@ -18,7 +18,7 @@ from pairs.covering import Group, around, covering
 from rank_processes import in_a_group_of_one
 from runs_for import RUNS, plain_for
 from thrifty import techniques
-from thrifty.core.compose import Composition, Plain
+from thrifty.composition.compose import Composition, Plain
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.technique import Technique
 from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer

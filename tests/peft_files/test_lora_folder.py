@@ -14,10 +14,10 @@ from tiny_models import FAMILIES, TWO_SIDED, VOCABULARY, random_model
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.kernels.low_rank_adapters import activated, adapters, factor_names, merge
-from thrifty.models.folder import read_config
-from thrifty.models.interchange import export_folder, folder_shape, import_folder
-from thrifty.peft_files import load_adapter, save_adapter
+from thrifty.modeling.lora_model import activated, adapters, factor_names, merge
+from thrifty.models.hf_folder import read_config
+from thrifty.models.weight_conversion import export_folder, folder_shape, import_folder
+from thrifty.peft_format import load_adapter, save_adapter
 from thrifty.techniques.adapters.lora import Lora
 
 CONFIGS: dict[str, Callable[[], Any]] = FAMILIES | TWO_SIDED

@@ -14,12 +14,12 @@ from torch import nn
 
 from adapter_models import CONFIGS, TOKENS, next_token_loss, ours, theirs
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.models.interchange import import_folder
-from thrifty.models.presets import Shape, assemble
-from thrifty.models.wrapped import HuggingFaceCausalLM
-from thrifty.peft_files import load_adapter, save_adapter
-from thrifty.techniques.adapters.prefix import Prefix
-from thrifty.techniques.adapters.prompt import Prompt
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.weight_conversion import import_folder
+from thrifty.peft_format import load_adapter, save_adapter
+from thrifty.techniques.adapters.prefix_tuning import Prefix
+from thrifty.techniques.adapters.prompt_tuning import Prompt
 
 COUNT = 5
 ADAPTERS = {

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from thrifty import techniques
-from thrifty.core.compose import Composition
+from thrifty.composition.compose import Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.candidates import Candidate
-from thrifty.planning.plans import allowed_ways
-from thrifty.planning.predict import Timing
-from thrifty.planning.search import Search
+from thrifty.planning.cost_estimates import Timing
+from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.plan_search import Search
+from thrifty.planning.planner import allowed_ways
 from tiny_runs import plain_run
 
 BATCH, MB = 8, 1e6
@@ -44,7 +44,7 @@ def formula(run: Composition) -> Footprint:
         activations *= 0.6
     if "memory.offload_activations" in held:
         activations *= 0.3
-    if parts := held.get("large_batch.accumulate"):
+    if parts := held.get("large_batch.gradient_accumulation"):
         activations /= parts.parts  # type: ignore[attr-defined]
     if state := held.get("precision.optimizer_state"):
         optimizer *= 0.25 if state.format == "int8" else 0.5  # type: ignore[attr-defined]

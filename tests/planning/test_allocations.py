@@ -2,7 +2,7 @@
 
 import pytest
 
-from thrifty.planning.allocations import Blocks
+from thrifty.planning.allocator_trace import Blocks
 
 
 def test_what_is_given_out_and_taken_back_is_added_up() -> None:

@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planning.planned_runs import BATCH, CATALOGUE, plain_techniques, recipe
-from thrifty.cluster.closed_form import Sizes, transformer
-from thrifty.cluster.links import CLUSTERS, LINKS
-from thrifty.cluster.step import simulate
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Infeasible, Refused, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.parallel.absent_ranks import as_rank
 from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.fake_ranks import as_rank
 from thrifty.planning.cluster_file import read_cluster
-from thrifty.planning.cluster_plans import COUNTS, MOST_COUNTS, TOO_MUCH, ClusterPlanner
-from thrifty.planning.forecasts import Wanted
-from thrifty.planning.layouts import Layout, layouts, meshes
-from thrifty.planning.predict import OVER_MESH_HIGH, counted
+from thrifty.planning.cluster_layouts import Layout, layouts, meshes
+from thrifty.planning.cluster_plan import COUNTS, MOST_COUNTS, TOO_MUCH, ClusterPlanner
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, counted
+from thrifty.planning.forecast import Wanted
+from thrifty.simulators.cluster.closed_form_workload import Sizes, transformer
+from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS
+from thrifty.simulators.cluster.simulated_step import simulate
 from tiny_runs import plain_run, technique
 
 BOX = CLUSTERS["h100-box"].of(4)
@@ -128,7 +128,7 @@ def test_what_takes_longer_than_it_may_is_refused() -> None:
 
 
 def test_one_rank_that_may_change_nothing_keeps_the_recipe_s_micro_batches() -> None:
-    twice = technique("large_batch.accumulate", parts=2)
+    twice = technique("large_batch.gradient_accumulation", parts=2)
     for own in ((), (twice,)):
         plan = planner(own, cluster=BOX.of(1), wanted=Wanted()).plan()
         placed = (plan.chosen, *plan.alternatives)

@@ -4,24 +4,24 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.kernels.sparse import crossover
-from thrifty.planning.crossover import Row, crossover_table
+from thrifty.kernels.sparse import sparse_breakeven
+from thrifty.planning.breakeven_table import Row, crossover_table
 
 
 def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
-    monkeypatch.setattr(crossover.measure, "__defaults__", (0.0,))  # as short as can be
-    crossover._kept.cache_clear()
+    monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
+    sparse_breakeven._kept.cache_clear()
     rows = list(crossover_table([(32, 48), (10, 7)], tokens=16, dtypes=("float32", "bfloat16")))
     assert [row.case.form for row in rows] == ["csr", "blocks", "csr", "blocks", "csr", "csr"]
     assert len(list((tmp_path / "sparse-products").iterdir())) == 6
-    monkeypatch.setattr(crossover, "measure", lambda case: pytest.fail("measured again"))
+    monkeypatch.setattr(sparse_breakeven, "measure", lambda case: pytest.fail("measured again"))
     assert list(crossover_table([(32, 48)], tokens=16)) == rows[:2]
 
 
 def test_a_row_says_where_it_starts_to_win() -> None:
-    row = Row(crossover.Case("blocks", 64, 32, 16), crossover.Line(1.0, 0.1, 1.2))
+    row = Row(sparse_breakeven.Case("blocks", 64, 32, 16), sparse_breakeven.Line(1.0, 0.1, 1.2))
     assert row.crossover == pytest.approx(0.75)
     assert str(row).startswith("64 x 32, float32, blocks of 16: below a density of 0.75; of the dense time 0.70 at 0.5")

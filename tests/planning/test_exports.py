@@ -17,15 +17,15 @@ from accelerate.commands.config.config_args import ClusterConfig
 
 from end_to_end.command_line import write_corpus
 from planning.planned_runs import CATALOGUE
-from thrifty.cli.plan_exports import write_exports
+from thrifty.cli.plan.plan_exports import write_exports
 from thrifty.core.errors import Refused
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
-from thrifty.planning.exports.elsewhere import Elsewhere
-from thrifty.preparing import prepare
+from thrifty.planning.exports.portable_recipe import Elsewhere
 from thrifty.training.loop import train
+from thrifty.training.run_setup import prepare
 
 STEPS = 4
 
@@ -37,7 +37,7 @@ def technique(name: str, **settings: Any) -> Technique:
 UPDATE = (
     technique("optimizers.adamw", lr=3e-3),
     technique("schedules.linear", warmup=2, until=STEPS),
-    technique("optimizers.clip", largest=0.5),
+    technique("gradients.clip", largest=0.5),
 )
 
 
@@ -70,7 +70,7 @@ def our_losses(recipe: Recipe) -> list[float]:
 @pytest.mark.parametrize(
     ("preset", "chosen", "tolerance"),
     [
-        ("llama-nano", (technique("large_batch.accumulate", parts=2), technique("memory.recompute")), 2e-5),
+        ("llama-nano", (technique("large_batch.gradient_accumulation", parts=2), technique("memory.recompute")), 2e-5),
         ("gpt-nano", (), 2e-5),
         ("llama-nano", (technique("precision.mixed"),), 5e-3),
     ],
@@ -131,7 +131,7 @@ def test_accelerate_reads_its_configuration(tmp_path: Path, run: Elsewhere, want
 
 
 def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_the_plan_says() -> None:
-    chosen = (technique("large_batch.accumulate", parts=2), technique("memory.offload_optimizer"))
+    chosen = (technique("large_batch.gradient_accumulation", parts=2), technique("memory.offload_optimizer"))
     made = deepspeed.configuration(elsewhere(*chosen, technique("parallelism.shard"), mesh=Mesh(shard=2)))
     assert made["train_batch_size"] == 2 * made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"]
     assert made["zero_optimization"]["stage"] == 3 and made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
@@ -142,13 +142,13 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     assert deepspeed.configuration(lower)["zero_optimization"]["stage"] == 1
     assert "fsdp_reshard_after_forward: false" in accelerate.configuration(lower)
     with pytest.raises(Refused, match="no whole number"):
-        deepspeed.configuration(elsewhere(technique("large_batch.accumulate", parts=3)))
+        deepspeed.configuration(elsewhere(technique("large_batch.gradient_accumulation", parts=3)))
 
 
 FOR_DEEPSPEED = [
     elsewhere(),
     elsewhere(technique("precision.mixed"), technique("memory.recompute")),
-    elsewhere(technique("precision.mixed", format="float16"), technique("large_batch.accumulate", parts=4)),
+    elsewhere(technique("precision.mixed", format="float16"), technique("large_batch.gradient_accumulation", parts=4)),
     elsewhere(technique("parallelism.shard"), technique("memory.offload_optimizer"), mesh=Mesh(shard=2)),
     Elsewhere.of(
         Recipe(data=DataSettings(length=16, batch=8)),

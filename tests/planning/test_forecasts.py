@@ -12,12 +12,12 @@ from planning.planned_runs import BATCH, CATALOGUE, recipe, searching
 from thrifty.core.errors import Infeasible
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget
-from thrifty.planning.candidates import Candidate
-from thrifty.planning.forecasts import refuse_no_step
-from thrifty.planning.ledger import Record
-from thrifty.planning.plans import Planner, Wanted
-from thrifty.planning.predict import Timing
-from thrifty.planning.probes import Job, kept
+from thrifty.planning.cost_estimates import Timing
+from thrifty.planning.forecast import refuse_no_step
+from thrifty.planning.forecast_ledger import Record
+from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.planner import Planner, Wanted
+from thrifty.planning.probe_jobs import Job, kept
 from tiny_runs import plain_run
 
 TIMING = Timing((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)

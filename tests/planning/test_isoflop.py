@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.planning.isoflop import budgets, find_valley, isoflop
-from thrifty.planning.law_fitting import TrainedRun, synthetic_runs
+from thrifty.planning.isoflop_analysis import budgets, find_valley, isoflop
 from thrifty.planning.scaling_law import ScalingLaw
+from thrifty.planning.scaling_law_fit import TrainedRun, synthetic_runs
 
 LAW = ScalingLaw(E=1.5, A=60.0, B=200.0, alpha=0.3, beta=0.35)
 BUDGETS = np.geomspace(1e14, 1e17, 4)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from scipy.optimize import check_grad
 
 from thrifty.core.errors import UsageError
-from thrifty.planning.law_fitting import (
+from thrifty.planning.published_laws import BEST
+from thrifty.planning.scaling_law import ScalingLaw
+from thrifty.planning.scaling_law_fit import (
     COARSE_STARTS,
     DELTA,
     PAPER_STARTS,
@@ -19,8 +21,6 @@ from thrifty.planning.law_fitting import (
     huber_objective,
     synthetic_runs,
 )
-from thrifty.planning.published_laws import BEST
-from thrifty.planning.scaling_law import ScalingLaw
 
 SIZES, BUDGETS = np.geomspace(6e7, 1.6e10, 12), np.geomspace(6e18, 3e21, 8)
 """The span of the runs of Hoffmann et al."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thrifty.planning import ledger
-from thrifty.planning.ledger import Record, entries, expect, keep, ledger_file, record_of
-from thrifty.planning.probes import machine
+from thrifty.planning import forecast_ledger
+from thrifty.planning.forecast_ledger import Record, entries, expect, keep, ledger_file, record_of
+from thrifty.planning.probe_jobs import machine
 
 RECIPE = 'name = "a run"\nseed = 1\n[techniques.optimizers.adamw]\nlr = 0.1\n'
 
@@ -84,7 +84,7 @@ def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch
 
 
 def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PATIENCE", 0.05)
+    monkeypatch.setattr(forecast_ledger, "PATIENCE", 0.05)
     ledger_file().parent.mkdir(parents=True)
     with ledger_file().open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -104,7 +104,7 @@ def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> Non
 
 def _write_many(writer: int) -> None:
     for number in range(50):
-        ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
+        forecast_ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
 
 
 def test_writers_at_the_same_time_lose_and_mix_no_line() -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from planning.test_forecasts import BATCH, NONE, PLANNER, TIMING, candidate
-from thrifty.cli.plan_here import _expected
-from thrifty.cli.plan_telling import in_words
+from thrifty.cli.plan.plan_local import _expected
+from thrifty.cli.plan.plan_output import in_words
 from thrifty.core.recipe import Budget
-from thrifty.planning import other_work
-from thrifty.planning.other_work import OtherWork
-from thrifty.planning.plans import Plan
-from thrifty.planning.predict import Timing
-from thrifty.planning.probes import Job, kept
+from thrifty.machine import cpu_contention
+from thrifty.machine.cpu_contention import OtherWork
+from thrifty.planning.cost_estimates import Timing
+from thrifty.planning.planner import Plan
+from thrifty.planning.probe_jobs import Job, kept
 
 DISTURBED = replace(TIMING, others=1.1, cores=2)
 WORK = "import time; end = time.time() + 30\nwhile time.time() < end: pass"
@@ -29,9 +29,9 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.all = self.own = 0.0
-        monkeypatch.setattr(other_work, "_all_work", lambda cores: self.all)
-        monkeypatch.setattr(other_work, "_own_work", lambda head: self.own)
-        monkeypatch.setattr(other_work, "usable_cores", lambda: [0, 1])
+        monkeypatch.setattr(cpu_contention, "_all_work", lambda cores: self.all)
+        monkeypatch.setattr(cpu_contention, "_own_work", lambda head: self.own)
+        monkeypatch.setattr(cpu_contention, "usable_cores", lambda: [0, 1])
         self.now = 100.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
@@ -65,11 +65,11 @@ def test_a_process_that_is_not_ours_is_seen_and_our_own_child_is_not(monkeypatch
     try:
         time.sleep(0.2)
         ours = OtherWork()
-        before = other_work._own_work(ours.head)
+        before = cpu_contention._own_work(ours.head)
         time.sleep(1.0)
-        spent = other_work._own_work(ours.head) - before
+        spent = cpu_contention._own_work(ours.head) - before
         beside = ours.taken()
-        monkeypatch.setattr(other_work, "_own_work", lambda head: 0.0)
+        monkeypatch.setattr(cpu_contention, "_own_work", lambda head: 0.0)
         ours.own = 0.0
         assert ours.taken() > beside  # what the child did counts as ours, and as another's when it is not taken off
         assert spent > 0.02
@@ -80,7 +80,7 @@ def test_a_process_that_is_not_ours_is_seen_and_our_own_child_is_not(monkeypatch
 
 def test_what_other_ranks_do_is_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OtherWork().head == os.getpid()
-    monkeypatch.setattr(other_work, "ranks", lambda: 2)
+    monkeypatch.setattr(cpu_contention, "ranks", lambda: 2)
     assert OtherWork().head == os.getppid()  # torchrun, which started them all
 
 

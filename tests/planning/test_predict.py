@@ -8,21 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planning.planned_runs import CATALOGUE
-from thrifty.core.compose import compose
-from thrifty.core.explain import explain
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Checkpoints
-from thrifty.planning import probing
-from thrifty.planning.disk import disk_bytes
-from thrifty.planning.predict import Estimate, Timing, counted, largest_part, line_through
-from thrifty.planning.probes import sizes
-from thrifty.planning.probing import timed
+from thrifty.planning import step_timing
+from thrifty.planning.cost_estimates import Estimate, Timing, counted, largest_part, line_through
+from thrifty.planning.disk_usage import disk_bytes
+from thrifty.planning.probe_jobs import sizes
+from thrifty.planning.step_timing import timed
 from tiny_runs import plain_run, with_optimizer
 
 
-@pytest.mark.parametrize("name", ["memory.recompute", "large_batch.noise_scale", "memory.offload_optimizer"])
+@pytest.mark.parametrize("name", ["memory.recompute", "measure.noise_scale", "memory.offload_optimizer"])
 def test_one_trace_counts_what_an_explanation_ends_with(name: str) -> None:
-    settings = {"every": 2} if name == "large_batch.noise_scale" else {}
+    settings = {"every": 2} if name == "measure.noise_scale" else {}
     run = compose(plain_run(batch=4), with_optimizer([CATALOGUE[name](**settings)]), 6)
     assert counted(run) == explain(run).footprint
 
@@ -79,7 +79,7 @@ def test_an_evaluation_is_told_by_a_few_of_its_batches(monkeypatch: pytest.Monke
         judged.append(len(batches))
         time.sleep(0.01 * len(batches))
 
-    monkeypatch.setattr(probing, "evaluate", evaluated)
+    monkeypatch.setattr(step_timing, "evaluate", evaluated)
     run = compose(plain_run(batch=4), with_optimizer([]), 20)
     timing = timed(run, (4,), 1, [run.source.at(step) for step in range(10)], 0.0)
     assert judged == [1, 2] and timing.evaluation >= 0.1

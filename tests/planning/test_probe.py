@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import thrifty
-from thrifty.planning import rates
-from thrifty.planning.cgroups import cgroup_limits
-from thrifty.planning.probe import EXTRAS, Machine, peak_flops, probe, try_compile
-from thrifty.planning.rates import Rate, disk_rate, matmul_rate, memory_rate
+from thrifty.machine import measured_rates
+from thrifty.machine.cgroup_limits import cgroup_limits
+from thrifty.machine.machine_info import EXTRAS, Machine, peak_flops, probe, try_compile
+from thrifty.machine.measured_rates import Rate, disk_rate, matmul_rate, memory_rate
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,8 @@ def test_a_product_whose_repeats_would_take_longer_than_there_is_time_is_left_ou
         tried.append(work)
         return Rate(1e9, 1e9, 1e9, 3)
 
-    monkeypatch.setattr(rates, "_repeated", repeated)
-    repeats = (1 + rates.LEAST_REPEATS) * 2 * 2048**3 / 1e9
+    monkeypatch.setattr(measured_rates, "_repeated", repeated)
+    repeats = (1 + measured_rates.LEAST_REPEATS) * 2 * 2048**3 / 1e9
     matmul_rate("cpu", torch.float32, seconds=0.9 * repeats)
     assert tried == [2 * 1024**3]
     matmul_rate("cpu", torch.float32, seconds=1.1 * repeats)

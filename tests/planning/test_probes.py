@@ -8,25 +8,25 @@ import psutil
 import pytest
 
 from planning.test_forecasts import BATCH, TIMING
-from thrifty.planning.probes import Job, ProbeFailed, in_process
+from thrifty.planning.probe_jobs import Job, ProbeFailed, in_process
 
 ANSWERS = f"""
 import sys
 from pathlib import Path
-from thrifty.planning.probes import answer
+from thrifty.planning.probe_jobs import answer
 answer(Path(sys.argv[1]), {TIMING.as_dict()!r})
 """
 DIES = """
 import os, sys
 from pathlib import Path
-from thrifty.planning import probes
+from thrifty.planning import probe_jobs as probes
 probes.json.dump = lambda found, file: (file.write("{"), file.flush(), os._exit(3))
 probes.answer(Path(sys.argv[1]), {})
 """
 REFUSES = """
 import os, sys
 from pathlib import Path
-from thrifty.planning.probes import answer
+from thrifty.planning.probe_jobs import answer
 answer(Path(sys.argv[1]), {"refused": "the loss is nan"})
 sys.exit("something else")
 """

@@ -9,16 +9,16 @@ import pytest
 from parallel_work import probed
 from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, recipe, searching
 from rank_processes import on_ranks
-from thrifty.core.compose import Composition
+from thrifty.composition.compose import Composition
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Numerics
-from thrifty.planning.axes import Way
-from thrifty.planning.candidates import Candidate
-from thrifty.planning.plans import allowed_ways
-from thrifty.planning.predict import OVER_MESH_HIGH, Timing
-from thrifty.planning.rank_ways import RANKS, undivided
-from thrifty.planning.search import Search
-from thrifty.preparing import mesh_sizes
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Timing
+from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.plan_search import Search
+from thrifty.planning.planner import allowed_ways
+from thrifty.planning.rank_options import RANKS, undivided
+from thrifty.planning.search_space import Way
+from thrifty.training.run_setup import mesh_sizes
 from tiny_runs import plain_run
 
 

@@ -10,9 +10,9 @@ import pytest
 from planning.planned_runs import BATCH, CATALOGUE, by_expectation, formula, recipe, searching
 from thrifty.core.recipe import DataSettings
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.axes import Way, lacking
-from thrifty.planning.plans import allowed_ways
-from thrifty.planning.reasons import Reason, Reasons
+from thrifty.planning.choice_explanations import Reason, Reasons
+from thrifty.planning.planner import allowed_ways
+from thrifty.planning.search_space import Way, lacking
 from tiny_runs import plain_run
 
 
@@ -53,7 +53,7 @@ def test_what_is_taken_says_what_it_does(exact: dict[str, Reason]) -> None:
     [
         ("precision.mixed", "changes the result, and you asked for exact"),
         ("optimizers.lion", "changes the result, and you asked for exact"),
-        ("large_batch.accumulate", "rounds otherwise, and you asked for exact"),
+        ("large_batch.gradient_accumulation", "rounds otherwise, and you asked for exact"),
         ("parallelism.tensor", "one rank: there is nothing to divide"),
         ("memory.offload_activations", "others are enough, and are expected to cost less time; by itself it takes"),
         ("memory.offload_optimizer", "by itself it takes 8% off the peak, to 870 MB, which is not enough"),
@@ -71,7 +71,7 @@ def test_what_is_not_taken_under_exact_says_why(exact: dict[str, Reason], name: 
         ("memory.recompute", "not needed: everything fits without it"),
         ("precision.optimizer_state", "not needed: everything fits without it"),
         ("large_batch.gradient_cache", "refused: large_batch.gradient_cache"),
-        ("large_batch.noise_scale", "it measures, and saves nothing"),
+        ("measure.noise_scale", "it measures, and saves nothing"),
     ],
 )
 def test_what_is_not_taken_when_anything_may_change_says_why(anything: dict[str, Reason], name: str, why: str) -> None:
@@ -116,8 +116,8 @@ def test_that_others_cost_less_time_is_expected_or_measured_and_says_which() -> 
 def test_what_is_taken_out_or_changed_is_told_apart() -> None:
     told = reasons(math.inf, Numerics.ROUNDING, (CATALOGUE["memory.recompute"](),))
     assert told["memory.recompute"].verdict == "taken out"
-    changed = reasons(160, Numerics.ROUNDING, (CATALOGUE["large_batch.accumulate"](parts=2),))
-    assert changed["large_batch.accumulate"].verdict in ("changed", "kept")
+    changed = reasons(160, Numerics.ROUNDING, (CATALOGUE["large_batch.gradient_accumulation"](parts=2),))
+    assert changed["large_batch.gradient_accumulation"].verdict in ("changed", "kept")
 
 
 def test_measured_evidence_is_told_beside_the_reason() -> None:

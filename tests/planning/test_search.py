@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
-from thrifty.core.compose import compose, refuse_illegal
+from thrifty.composition.compose import compose, refuse_illegal
 from thrifty.core.errors import Infeasible, Refused
 from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
-from thrifty.planning.axes import STRICTNESS
-from thrifty.planning.candidates import Candidate
-from thrifty.planning.plans import Wanted
-from thrifty.planning.predict import COUNTED_HIGH, Timing
-from thrifty.planning.probes import ProbeFailed
-from thrifty.planning.search import NEAR, Search
+from thrifty.planning.cost_estimates import COUNTED_HIGH, Timing
+from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.plan_search import NEAR, Search
+from thrifty.planning.planner import Wanted
+from thrifty.planning.probe_jobs import ProbeFailed
+from thrifty.planning.search_space import STRICTNESS
 
 
 def everything(search: Search) -> list[Candidate]:
@@ -140,9 +140,13 @@ def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
 
 
 def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
-    search = searching(300.0, Numerics.ROUNDING, base=(CATALOGUE["large_batch.accumulate"](parts=2),))
+    search = searching(300.0, Numerics.ROUNDING, base=(CATALOGUE["large_batch.gradient_accumulation"](parts=2),))
     labels = [way.label for way in search.ways["micro-batches"]]
-    assert labels == ["without large_batch.accumulate", "large_batch.accumulate", "large_batch.accumulate:parts=8"]
+    assert labels == [
+        "without large_batch.gradient_accumulation",
+        "large_batch.gradient_accumulation",
+        "large_batch.gradient_accumulation:parts=8",
+    ]
     parts = [candidate.parts for candidate in (search.look_at_singles(), *search.combinations())[1:]]
     assert {*parts} == {1, 2, 4, 8}
 
@@ -151,7 +155,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
     counts: list[int] = []
 
     def noted(run):  # type: ignore[no-untyped-def]
-        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.accumulate")
+        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.gradient_accumulation")
         return formula(run)
 
     search = searching(2000.0, Numerics.ROUNDING, count=noted)
@@ -167,7 +171,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
 def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
         if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
-            raise Refused("large_batch.accumulate: not in two")
+            raise Refused("large_batch.gradient_accumulation: not in two")
         return formula(run)
 
     search = searching(2000.0, Numerics.ROUNDING, count=refusing)

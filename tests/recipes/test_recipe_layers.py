@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.cli.options import put_together, read_budget
+from thrifty.cli.recipe_options import put_together, read_budget
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget
-from thrifty.recipes.layers import Layers, toml_value
+from thrifty.recipes.recipe_layers import Layers, toml_value
 from thrifty.techniques.adapters.lora import Lora
 from thrifty.techniques.growth.stacking import Stacking
 from thrifty.techniques.optimizers.adamw import AdamW
@@ -95,15 +95,15 @@ def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> No
 
 
 def test_without_takes_a_technique_and_its_origins_away() -> None:
-    layers = put_together("text", removals=("optimizers.clip",))
-    assert "optimizers.clip" not in [t.name for t in layers.recipe().techniques]
+    layers = put_together("text", removals=("gradients.clip",))
+    assert "gradients.clip" not in [t.name for t in layers.recipe().techniques]
     assert not any("clip" in path for path in layers.changed())
     swapped = put_together("text", removals=("optimizers.adamw",), additions=("optimizers.lion",))
     names = [t.name for t in swapped.recipe().techniques]
     assert "optimizers.lion" in names and "optimizers.adamw" not in names
     with pytest.raises(UsageError, match="the recipe does not use it") as error:
         put_together("text", removals=("optimizers.clipp",))
-    assert "optimizers.clip" in error.value.fix
+    assert "gradients.clip" in error.value.fix
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from thrifty import techniques
-from thrifty.core.bounds import Bound
-from thrifty.core.compose import refuse_illegal
+from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.setting_bounds import Bound
 from thrifty.core.technique import Technique
 from thrifty.recipes import RECIPES, load_tables
-from thrifty.recipes.toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
-from thrifty.recipes.values import differences
+from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 
 TEXT = some.text(some.characters(exclude_categories=("Cs",)), max_size=12)
 
@@ -175,7 +175,7 @@ def test_a_value_of_the_wrong_type_is_named_with_what_it_must_be(toml: str, said
 
 
 def test_a_whole_number_may_stand_for_a_number() -> None:
-    recipe = recipe_from_data(tomllib.loads("[techniques.optimizers.clip]\nlargest = 2"))
+    recipe = recipe_from_data(tomllib.loads("[techniques.gradients.clip]\nlargest = 2"))
     (clip,) = recipe.techniques
     assert repr(clip.largest) == "2.0"  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thrifty.report.page import write_report
+from thrifty.reporting.run_page import write_report
 
 RECIPE = """\
 name = "kjv"
@@ -69,7 +69,13 @@ def explanation() -> dict[str, Any]:
         technique("precision.mixed", "precision", "rounding", ["matmuls in bfloat16"], plain, bf16, dtype="bfloat16"),
         technique("memory.recompute", "recompute", "exact", ["6 of 6 blocks run twice"], bf16, recompute, every=1),
         technique(
-            "large_batch.accumulate", "accumulate", "rounding", ["4 micro-batches of 8"], recompute, recompute, parts=4
+            "large_batch.gradient_accumulation",
+            "accumulate",
+            "rounding",
+            ["4 micro-batches of 8"],
+            recompute,
+            recompute,
+            parts=4,
         ),
         technique("clipping.norm", "clip", "different", ["49 tensors, one norm"], recompute, recompute, norm=1.0),
         technique(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.report.page import write_report
-from thrifty.report.palette import DARK, LIGHT
+from thrifty.reporting.color_theme import DARK, LIGHT
+from thrifty.reporting.run_page import write_report
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH (Debian: apt-get install chromium)")

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.report.curves import Point, curve, smooth, spans, thin
+from thrifty.reporting.loss_curves import Point, curve, smooth, spans, thin
 
 values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=400)
 limits = st.integers(4, 60)

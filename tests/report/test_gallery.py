@@ -2,9 +2,9 @@
 
 import json
 
-from thrifty.report.gallery import card, groups, kept_by_label, rows
-from thrifty.report.page import render
-from thrifty.report.record import read_run
+from thrifty.reporting.example_gallery import card, groups, kept_by_label, rows
+from thrifty.reporting.run_page import render
+from thrifty.reporting.run_record import read_run
 
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
 SELECTION = {

@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from thrifty.report.key_figures import batch_advice, key_figures, verdict
-from thrifty.report.record import read_run
+from thrifty.reporting.key_figures import batch_advice, key_figures, verdict
+from thrifty.reporting.run_record import read_run
 
 
 def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):

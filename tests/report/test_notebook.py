@@ -5,7 +5,7 @@ import re
 from html.parser import HTMLParser
 
 from studies.test_keeping import result
-from thrifty.report.record import read_run
+from thrifty.reporting.run_record import read_run
 
 
 class Seen(HTMLParser):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.report.charts import figures
-from thrifty.report.key_figures import key_figures
-from thrifty.report.page import render
-from thrifty.report.palette import DARK, LIGHT
-from thrifty.report.record import read_run
+from thrifty.reporting.color_theme import DARK, LIGHT
+from thrifty.reporting.key_figures import key_figures
+from thrifty.reporting.run_charts import figures
+from thrifty.reporting.run_page import render
+from thrifty.reporting.run_record import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>{{ 7*7 }}\"'<!--"
 PLANTED = "hf_aB3dE5gH7jK9mN1pQ3sT5vX7z"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.report.record import find_run, read_run
+from thrifty.reporting.run_record import find_run, read_run
 
 
 def append(folder: Path, text: str) -> None:

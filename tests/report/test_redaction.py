@@ -1,6 +1,6 @@
 import pytest
 
-from thrifty.report.redaction import REDACTED, names_a_secret, redact, redact_command, redact_text
+from thrifty.core.secret_redaction import REDACTED, names_a_secret, redact, redact_command, redact_text
 
 BODY = "aB3dE5gH7jK9mN1pQ3sT5vX7zA9cD1eF"
 SECRETS = [

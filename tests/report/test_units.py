@@ -1,6 +1,6 @@
 import pytest
 
-from thrifty.report.units import duration, percent, scaled, significant
+from thrifty.reporting.number_format import duration, percent, scaled, significant
 
 
 @pytest.mark.parametrize(

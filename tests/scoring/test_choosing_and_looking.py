@@ -15,16 +15,16 @@ from report.test_browser import CHROMIUM, SCHEMES, drawn, probed
 from scoring.tiny_recipes import digits, text
 from thrifty.core.batches import Choice
 from thrifty.core.errors import Refused
-from thrifty.data.digits import DigitImages
+from thrifty.core.score_file import Scores
+from thrifty.data.example_previews import picture, png, selection, shown
+from thrifty.data.images.digits import DigitImages
 from thrifty.data.run_data import RunData
-from thrifty.data.showing import picture, png, selection, shown
-from thrifty.kernels.score_files import Scores
-from thrifty.preparing import open_examples
-from thrifty.recipes.layers import Layers
-from thrifty.scoring.choosing import Row, as_option, by_label, changed_settings
-from thrifty.scoring.looking import open_scored, page, suspicious
-from thrifty.scoring.scoring import Scoring, score
+from thrifty.experiments.scoring.example_scoring import Scoring, score
+from thrifty.experiments.scoring.review_page import open_scored, page, suspicious
+from thrifty.experiments.scoring.score_selection import Row, as_option, by_label, changed_settings
+from thrifty.recipes.recipe_layers import Layers
 from thrifty.techniques.data_selection.prune import Prune
+from thrifty.training.run_setup import open_examples
 
 
 @pytest.fixture(scope="module")

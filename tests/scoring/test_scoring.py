@@ -12,21 +12,21 @@ from torch import Tensor
 
 from scoring.tiny_recipes import STEPS, digits, text
 from thrifty.core.batches import Choice
-from thrifty.core.ends import ImageEnds
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.model_spec import ImageEnds
 from thrifty.core.recipe import Budget, DataSettings, ObjectiveSettings, Recipe
-from thrifty.data.epochs import Epochs
-from thrifty.kernels.score_files import Facts, Guesses, Scores, averaged, read_scores
+from thrifty.core.score_file import Facts, Guesses, Scores, averaged, read_scores
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.experiments.scoring import scoring_methods
+from thrifty.experiments.scoring.example_scoring import Scoring, score
+from thrifty.experiments.scoring.scoring_methods import METHODS, Sight
+from thrifty.experiments.scoring.scoring_run import computed_plainly, trained_and_scored
 from thrifty.models import export_model, shape_for
-from thrifty.preparing import prepare
-from thrifty.restoring import restore
-from thrifty.run import train
-from thrifty.scoring import methods
-from thrifty.scoring.methods import METHODS, Sight
-from thrifty.scoring.one_run import computed_plainly, trained_and_scored
-from thrifty.scoring.scoring import Scoring, score
 from thrifty.techniques import find
 from thrifty.techniques.data_selection.prune import Prune
+from thrifty.training.run_setup import prepare
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 from tiny_runs import advance
 
 STRANGE = ("precision.mixed", "attention.tiled", "memory.recompute")
@@ -99,7 +99,7 @@ def test_grand_is_the_norm_of_single_backward_passes(kind: str, tmp_path: Path) 
         names = STRANGE if kind != "text" else ()
         recipe = text(tmp_path, techniques=(*text(tmp_path).techniques, *(find(name)() for name in names)))
     sight = sight_of(recipe, few=70)
-    found = methods.grand(sight)
+    found = scoring_methods.grand(sight)
     sight.model.eval()
     parameters = [parameter for parameter in sight.model.parameters() if parameter.requires_grad]
     assert len(found) == sight.examples.examples
@@ -115,10 +115,10 @@ def test_grand_is_the_norm_of_single_backward_passes(kind: str, tmp_path: Path) 
 
 def test_grand_does_not_depend_on_chunks_or_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sight = sight_of(digits(), few=70)
-    wanted = methods.grand(sight)
+    wanted = scoring_methods.grand(sight)
     sight.examples.batch = 33
-    monkeypatch.setattr(methods, "GRADIENT_BYTES", 30_000)
-    torch.testing.assert_close(methods.grand(sight), wanted, rtol=1e-5, atol=1e-6)
+    monkeypatch.setattr(scoring_methods, "GRADIENT_BYTES", 30_000)
+    torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_cannot_be_batched_gets_the_same_gradients_one_at_a_time(tmp_path: Path) -> None:
@@ -132,16 +132,16 @@ def test_a_model_that_cannot_be_batched_gets_the_same_gradients_one_at_a_time(tm
             return of_x
 
     sight = sight_of(text(tmp_path), few=20)
-    wanted, told = methods.grand(sight), []
+    wanted, told = scoring_methods.grand(sight), []
     sight.model.register_forward_hook(lambda module, inputs, output: Sealed.apply(output))
     sight.say = told.append
-    torch.testing.assert_close(methods.grand(sight), wanted, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-4, atol=1e-6)
     assert len(told) == 1 and "one example at a time" in told[0]
 
 
 def test_texts_are_scored_by_the_squared_errors_of_their_tokens(tmp_path: Path) -> None:
     sight = sight_of(text(tmp_path))
-    found = methods.el2n(sight)
+    found = scoring_methods.el2n(sight)
     batch = next(iter(sight.batches()))
     with torch.no_grad():
         share = sight.objective.predict(sight.model.eval(), batch).logits.softmax(-1)
@@ -340,7 +340,7 @@ def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thrifty.objectives.classify import Classify
+    from thrifty.objectives.classification import Classify
 
     monkeypatch.setattr(Classify, "joint", True, raising=False)
     with pytest.raises(UsageError, match="depends on the others"):

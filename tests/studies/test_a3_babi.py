@@ -4,10 +4,8 @@ from functools import partial
 
 import torch
 
-from thrifty.kernels.attention_filters.a3 import greedy_scores_reference
-from thrifty.models.memory_network import softmax_weights
-from thrifty.recipes import studies
-from thrifty.recipes.studies.a3_babi import (
+from thrifty.experiments import studies
+from thrifty.experiments.studies.a3_babi import (
     AGGRESSIVE,
     CONSERVATIVE,
     EXACT,
@@ -18,7 +16,9 @@ from thrifty.recipes.studies.a3_babi import (
     approximated,
     measure,
 )
-from thrifty.studies.study import Cells
+from thrifty.experiments.study import Cells
+from thrifty.experiments.tasks.memory_network import softmax_weights
+from thrifty.kernels.attention_filters.a3_filter import greedy_scores_reference
 
 
 def test_weights_are_those_of_the_papers_search_and_threshold() -> None:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thrifty.kernels.attention import causal_attention_reference
-from thrifty.recipes import studies
-from thrifty.recipes.studies.attention_filters import SETTINGS, density_of, label_of, measure, weights_of
-from thrifty.studies.language import llama
-from thrifty.studies.study import Cells
-from thrifty.studies.summary import cells_of
+from thrifty.experiments import studies
+from thrifty.experiments.studies.attention_filters import SETTINGS, density_of, label_of, measure, weights_of
+from thrifty.experiments.study import Cells
+from thrifty.experiments.study_summary import cells_of
+from thrifty.experiments.tasks.language_task import llama
+from thrifty.kernels.tiled_attention import causal_attention_reference
 from thrifty.techniques.attention.window import Window
 
 LOSSES = {"plain": 2.0, "wide": 2.01, "narrow": 2.02}

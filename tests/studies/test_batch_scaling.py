@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thrifty.core.compose import Plain, compose
-from thrifty.data.digits import DigitImages, Digits
-from thrifty.objectives.classify import Classify
-from thrifty.recipes import studies
-from thrifty.recipes.studies import batch_scaling
-from thrifty.recipes.studies.batch_scaling import LARS, METHODS, accuracy, measure, perceptron
+from thrifty.composition.compose import Plain, compose
+from thrifty.data.images.digits import DigitImages, Digits
+from thrifty.experiments import studies
+from thrifty.experiments.studies import batch_scaling
+from thrifty.experiments.studies.batch_scaling import LARS, METHODS, accuracy, measure, perceptron
+from thrifty.objectives.classification import Classify
 
 CASE = {"rate": 0.02, "coefficient": 0.01, "base_batch": 16, "hidden": [32]}
 PUBLISHED = {

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from thrifty.experiments import studies
+from thrifty.experiments.studies import chinchilla_refit
+from thrifty.experiments.studies.chinchilla_refit import as_printed, factor, isoflop_runs, measure
+from thrifty.experiments.study_summary import cells_of
 from thrifty.planning.published_laws import BEST, PUBLISHED
-from thrifty.recipes import studies
-from thrifty.recipes.studies import chinchilla_refit
-from thrifty.recipes.studies.chinchilla_refit import as_printed, factor, isoflop_runs, measure
-from thrifty.studies.summary import cells_of
 
 
 def test_the_runs_are_of_the_budgets_of_the_paper_and_of_the_law() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from pair_runs import write_crosses
-from thrifty.recipes import studies
-from thrifty.recipes.studies.flip import HALF_TUNED, TUNED, WAYS, WHOLE, label_of, measure, steps_for
-from thrifty.studies.study import Cells
+from thrifty.experiments import studies
+from thrifty.experiments.studies.flip import HALF_TUNED, TUNED, WAYS, WHOLE, label_of, measure, steps_for
+from thrifty.experiments.study import Cells
 
 
 def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:

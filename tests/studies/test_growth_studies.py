@@ -2,8 +2,8 @@
 
 import pytest
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import layer_drop, stacking
+from thrifty.experiments import studies
+from thrifty.experiments.studies import layer_drop, stacking
 from thrifty.techniques.growth.layer_drop import keep_probability, theta_at
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from studies.tiny_studies import levels
 from thrifty.core.errors import UsageError
-from thrifty.studies.keeping import compare, keep
-from thrifty.studies.result import Cell, Result, read_result
-from thrifty.studies.table import table
+from thrifty.experiments.saved_study import compare, keep
+from thrifty.experiments.study_result import Cell, Result, read_result
+from thrifty.experiments.study_table import table
 
 PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "train", "levels"]}
 

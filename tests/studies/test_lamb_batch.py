@@ -2,11 +2,11 @@
 
 import pytest
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import lamb_batch
-from thrifty.recipes.studies.lamb_batch import RATES
-from thrifty.studies.study import Cells
-from thrifty.studies.summary import cells_of
+from thrifty.experiments import studies
+from thrifty.experiments.studies import lamb_batch
+from thrifty.experiments.studies.lamb_batch import RATES
+from thrifty.experiments.study import Cells
+from thrifty.experiments.study_summary import cells_of
 
 PUBLISHED = {"adamw": {16: 1.983, 64: 2.239, 256: 2.526}, "lamb": {16: 2.154, 64: 2.257, 256: 2.482}}
 

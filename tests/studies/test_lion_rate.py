@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import lion_rate
-from thrifty.recipes.studies.lion_rate import RATES, RATIO, lowest_point
-from thrifty.studies.study import Cells
-from thrifty.studies.summary import cells_of
+from thrifty.experiments import studies
+from thrifty.experiments.studies import lion_rate
+from thrifty.experiments.studies.lion_rate import RATES, RATIO, lowest_point
+from thrifty.experiments.study import Cells
+from thrifty.experiments.study_summary import cells_of
 
 
 def valley(rate: float, best: float, lowest: float) -> float:

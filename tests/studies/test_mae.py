@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from thrifty.core.compose import compose
-from thrifty.data.splitting import Part
-from thrifty.recipes import studies
-from thrifty.recipes.studies.mae import BLANKS, LONGER, SCRATCH, dropping
-from thrifty.studies.autoencoder import Labelled, Paced, Sizes, adamw, masked, run_to_end, tuned
-from thrifty.studies.study import Cells
+from thrifty.composition.compose import compose
+from thrifty.data.train_split import Part
+from thrifty.experiments import studies
+from thrifty.experiments.studies.mae import BLANKS, LONGER, SCRATCH, dropping
+from thrifty.experiments.study import Cells
+from thrifty.experiments.tasks.autoencoder_task import Labelled, Paced, Sizes, adamw, masked, run_to_end, tuned
 from thrifty.techniques.adapters.head_only import HeadOnly
 
 TINY = Sizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_width=32)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies.masked_tokens import (
+from thrifty.experiments import studies
+from thrifty.experiments.studies.masked_tokens import (
     BERT,
     CROSS,
     MORE,
@@ -18,8 +18,8 @@ from thrifty.recipes.studies.masked_tokens import (
     label_of,
     measure,
 )
-from thrifty.studies.letter_kinds import KINDS, PLACES, kinds, places, probed
-from thrifty.studies.study import Cells
+from thrifty.experiments.study import Cells
+from thrifty.experiments.tasks.token_type_probe import KINDS, PLACES, kinds, places, probed
 
 SIZES = {"lr": 2e-3, "depth": 2, "width": 32, "length": 32, "batch": 4, "seed": 0}
 

@@ -1,10 +1,10 @@
 """What the N:M study expects of its numbers, and that its variants are what their names say."""
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import n_of_m
-from thrifty.recipes.studies.n_of_m import BOTH_WAYS, DECAYED, DENSE, ESTIMATED, FINISH, PLAIN, QUARTER, STRONG
-from thrifty.studies.study import Cells
-from thrifty.studies.summary import cells_of
+from thrifty.experiments import studies
+from thrifty.experiments.studies import n_of_m
+from thrifty.experiments.studies.n_of_m import BOTH_WAYS, DECAYED, DENSE, ESTIMATED, FINISH, PLAIN, QUARTER, STRONG
+from thrifty.experiments.study import Cells
+from thrifty.experiments.study_summary import cells_of
 
 LOSSES = {
     DENSE: 2.1, PLAIN: 2.12, QUARTER: 2.2, DECAYED: 2.11, STRONG: 2.18, BOTH_WAYS: 2.14, FINISH: 2.12, ESTIMATED: 2.2,

@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 from studies.test_keeping import result
-from thrifty.studies.charts import caption, chart, picture, points
-from thrifty.studies.page import render
-from thrifty.studies.study import Plot
-from thrifty.studies.summary import Estimate
-from thrifty.studies.table import interval, shown, table
+from thrifty.experiments.study import Plot
+from thrifty.experiments.study_charts import caption, chart, picture, points
+from thrifty.experiments.study_page import render
+from thrifty.experiments.study_summary import Estimate
+from thrifty.experiments.study_table import interval, shown, table
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies.pruning_digits import DENSE, METHODS, label_of, masking, measure
-from thrifty.studies.digits import perceptron
-from thrifty.studies.study import Cells
+from thrifty.experiments import studies
+from thrifty.experiments.studies.pruning_digits import DENSE, METHODS, label_of, masking, measure
+from thrifty.experiments.study import Cells
+from thrifty.experiments.tasks.digits_task import perceptron
 
 PUBLISHED = {
     "static, uniform": (97.0, 23.3, 8.3), "static, ERK": (98.0, 85.1, 8.3), "magnitude, global": (97.7, 16.6, 8.3),

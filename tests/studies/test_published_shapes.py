@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from pair_runs import write_crosses
 from thrifty.core.errors import UsageError
-from thrifty.recipes import RECIPES, load_tables, studies
-from thrifty.recipes.studies import depth_preconditioner, isoflop, norm_free, train_large, width_lazy
-from thrifty.studies.language import llama, parameters_of, source_text, steps_for, train_on_bytes
-from thrifty.studies.study import Numbers
-from thrifty.studies.summary import cells_of
+from thrifty.experiments import studies
+from thrifty.experiments.studies import depth_preconditioner, isoflop, norm_free, train_large, width_lazy
+from thrifty.experiments.study import Numbers
+from thrifty.experiments.study_summary import cells_of
+from thrifty.experiments.tasks.language_task import llama, parameters_of, source_text, steps_for, train_on_bytes
+from thrifty.recipes import RECIPES, load_tables
 from thrifty.techniques.optimizers.adamw import AdamW
 
 SMALL = {

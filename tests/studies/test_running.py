@@ -15,8 +15,8 @@ import pytest
 from end_to_end.command_line import family, kill, wait_until
 from studies.tiny_studies import dying, failing, levels, noisy
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.studies.running import read_folder, run_study
-from thrifty.studies.study import Quantity, Study
+from thrifty.experiments.study import Quantity, Study
+from thrifty.experiments.study_runner import read_folder, run_study
 
 
 def begun(folder: Path) -> list[str]:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import data_diet, hard_or_easy, importance_sampling, teacher_perceptron
-from thrifty.studies.choosing import Done, at_full_work, gains, task_of
-from thrifty.studies.digits import with_wrong_labels
-from thrifty.studies.study import Cells
+from thrifty.experiments import studies
+from thrifty.experiments.studies import data_diet, hard_or_easy, importance_sampling, teacher_perceptron
+from thrifty.experiments.study import Cells
+from thrifty.experiments.tasks.data_selection_task import Done, at_full_work, gains, task_of
+from thrifty.experiments.tasks.digits_task import with_wrong_labels
 
 ERRORS = {
     "all": (0.195, 0.118, 0.061, 0.034, 0.018), "random": (0.342, 0.263, 0.181, 0.115, 0.058),

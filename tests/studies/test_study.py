@@ -5,7 +5,7 @@ import pytest
 from studies import tiny_studies
 from studies.tiny_studies import levels, measure
 from thrifty.core.errors import UsageError
-from thrifty.studies.study import Quantity, Study, grid
+from thrifty.experiments.study import Quantity, Study, grid
 
 
 def study(**changed: object) -> Study:

@@ -10,8 +10,8 @@ from scipy import stats
 
 from studies.tiny_studies import levels
 from thrifty.core.errors import UsageError
-from thrifty.studies.study import Expectation
-from thrifty.studies.summary import estimate, judge, summarize
+from thrifty.experiments.study import Expectation
+from thrifty.experiments.study_summary import estimate, judge, summarize
 
 
 @given(some.lists(some.floats(-1e6, 1e6), min_size=2, max_size=30))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thrifty.recipes import studies
-from thrifty.recipes.studies import weight_averaging
-from thrifty.recipes.studies.weight_averaging import measure, schedule_of
-from thrifty.studies.language import llama, train_on_bytes
+from thrifty.experiments import studies
+from thrifty.experiments.studies import weight_averaging
+from thrifty.experiments.studies.weight_averaging import measure, schedule_of
+from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.techniques.gradients.clip import Clip
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.optimizers.clip import Clip
 
 TINY = {"lr": 3e-3, "depth": 1, "width": 16, "length": 16, "batch": 2, "every": 1, "copies": 2, "decay": 0.5}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thrifty.studies.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
 
 
 def measure(seed: int, level: float, log: str = "", seconds: float = 0.0, spread: float = 0.1) -> dict[str, float]:
@@ -73,7 +73,7 @@ def levels(seeds: int = 3, **settings: object) -> Study:
 
 def main() -> None:
     """Runs `levels` in a folder with so many seeds, its cells taking so many seconds."""
-    from thrifty.studies.running import run_study  # not at the top: a worker has no use for it
+    from thrifty.experiments.study_runner import run_study  # not at the top: a worker has no use for it
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started with it ignored
     folder = Path(sys.argv[1])

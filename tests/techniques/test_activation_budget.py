@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from thrifty.core.accounting import StepTrace
-from thrifty.core.activations.overheads import measured_overheads
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Infeasible
-from thrifty.core.explain import explain
 from thrifty.core.technique import Numerics
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.best_plan import least_peak
-from thrifty.kernels.memory_plan import Way, is_whole, peak_of_ways, peak_when_kept
-from thrifty.kernels.memory_program import fastest_plan
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.memory.planner.memory_milp import fastest_plan
+from thrifty.memory.planner.memory_plan import Way, is_whole, peak_of_ways, peak_when_kept
+from thrifty.memory.planner.plan_choice import least_peak
+from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.models.families import assemble
-from thrifty.models.shape import Shape
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory import activation_budget
@@ -101,7 +101,7 @@ def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[st
 
 
 @pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"costs": "measured"}])
-@pytest.mark.parametrize("others", [(), ("large_batch.accumulate",), ("memory.none",)])
+@pytest.mark.parametrize("others", [(), ("large_batch.gradient_accumulation",), ("memory.none",)])
 def test_without_compression_every_step_is_bitwise_the_plain_one(
     settings: dict[str, Any], others: tuple[str, ...]
 ) -> None:
@@ -214,7 +214,7 @@ def test_a_share_that_no_plan_can_keep_to_is_the_least_there_is() -> None:
 def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
     plain = plain_run(style="gpt")
     records, state = run_through(
-        plain, with_optimizer([technique("memory.activation_budget"), technique("growth.sequence_length")]), 4
+        plain, with_optimizer([technique("memory.activation_budget"), technique("curriculum.sequence_length")]), 4
     )
     assert state.model is not None
     assert len(state.model.activation_planner.plans) > 1  # type: ignore[union-attr]
@@ -233,7 +233,7 @@ def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
 
 def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from thrifty.core.explain import count
+    from thrifty.composition.explain import count
 
     torch.manual_seed(0)
     configuration = transformers.GPT2Config(n_layer=6, n_embd=64, n_head=4, vocab_size=256, n_positions=64)

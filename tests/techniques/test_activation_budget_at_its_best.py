@@ -13,18 +13,15 @@ from torch import nn
 from image_runs import image_run
 from rank_processes import on_ranks
 from recompute_work import same_on_ranks
-from thrifty.core.accounting import StepTrace
-from thrifty.core.activations.chains import Do, Operation
-from thrifty.core.activations.tape import INPUT
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Infeasible
-from thrifty.core.explain import explain
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.activation_stores import stored_bits
-from thrifty.kernels.best_plan import Allowed, best_plan, from_numbers, in_numbers, least_peak
-from thrifty.kernels.chain_plan import chain_of, schedule_plan
-from thrifty.kernels.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
-from thrifty.kernels.memory_plan import (
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.memory.op_trace import INPUT
+from thrifty.memory.planner.chain_plan import chain_of, schedule_plan
+from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
+from thrifty.memory.planner.memory_plan import (
     BlockCosts,
     Compression,
     Link,
@@ -35,7 +32,10 @@ from thrifty.kernels.memory_plan import (
     peak_when_kept,
     saved_items,
 )
-from thrifty.models.presets import Shape, assemble
+from thrifty.memory.planner.plan_choice import Allowed, best_plan, from_numbers, in_numbers, least_peak
+from thrifty.memory.planner.plan_storage import stored_bits
+from thrifty.memory.recompute_schedule import Do, Operation
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from tiny_runs import assert_same, corpus, losses, plain_run, run_through, snapshot, technique, with_optimizer

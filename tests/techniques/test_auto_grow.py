@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.core.accounting import StepTrace
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.backward import plain_backward
-from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import UsageError
-from thrifty.core.growth.sizes import step_flops
 from thrifty.core.state import TrainState, read_log
-from thrifty.core.surgery import find_blocks
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.techniques.growth._flops_by_size import step_flops
 from thrifty.techniques.growth.auto_grow import AutoGrow, blocks_at
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
 

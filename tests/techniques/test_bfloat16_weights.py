@@ -12,20 +12,18 @@ from torch import Tensor, nn
 
 from end_to_end.command_line import write_corpus
 from precision_work import CASES
-from thrifty.core import pieces
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import count
 from thrifty.core.backward import plain_backward
-from thrifty.core.compose import compose
-from thrifty.core.elements import ClipByGlobalNorm, ScaleByAdam, global_norm, scale_by_learning_rate
 from thrifty.core.errors import UsageError
-from thrifty.core.explain import count
 from thrifty.core.footprint import Footprint
-from thrifty.core.fused import Fused
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.gradient_transform import Transform, chain
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import Transform, chain
-from thrifty.restoring import restore
-from thrifty.run import train
+from thrifty.optim import chunked_update
+from thrifty.optim.fused_updates import Fused
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ClipByGlobalNorm, ScaleByAdam, global_norm, scale_by_learning_rate
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import AdamW, adamw
 from thrifty.techniques.optimizers.lamb import lamb
@@ -44,6 +42,8 @@ from thrifty.techniques.precision.bfloat16_weights import (
 )
 from thrifty.techniques.precision.optimizer_state import Bfloat16, stored
 from thrifty.training.checkpoint import load
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 ROUNDINGS: tuple[Rounding, ...] = ("stochastic", "kahan", "nearest")
@@ -181,7 +181,7 @@ def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_
 def test_pieces_and_threads_change_nothing(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(pieces, "NUMBERS", size)
+        monkeypatch.setattr(chunked_update, "NUMBERS", size)
         torch.set_num_threads(threads)
         try:
             found.append(trained(made(in_float32((OPTIMIZERS | {"lion": lambda: lion(1e-2)})[name](), rounding)), 3))
@@ -197,8 +197,8 @@ def test_nothing_but_what_looks_at_all_gradients_runs_on_the_whole_model_at_once
     optimizer = made(in_float32(chain(ClipByGlobalNorm(1.0), muon(1e-2))))
     assert [type(element) for element in optimizer.site.head.elements.values()] == [ClipByGlobalNorm]
     assert {element.reach for element in optimizer.transform.elements.values()} == {
-        pieces.Reach.ALL,
-        pieces.Reach.TENSOR,
+        chunked_update.Reach.ALL,
+        chunked_update.Reach.TENSOR,
     }
     work = [piece.work for _, tail in optimizer.site.tail.tails for piece in tail.pieces]  # type: ignore[union-attr]
     chains = [element for each in work for element in each.chain.elements.values()]
@@ -208,7 +208,7 @@ def test_nothing_but_what_looks_at_all_gradients_runs_on_the_whole_model_at_once
 
 def test_an_optimizer_that_must_see_all_parameters_still_sees_float32() -> None:
     class Joint(ScaleByAdam):
-        reach = pieces.Reach.ALL
+        reach = chunked_update.Reach.ALL
 
         def update(self, updates: list[Tensor], *others) -> list[Tensor]:  # type: ignore[no-untyped-def, override]
             assert {tensor.dtype for tensor in (*updates, *others[1])} == {torch.float32}
@@ -265,9 +265,9 @@ def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(
     "others",
     [
         ("optimizers.adamw", "growth.stacking", "precision.optimizer_state"),
-        ("optimizers.muon", "optimizers.clip", "large_batch.exponential_average", "schedules.linear"),
+        ("optimizers.muon", "gradients.clip", "averaging.ema", "schedules.linear"),
         ("optimizers.schedule_free", "memory.recompute"),
-        ("optimizers.lamb", "sparsity.rigl", "large_batch.latest_weight_average"),
+        ("optimizers.lamb", "sparsity.rigl", "averaging.latest"),
     ],
     ids=" ".join,
 )
@@ -287,7 +287,7 @@ def test_with_several_others_a_run_resumes_bit_exactly(others: tuple[str, ...], 
 
 
 def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
-    chosen = [technique("optimizers.adamw"), technique("large_batch.exponential_average"), Bfloat16Weights()]
+    chosen = [technique("optimizers.adamw"), technique("averaging.ema"), Bfloat16Weights()]
     _, state = run_through(plain_run(), chosen, 6)
     assert state.optimizer is not None
     values = state.optimizer.judged()

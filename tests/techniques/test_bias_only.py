@@ -6,9 +6,9 @@ import transformers
 
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
 from thrifty.techniques.adapters.bias_only import BiasOnly, bias_names
 from tiny_runs import advance, plain_run, technique, tiny_model
 

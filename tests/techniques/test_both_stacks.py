@@ -5,7 +5,7 @@ import torch
 
 from stacked_models import KINDS
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import find_stacks
+from thrifty.modeling.module_surgery import find_stacks
 from thrifty.techniques.compile import Compile
 from thrifty.techniques.growth.stacking import Stacking
 from thrifty.techniques.memory.recompute import Recompute

@@ -9,9 +9,9 @@ from torch import nn
 
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
-from thrifty.core.branches import find_branches
-from thrifty.core.compose import compose
-from thrifty.models.presets import Shape, assemble
+from thrifty.composition.compose import compose
+from thrifty.modeling.residual_branches import find_branches
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.techniques.adapters.bottleneck import PARTS, Bottleneck, through_bottleneck
 from tiny_runs import advance, plain_run, technique, tiny_model

@@ -7,14 +7,14 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from stacked_models import KINDS
-from thrifty.core.branches import find_branches, in_width
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.growth.pooling import pool, pooled, thinned
-from thrifty.core.growth.widening import copied_units, divided, duplicated, inner_parameters, narrow
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import find_blocks
 from thrifty.core.technique import Technique
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.modeling.residual_branches import find_branches, in_width
+from thrifty.techniques.growth._token_pooling import pool, pooled, thinned
+from thrifty.techniques.growth._width_growth import copied_units, divided, duplicated, inner_parameters, narrow
 from thrifty.techniques.growth.compound import Compound, divisor_at
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 
@@ -121,7 +121,7 @@ def test_moments_follow_their_units_and_what_writes_is_not_halved() -> None:
             assert torch.equal(new[name], torch.cat([old[name], old[name]], dim)), name
 
 
-@pytest.mark.parametrize("average", ["large_batch.exponential_average"])
+@pytest.mark.parametrize("average", ["averaging.ema"])
 def test_an_average_of_weights_grows_as_the_weights_do(average: str) -> None:
     chosen = [technique(average, start=0), technique("optimizers.adamw")]
     run, before, after = wider("gpt", *chosen, moments="copy", spread=0.0)

@@ -9,20 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_work import STEPS
-from thrifty.core.accounting import StepTrace, tensor_bytes
-from thrifty.core.activations.saved import kept_by
-from thrifty.core.activations.sensitivity import sensitivities
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import count
+from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import UsageError
-from thrifty.core.explain import count
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.state import read_log
-from thrifty.core.step_count import CountedPasses
-from thrifty.kernels.group_coding import Coded, CodedMask
-from thrifty.kernels.in_codes import InCodes, few_values
-from thrifty.models.presets import Shape, assemble
+from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
+from thrifty.kernels.quantized_tensors import Coded, CodedMask
+from thrifty.memory.quantized_store import InCodes, few_values
+from thrifty.memory.saved_tensor_hooks import kept_by
+from thrifty.models.model_presets import Shape, assemble
+from thrifty.techniques.memory._gradient_sensitivity import sensitivities
 from thrifty.techniques.memory.compress_activations import (
     CompressActivations,
     Compressed,
@@ -418,7 +418,9 @@ def test_a_structural_change_is_answered_with_a_new_decision() -> None:
     assert 0 < before < after
 
 
-@pytest.mark.parametrize("others", [["parallelism.shard"], ["large_batch.accumulate", "memory.recompute"]], ids=str)
+@pytest.mark.parametrize(
+    "others", [["parallelism.shard"], ["large_batch.gradient_accumulation", "memory.recompute"]], ids=str
+)
 def test_adaptive_bits_go_together_with_others(others: list[str], request: pytest.FixtureRequest) -> None:
     if any(name.startswith("parallelism") for name in others):
         request.getfixturevalue("one_rank")

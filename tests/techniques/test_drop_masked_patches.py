@@ -7,11 +7,11 @@ from torch import nn
 from autoencoder_work import STEPS, trained_along
 from image_runs import autoencoder_run, tiny_mae, tiny_vit
 from rank_processes import on_ranks
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
+from thrifty.composition.explain import count
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import count
-from thrifty.core.parallel.model_parts import parts_of
-from thrifty.objectives.reconstruct import Reconstruct
+from thrifty.distributed.model_partition import parts_of
+from thrifty.objectives.masked_reconstruction import Reconstruct
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches, VisiblePatches
 from tiny_runs import advance, losses, run_through, technique, with_optimizer
 

@@ -14,17 +14,17 @@ from torch.nn.functional import cross_entropy
 from masked_work import ALONG, SETTINGS, double, trained_along
 from rank_processes import on_ranks
 from runs_for import masked_run
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import count, explain
 from thrifty.core.batches import Batch
-from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import count, explain
-from thrifty.data.packing import PackedTokens
-from thrifty.kernels.places import put_back, taken
-from thrifty.models.interchange import export_folder, import_folder
-from thrifty.models.presets import Shape, assemble
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.kernels.token_gather import put_back, taken
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import Encoder, initialize
+from thrifty.models.weight_conversion import export_folder, import_folder
 from thrifty.objectives.masked_token import MaskedToken
-from thrifty.planning.allocations import allocated
+from thrifty.planning.allocator_trace import allocated
 from thrifty.techniques.data_selection.drop_masked_tokens import (
     CrossAttention,
     DropMaskedTokens,
@@ -301,7 +301,7 @@ def test_frozen_decoders_and_pipelines_are_refused(other: str) -> None:
 
 
 def test_an_encoder_of_transformers_is_refused() -> None:
-    from thrifty.models.wrapped import HuggingFaceMaskedLM
+    from thrifty.models.hf_wrapper import HuggingFaceMaskedLM
 
     config = transformers.RobertaConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,

@@ -9,10 +9,10 @@ from torch import nn
 
 from image_runs import autoencoder_run, image_run, tiny_vit
 from pair_runs import pair_run, tiny_clip
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import explain
 from thrifty.techniques.data_selection.drop_patches import (
     FIELD,
     DropPatches,
@@ -171,7 +171,7 @@ def test_other_patches_are_dropped_in_the_next_epoch_and_with_another_seed():
 
 def test_micro_batches_see_what_the_whole_batch_sees():
     drop = technique("data_selection.drop_patches", until=1.0)
-    parts = technique("large_batch.accumulate", parts=3)
+    parts = technique("large_batch.gradient_accumulation", parts=3)
     whole, split = (
         losses(advance(run, run.start()))
         for run in (compose(image_run(batch=6), with_optimizer([drop, *more]), STEPS) for more in ([], [parts]))
@@ -180,8 +180,8 @@ def test_micro_batches_see_what_the_whole_batch_sees():
 
 
 def test_smaller_images_have_fewer_patches_to_drop():
-    """With growth.resolution: of images of 4 x 4 pixels, 4 patches, 2 are seen."""
-    chosen = [technique("data_selection.drop_patches", until=1.0), technique("growth.resolution", until=1.0)]
+    """With curriculum.resolution: of images of 4 x 4 pixels, 4 patches, 2 are seen."""
+    chosen = [technique("data_selection.drop_patches", until=1.0), technique("curriculum.resolution", until=1.0)]
     run = compose(image_run(), with_optimizer(chosen), STEPS)
     state, lengths = run.start(), []
     state.model.blocks[0].register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))

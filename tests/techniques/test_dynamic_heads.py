@@ -12,13 +12,13 @@ from image_runs import image_run
 from rank_processes import on_ranks
 from runs_for import masked_run
 from sparsity_work import masks_of_each, masks_under_each
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.sparse.masks import masks_in
-from thrifty.core.sparse.slimming import find_pieces
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
+from thrifty.modeling.structured_pruning import find_pieces
 from thrifty.models import export_model
-from thrifty.models.presets import Shape
+from thrifty.models.model_presets import Shape
+from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.dynamic_heads import DynamicHeads, moved_pieces
 from tiny_runs import VOCABULARY, advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
@@ -71,7 +71,7 @@ def test_a_move_in_a_run_is_that_of_a_plain_loop_over_the_dense_gradient() -> No
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "schedule_free"])
 def test_as_many_whole_heads_are_kept_after_every_step(optimizer: str) -> None:
-    others = () if optimizer == "schedule_free" else ("large_batch.exponential_average",)
+    others = () if optimizer == "schedule_free" else ("averaging.ema",)
     run = run_of(DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5), f"optimizers.{optimizer}", *others)
     state = run.start()
     first = {name: mask.clone() for name, mask in masks_in(state).items()}

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from thrifty.core.change import Change
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.sparse.slimming import coefficients_of, find_pieces
 from thrifty.core.state import TrainState, read_log
+from thrifty.core.structural_change import Change
+from thrifty.modeling.structured_pruning import coefficients_of, find_pieces
 from thrifty.techniques.sparsity.early_bird import (
     EarlyBird,
     as_hex,

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stacked_models import KINDS, TOKENS, VOCABULARY, gpt
-from thrifty.core.elements import scale_by_learning_rate
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.surgery import noting
+from thrifty.modeling.module_surgery import noting
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import scale_by_learning_rate
 from thrifty.techniques.initializations.fixup import Fixup, depth_factor, is_scalar
 from thrifty.techniques.initializations.t_fixup import TFixup, decoder_factor, encoder_factor
 from tiny_runs import tiny_model

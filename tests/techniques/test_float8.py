@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from parallel_work import train_with_each
 from rank_processes import on_ranks
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import explain
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
-from thrifty.data.packing import PackedTokens
+from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.float8 import E4M3, E5M2, cast, decode
 from thrifty.kernels.float8_linear import Casting
+from thrifty.modeling.module_surgery import noting
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.precision.float8 import Float8, put_on, roll, take_off
 from tiny_runs import (
@@ -139,7 +139,9 @@ def test_conv1d_of_transformers_is_treated_too() -> None:
 
 def test_scales_move_once_a_step_by_what_all_micro_batches_have_seen() -> None:
     for parts in (1, 4):
-        chosen = [Float8(history=3)] + ([technique("large_batch.accumulate", parts=parts)] if parts > 1 else [])
+        chosen = [Float8(history=3)] + (
+            [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
+        )
         run, state, model = started(*chosen)
         inputs: list[Tensor] = []
         layer = model.get_submodule("blocks.1.mlp.up")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pair_runs import pair_run
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.backward import plain_backward
-from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import explain
 from thrifty.techniques.large_batch.gradient_cache import GradientCache, cached
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
@@ -43,7 +43,7 @@ def test_what_is_drawn_is_drawn_alike_in_both_passes():
 
 
 def test_gradients_of_micro_batches_alone_would_be_others():
-    from thrifty.techniques.large_batch.accumulate import accumulated
+    from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 
     _, wanted = gradients_by(plain_backward)
     _, found = gradients_by(accumulated(plain_backward, 2))
@@ -69,6 +69,6 @@ def test_it_goes_with_a_scaled_loss_and_patches_that_are_dropped():
 def test_losses_of_single_examples_are_left_to_accumulate():
     with pytest.raises(Refused, match=r"large_batch\.gradient_cache") as refused:
         compose(plain_run(), with_optimizer([GradientCache()]), 3)
-    assert "large_batch.accumulate" in refused.value.fix
+    assert "large_batch.gradient_accumulation" in refused.value.fix
     with pytest.raises(UsageError, match="both decide the micro-batches"):
-        compose(pair_run(), with_optimizer([GradientCache(), technique("large_batch.accumulate")]), 3)
+        compose(pair_run(), with_optimizer([GradientCache(), technique("large_batch.gradient_accumulation")]), 3)

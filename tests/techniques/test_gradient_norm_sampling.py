@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from rank_processes import on_ranks
 from runs_for import plain_for
 from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch, BatchSource, Share
-from thrifty.core.compose import compose
 from thrifty.core.errors import Infeasible, Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.recipe import Budget
-from thrifty.preparing import prepare
 from thrifty.recipes import RECIPES
 from thrifty.techniques.data_selection.gradient_norm_sampling import (
     Sampler,
@@ -29,6 +28,7 @@ from thrifty.techniques.data_selection.gradient_norm_sampling import (
     variance_reduction,
     weighted_scores,
 )
+from thrifty.training.run_setup import prepare
 from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 
@@ -174,7 +174,9 @@ def test_while_the_gate_is_closed_it_is_the_plain_run_of_every_third_batch() -> 
 
 
 def test_an_open_gate_is_resumed_bit_for_bit() -> None:
-    chosen = with_optimizer([technique("data_selection.gradient_norm_sampling"), technique("large_batch.accumulate")])
+    chosen = with_optimizer(
+        [technique("data_selection.gradient_norm_sampling"), technique("large_batch.gradient_accumulation")]
+    )
     run = compose(plain_run(), chosen, 4)
     state = run.start()
     state.techniques["data_selection.gradient_norm_sampling"]["tau"].fill_(100.0)
@@ -241,7 +243,7 @@ class Seeing(Around):
 def test_an_open_gate_with_accumulation_scores_and_trains_in_small_parts_with_the_gradient_of_the_whole() -> None:
     found = []
     for parts, at_once, sizes in ((1, 0, [(4, False)] * 3 + [(4, True)]), (2, 2, [(2, False)] * 6 + [(2, True)] * 2)):
-        chosen = [technique(NAME, at_once=at_once), technique("large_batch.accumulate", parts=parts)]
+        chosen = [technique(NAME, at_once=at_once), technique("large_batch.gradient_accumulation", parts=parts)]
         run = compose(plain_run(), with_optimizer(chosen), 3)
         state, seeing = run.start(), Seeing(run.objective)
         run.memories[NAME]["tau"].fill_(100.0)
@@ -326,12 +328,12 @@ class Fixed(BatchSource):
 @pytest.mark.parametrize(
     "other",
     [
-        "adapters.prompt",
+        "adapters.prompt_tuning",
         "compile",
         "data_selection.drop_patches",
         "growth.layer_drop",
-        "growth.sequence_length",
-        "large_batch.noise_scale",
+        "curriculum.sequence_length",
+        "measure.noise_scale",
         "memory.compress_activations",
         "memory.recompute",
         "precision.mixed",

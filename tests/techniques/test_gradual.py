@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.sparse.masks import masks_in
+from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.gradual import Gradual, cubic_density, magnitudes
 from tiny_runs import advance, plain_run, technique, with_optimizer
 

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.gradient_transform import Transform
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparse.masks import masks_in
-from thrifty.core.transforms import Transform
-from thrifty.techniques.large_batch.accumulate import accumulated
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.weight_masks import masks_in
+from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 from thrifty.techniques.sparsity.grasp import Grasp, grasp_scores, hessian_gradient
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
@@ -132,7 +132,7 @@ def scored(*others: str, **model: object) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("other", "least"),
     [
-        ("large_batch.accumulate", 0.999), ("memory.recompute", 0.999), ("large_batch.noise_scale", 0.999),
+        ("large_batch.gradient_accumulation", 0.999), ("memory.recompute", 0.999), ("measure.noise_scale", 0.999),
         ("losses.z_loss", 0.98), ("precision.mixed", 0.9),
     ],
 )  # fmt: skip

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from image_runs import image_run, tiny_vit
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import count
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import count
 from thrifty.core.state import TrainState
 from thrifty.techniques.adapters.head_only import HeadOnly
 from thrifty.techniques.optimizers.sgd import Sgd

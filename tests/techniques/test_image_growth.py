@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
-from thrifty.kernels.frequencies import crop_spectrum
-from thrifty.kernels.resizing import resize
-from thrifty.objectives.classify import Classify
+from thrifty.kernels.image_resizing import resize
+from thrifty.kernels.low_pass import crop_spectrum
+from thrifty.modeling.module_surgery import noting
+from thrifty.objectives.classification import Classify
+from thrifty.techniques.curriculum.low_frequency import LowFrequency
+from thrifty.techniques.curriculum.resolution import Resolution
 from thrifty.techniques.growth.auto_grow import AutoGrow
-from thrifty.techniques.growth.low_frequency import LowFrequency
-from thrifty.techniques.growth.resolution import Resolution
 from tiny_runs import advance, plain_run, technique, tiny_model
 
 SIDE = 16

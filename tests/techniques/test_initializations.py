@@ -9,14 +9,14 @@ import transformers
 from torch import Tensor, nn
 
 from stacked_models import KINDS, TARGETS, THEIRS, TOKENS, VOCABULARY, WIDTH, Kind, gpt
-from thrifty.core.branches import find_branches
-from thrifty.core.compose import compose
-from thrifty.core.embeddings import size_stream
+from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.matrices import draw_xavier, matrices
-from thrifty.core.norms import bypass_norms
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.modeling.embeddings import size_stream
+from thrifty.modeling.residual_branches import find_branches
+from thrifty.modeling.stream_norms import bypass_norms
+from thrifty.techniques.initializations._branch_matrices import draw_xavier, matrices
 from thrifty.techniques.initializations.fixup import Fixup
 from thrifty.techniques.initializations.layer_scale import LayerScale
 from thrifty.techniques.initializations.rezero import ReZero

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from adapter_models import TOKENS
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused
-from thrifty.data.digits import digits
-from thrifty.techniques.adapters.intrinsic import Intrinsic, confine, through_subspace
+from thrifty.data.images.digits import digits
+from thrifty.techniques.adapters.intrinsic_dimension import Intrinsic, confine, through_subspace
 from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
 
 IDS = TOKENS % 256
@@ -44,7 +44,7 @@ def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
     (losses * batch.weight).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
     for parts in (1, 2):  # found once for all micro-batches
-        chosen = [technique("large_batch.accumulate", parts=parts)] if parts > 1 else []
+        chosen = [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
         run = compose(plain, with_optimizer([Intrinsic(dimension=50), *chosen]), 4)
         state = run.start()
         assert state.model is not None

@@ -9,15 +9,15 @@ from hypothesis import strategies as some
 
 from large_batch_work import averages, noise_scales, with_each_strategy
 from rank_processes import on_ranks
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.batches import Batch, Share
-from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import Refused
-from thrifty.core.fused import FusedAdamW, fused_tail
 from thrifty.core.recipe import Recipe
-from thrifty.preparing import _steps_in_tokens
+from thrifty.optim.fused_updates import FusedAdamW, fused_tail
 from thrifty.techniques.large_batch.batch_ramp import BatchRamp, size_at
 from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
 from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training.run_setup import _steps_in_tokens
 from tiny_runs import plain_run, run_through, technique, with_optimizer
 
 
@@ -110,9 +110,9 @@ def test_with_gradient_norm_sampling_three_times_as_many_are_looked_at_in_order(
 @pytest.mark.parametrize(
     "others",
     [
-        ("large_batch.accumulate",),
-        ("growth.sequence_length",),
-        ("data_selection.gradient_norm_sampling", "large_batch.accumulate", "growth.sequence_length"),
+        ("large_batch.gradient_accumulation",),
+        ("curriculum.sequence_length",),
+        ("data_selection.gradient_norm_sampling", "large_batch.gradient_accumulation", "curriculum.sequence_length"),
     ],
 )
 def test_each_step_counts_the_tokens_it_has(others: tuple[str, ...]) -> None:

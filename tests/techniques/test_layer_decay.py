@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from image_runs import image_run, tiny_mae, tiny_vit
 from pair_runs import tiny_clip
 from stacked_models import KINDS
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parallel.elsewhere import Elsewhere
+from thrifty.core.gradient_transform import chain
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import chain
+from thrifty.modeling.stage_placeholders import Elsewhere
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
-from thrifty.techniques.optimizers.layer_decay import LayerDecay, ScaleEach, depth_factor, depths
+from thrifty.techniques.optimizers.layerwise_lr_decay import LayerDecay, ScaleEach, depth_factor, depths
 from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 
 
@@ -206,7 +206,7 @@ def test_a_deeper_model_after_growth_has_the_rates_of_its_own_depth() -> None:
 def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
     run = compose(image_run(), with_optimizer([LayerDecay()]), 2)
     run.build_model()
-    assert run.notes["optimizers.layer_decay"] == [
+    assert run.notes["optimizers.layerwise_lr_decay"] == [
         "before the blocks, at 0.237 of the rate: embedding, embedding.patch",
         "behind them, at 1 of the rate: head, norm",
     ]
@@ -226,7 +226,7 @@ def test_what_it_cannot_do_is_refused_in_words() -> None:
         with pytest.raises(UsageError, match="decay must be above 0 and at most 1"):
             LayerDecay(decay=decay)
     with pytest.raises(UsageError, match="has no depth of its own"):
-        compose(plain_run(), with_optimizer([LayerDecay(), technique("parallelism.share_parameters")]), 2)
+        compose(plain_run(), with_optimizer([LayerDecay(), technique("memory.share_parameters")]), 2)
 
 
 @pytest.mark.parametrize("traced", [False, True])

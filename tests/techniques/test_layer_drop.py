@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, plain_backward
-from thrifty.core.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.surgery import find_blocks, noting
-from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.modeling.module_surgery import find_blocks, noting
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
 from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, tiny_model
 
@@ -137,7 +137,7 @@ def test_gates_are_the_same_when_a_block_runs_again(other: str) -> None:
 def test_all_micro_batches_of_a_step_have_the_same_gates() -> None:
     chosen = [DROPPING, technique("optimizers.adamw")]
     whole, _ = run_through(plain_run(), chosen, 6)
-    parts, _ = run_through(plain_run(), [*chosen, technique("large_batch.accumulate")], 6)
+    parts, _ = run_through(plain_run(), [*chosen, technique("large_batch.gradient_accumulation")], 6)
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 

@@ -11,21 +11,12 @@ import transformers
 from tiny_models import FAMILIES, TWO_SIDED, random_model
 from torch import Tensor, nn
 
-from thrifty.core.accounting import StepTrace, uncollected
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.surgery import noting
-from thrifty.kernels.low_rank_adapters import (
-    activate,
-    activated,
-    adapted,
-    adapters,
-    factor_names,
-    merge,
-    remove,
-    unmerge,
-)
-from thrifty.kernels.low_rank_layers import Factors, add_factors, factors_of
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.modeling.lora_layers import Factors, add_factors, factors_of
+from thrifty.modeling.lora_model import activate, activated, adapted, adapters, factor_names, merge, remove, unmerge
+from thrifty.modeling.module_surgery import noting
 from thrifty.techniques.adapters.lora import Lora
 from tiny_runs import advance, plain_run, technique, tiny_model
 

@@ -9,19 +9,19 @@ from torch import nn
 from rank_processes import on_ranks
 from sparsity_work import masks_of_each, masks_under_each
 from thrifty import techniques
-from thrifty.core.compose import Composition, Plain, compose
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparse.masks import mask_of, masks_in
-from thrifty.core.sparse.sparsity import global_count
 from thrifty.core.state import TrainState, full_value
-from thrifty.models.presets import Shape, assemble
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
+from thrifty.optim.mask_selection import global_count
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.weight_masks import mask_of, masks_in
 from thrifty.techniques.optimizers.adamw import adamw
 from tiny_runs import VOCABULARY, advance, plain_run, technique, with_optimizer
 
 MASKED = [name for name in techniques.names() if "weight masks" in techniques.find(name).claims]
-BY_FILE = {"sparsity.ticket"}
+BY_FILE = {"sparsity.mask_from_file"}
 """Whose masks come from a file, and are full without."""
 BY_PIECE = {"sparsity.dynamic_heads"}
 """Whose densities are whole heads: test_dynamic_heads.py."""
@@ -29,8 +29,8 @@ CHOOSING = [name for name in MASKED if name not in BY_FILE | BY_PIECE]
 OPTIMIZERS = ["adamw", "lion", "muon", "soap", "schedule_free", "lamb", "adafactor", "sgd", "lars"]
 STRATEGIES = ("parallelism.replicate", "parallelism.shard")
 COMPANY = [
-    (), ("large_batch.accumulate", "precision.mixed"), ("growth.stacking", "large_batch.exponential_average"),
-    ("growth.stacking", "large_batch.latest_weight_average", "large_batch.accumulate"),
+    (), ("large_batch.gradient_accumulation", "precision.mixed"), ("growth.stacking", "averaging.ema"),
+    ("growth.stacking", "averaging.latest", "large_batch.gradient_accumulation"),
 ]  # fmt: skip
 
 

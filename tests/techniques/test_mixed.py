@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from overflow_work import Overflowing, float16, train_with_overflows
 from precision_work import CASES
 from rank_processes import on_ranks
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.backward import plain_backward
-from thrifty.core.compose import Composition, compose
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Technique
-from thrifty.run import _matrix_type
 from thrifty.techniques.precision.mixed import LossScale, Mixed, next_scale, unscale
 from thrifty.training import checkpoint
 from thrifty.training.loop import PATIENCE
+from thrifty.training.trainer import _matrix_type
 from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 finite_or_not = some.lists(some.booleans(), max_size=40)
@@ -108,7 +108,9 @@ def test_what_follows_a_skipped_step_is_what_would_have_followed_without_it() ->
 
 
 def test_all_micro_batches_have_one_scale_and_an_overflow_in_one_of_them_skips_the_step() -> None:
-    records = advance(run := run_of(float16(), technique("large_batch.accumulate"), Overflowing(at=(5,))), run.start())
+    records = advance(
+        run := run_of(float16(), technique("large_batch.gradient_accumulation"), Overflowing(at=(5,))), run.start()
+    )
     assert [record.step for record in records if record.skipped] == [3]
     assert [record.notes["loss_scale"] for record in records] == [1024] * 3 + [512] * 3
 
@@ -242,9 +244,9 @@ def test_a_short_training_ends_where_bfloat16_ends(optimizer: str) -> None:
 def test_who_measures_gradients_inside_is_told_nothing_of_the_scale() -> None:
     measured = []
     for precision in (technique("precision.mixed"), float16(growth_interval=2)):
-        chosen = with_optimizer([precision, technique("large_batch.noise_scale"), technique("schedules.linear")])
+        chosen = with_optimizer([precision, technique("measure.noise_scale"), technique("schedules.linear")])
         _, state = run_through(plain_run(batch=8), chosen, 6)
-        memory = state.techniques["large_batch.noise_scale"]
+        memory = state.techniques["measure.noise_scale"]
         measured.append([float(memory["signal"]), float(memory["noise"])])
     assert measured[1] == pytest.approx(measured[0], rel=0.02)
 

@@ -7,14 +7,14 @@ import torch
 from tiny_models import FAMILIES, random_model
 from torch import Tensor, nn
 
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
-from thrifty.kernels.n_of_m import Pattern, n_of_m_mask
 from thrifty.kernels.n_of_m_linear import Products
-from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.kernels.n_of_m_masks import Pattern, n_of_m_mask
+from thrifty.modeling.module_surgery import noting
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, put_on, remake, take_off
 from tiny_runs import (
     advance,
@@ -167,8 +167,8 @@ def test_gradients_are_those_of_a_model_of_masked_weights(transposable: bool) ->
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("", {}), ("large_batch.accumulate", {"parts": 4}), ("precision.mixed", {"format": "float16"}),
-        ("memory.recompute", {}), ("parallelism.share_parameters", {"groups": 2}),
+        ("", {}), ("large_batch.gradient_accumulation", {"parts": 4}), ("precision.mixed", {"format": "float16"}),
+        ("memory.recompute", {}), ("memory.share_parameters", {"groups": 2}),
     ],
 )  # fmt: skip
 def test_masked_decay_is_added_once_a_step_to_the_gradients_as_the_update_takes_them(

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
+from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.step_count import CountedPasses
-from thrifty.techniques.large_batch.noise_scale import (
+from thrifty.techniques.measure.noise_scale import (
     Measuring,
     NoiseScale,
     held_down,
@@ -129,7 +129,7 @@ def test_nothing_is_held_down_at_the_first_measurement_nor_of_the_usual_size() -
 
 
 def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
-    chosen = with_optimizer([technique("large_batch.noise_scale", every=3)])
+    chosen = with_optimizer([technique("measure.noise_scale", every=3)])
     plain, _ = run_through(plain_run(batch=16), with_optimizer([]), 8)
     records, state = run_through(plain_run(batch=16), chosen, 8)
     assert [step for step, record in enumerate(records) if record.notes] == [0, 3, 6]

@@ -12,19 +12,26 @@ from torch import Tensor
 
 from offload_work import differences
 from rank_processes import on_ranks
-from thrifty.core.activations.saved import kept_by
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused
-from thrifty.core.explain import explain
-from thrifty.core.memories.link import Link, Simulated
-from thrifty.core.memories.tiers import Where, tier_for
+from thrifty.memory.host_tier import Where, tier_for
+from thrifty.memory.saved_tensor_hooks import kept_by
+from thrifty.memory.simulated_tier import Link, Simulated
 from thrifty.techniques.memory.offload_activations import Offloading
 from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 EARLY = {"ahead": 2, "keep_last": 0, "smallest": 1}
 """Settings with which nearly everything of a tiny run goes."""
-OTHERS = [[], ["memory.recompute"], ["precision.mixed"], ["large_batch.accumulate"], ["compile"], ["attention.tiled"]]
+OTHERS = [
+    [],
+    ["memory.recompute"],
+    ["precision.mixed"],
+    ["large_batch.gradient_accumulation"],
+    ["compile"],
+    ["attention.tiled"],
+]
 
 
 @pytest.mark.parametrize("to", TIERS)
@@ -46,7 +53,9 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 def test_so_it_is_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)
-    assert on_ranks(2, differences, strategy, offload, [[], ["memory.recompute"], ["large_batch.accumulate"]]) == [
+    assert on_ranks(
+        2, differences, strategy, offload, [[], ["memory.recompute"], ["large_batch.gradient_accumulation"]]
+    ) == [
         [],
         [],
     ]

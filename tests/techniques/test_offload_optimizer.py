@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
 from thrifty import techniques
-from thrifty.core.compose import Plain, compose
-from thrifty.core.elements import ClipByGlobalNorm, scale_by_learning_rate
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.explain import explain
-from thrifty.core.memories.link import Simulated
-from thrifty.core.memories.tiers import Where, tier_for
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.gradient_transform import chain
 from thrifty.core.technique import Numerics
-from thrifty.core.transforms import chain
-from thrifty.data.packing import PackedTokens
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.memory.host_tier import Where, tier_for
+from thrifty.memory.simulated_tier import Simulated
 from thrifty.objectives.next_token import NextToken
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ClipByGlobalNorm, scale_by_learning_rate
 from thrifty.techniques.memory import offload_optimizer
 from thrifty.techniques.memory.offload_optimizer import OffloadOptimizer, OnCopies, offloaded, tiles
 from thrifty.techniques.optimizers.adamw import adamw
@@ -41,7 +41,7 @@ from tiny_runs import (
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 ACTING = [name for name in techniques.names() if name.startswith(("optimizers.", "sparsity.", "precision."))]
-ACTING += ["growth.stacking", "large_batch.exponential_average", "large_batch.latest_weight_average"]
+ACTING += ["growth.stacking", "averaging.ema", "averaging.latest"]
 """What moves parameters, keeps state, or changes the structure."""
 DELAYED = {"to": "simulated", "delay": True, "after": 2}
 
@@ -51,7 +51,7 @@ DELAYED = {"to": "simulated", "delay": True, "after": 2}
 def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_optimizer, "TILE", 3000)
     plain = plain_run(style="gpt", dropout=0.3)
-    others = {"optimizers.clip", "large_batch.accumulate"} - {name}
+    others = {"gradients.clip", "large_batch.gradient_accumulation"} - {name}
     chosen = with_optimizer([technique(each) for each in (name, *sorted(others))])
     expected, state = run_through(plain, chosen, 5)
     found, offloaded = run_through(plain, [technique("memory.offload_optimizer", to=to), *chosen], 5)
@@ -75,7 +75,7 @@ def test_so_it_is_under_compile() -> None:
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 @pytest.mark.parametrize("to", TIERS)
 def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
-    others = [["optimizers.clip", "large_batch.accumulate"], ["optimizers.lamb"]]
+    others = [["gradients.clip", "large_batch.gradient_accumulation"], ["optimizers.lamb"]]
     offload = ("memory.offload_optimizer", {"to": to})
     assert on_ranks(2, differences, strategy, offload, others) == [[], []]
 
@@ -170,7 +170,7 @@ def test_a_delayed_update_is_adam_with_gradients_of_the_step_before(after: int, 
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-@pytest.mark.parametrize("other", ["optimizers.clip", "growth.stacking", "sparsity.rigl", "optimizers.schedule_free"])
+@pytest.mark.parametrize("other", ["gradients.clip", "growth.stacking", "sparsity.rigl", "optimizers.schedule_free"])
 def test_a_delayed_run_resumes_exactly_with_what_was_made_ahead(other: str, saved: int) -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", **DELAYED), technique(other)])
     run = compose(plain_run(), chosen, 6)

@@ -7,21 +7,21 @@ from image_runs import image_run, tiny_vit
 from image_work import AUGMENT, STEPS, own_rows, trained_along
 from rank_processes import on_ranks
 from thrifty import techniques
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused
-from thrifty.core.explain import explain
-from thrifty.core.parameters import is_hidden_matrix, is_matrix
-from thrifty.training.evaluate import evaluate
+from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
+from thrifty.training.evaluation import evaluate
 from tiny_runs import advance, assert_same, losses, restored, snapshot, technique, with_optimizer
 
 OF_TEXT = {
-    "adapters.prompt": "adapters.visual_prompt",
+    "adapters.prompt_tuning": "adapters.visual_prompt",
     "attention.tiled": "no plain causal attention",
     "data_selection.drop_masked_patches": "no masked autoencoder",
     "data_selection.drop_masked_tokens": "take a BERT",
     "growth.compound": "use it on plain text",
     "large_batch.gradient_cache": "a second forward pass would be for nothing",
-    "growth.sequence_length": "use it on plain text",
+    "curriculum.sequence_length": "use it on plain text",
 }
 """What has no place on images, and what it says."""
 OVER_RANKS = {"parallelism.shard"}

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
-from thrifty.core.accounting import StepTrace
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chains import Schedule
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Infeasible, Refused, UsageError
-from thrifty.core.surgery import find_stacks
-from thrifty.kernels.chain_schedule import periodic_schedule
-from thrifty.models.presets import Shape, assemble
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.planner.chain_schedule import periodic_schedule
+from thrifty.memory.recompute_schedule import Schedule
+from thrifty.modeling.module_surgery import find_stacks
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, Planned
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
@@ -25,11 +25,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"bytes": 0.4, "costs": "measured"},
 ]  # fmt: skip
 BESIDE = {
-    "accumulate": {"large_batch.accumulate": {"parts": 2}},
+    "accumulate": {"large_batch.gradient_accumulation": {"parts": 2}},
     "mixed precision": {"precision.mixed": {}},
     "aot_eager": {"compile": {"backend": "aot_eager"}},
     "inductor": {"compile": {"backend": "inductor"}},
-    "shorter sequences first": {"growth.sequence_length": {"start": 8, "until": 2, "phases": 2}},
+    "shorter sequences first": {"curriculum.sequence_length": {"start": 8, "until": 2, "phases": 2}},
 }
 TOKENS = torch.arange(512).view(8, 64) * 7 % 256
 

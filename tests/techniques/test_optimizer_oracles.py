@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from optimizer_runs import Tensors, parameters, random_tensors, take_steps, trained
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.parameters import is_hidden_matrix, is_matrix
+from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lamb import lamb

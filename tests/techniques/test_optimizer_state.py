@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.core import pieces
-from thrifty.core.compose import compose
-from thrifty.core.elements import ScaleByAdam, scale_by_learning_rate
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused
-from thrifty.core.explain import explain
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.partition import partition
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
 from thrifty.core.technique import Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
-from thrifty.kernels.block_codes import code_book, decode, encode
+from thrifty.kernels.blockwise_quantization import code_book, decode, encode
+from thrifty.optim import chunked_update
+from thrifty.optim.parameter_partition import partition
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ScaleByAdam, scale_by_learning_rate
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lamb import lamb
@@ -112,7 +112,7 @@ def test_weights_averages_bases_and_factors_are_left_alone() -> None:
     for name, slots in kept.items():
         optimizer = trained(made(stored(OPTIMIZERS[name](), Int8, 1)), 2)
         assert all(tensor.dtype == torch.float32 for slot in slots for tensor in optimizer.slots[slot])
-    run = compose(plain_run(), [technique(n) for n in ("optimizers.adamw", "large_batch.exponential_average")], 2)
+    run = compose(plain_run(), [technique(n) for n in ("optimizers.adamw", "averaging.ema")], 2)
     packed = [*run.techniques, technique("precision.optimizer_state")]
     slots = compose(plain_run(), packed, 2).start().optimizer.slots  # type: ignore[union-attr]
     assert {tensor.dtype for tensor in slots["exponential_average.mean"]} == {torch.float32}
@@ -180,7 +180,7 @@ def test_members_of_a_partition_are_stored_each_in_its_place() -> None:
 def test_pieces_and_threads_change_nothing(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(pieces, "NUMBERS", size)
+        monkeypatch.setattr(chunked_update, "NUMBERS", size)
         torch.set_num_threads(threads)
         try:
             found.append(trained(made(stored(OPTIMIZERS[name](), FORMATS[form], 1)), 3))

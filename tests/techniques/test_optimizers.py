@@ -22,10 +22,10 @@ from optimizer_runs import (
 )
 from pair_runs import pair_run
 from rank_processes import on_ranks
-from thrifty.core import pieces
-from thrifty.core.elements import ScaleBySchedule
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.transforms import Transform, chain
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.optim import chunked_update
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ScaleBySchedule
 from thrifty.techniques.optimizers.adafactor import adafactor
 from thrifty.techniques.optimizers.lamb import lamb
 from thrifty.techniques.optimizers.lars import lars
@@ -346,7 +346,7 @@ def apart(tensor: Tensor) -> Tensor:
 def test_it_does_not_matter_how_parameters_and_gradients_lie_in_memory(
     name: str, lie: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "NUMBERS", 16)  # rows of a matrix in pieces of their own
+    monkeypatch.setattr(chunked_update, "NUMBERS", 16)  # rows of a matrix in pieces of their own
     held = {key: nn.Parameter(lie[0](value)) for key, value in random_tensors(0).items()}
     optimizer = TransformOptimizer(held.items(), OPTIMIZERS[name]())
     for step in range(STEPS):

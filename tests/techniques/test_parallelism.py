@@ -8,13 +8,13 @@ import pytest
 from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predicted, refusals, train_with_each
 from rank_processes import on_ranks
 from thrifty import techniques
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.technique import Technique
 from tiny_runs import plain_run, technique, with_optimizer
 
 CLAIMING = ("parallelism.replicate", "parallelism.shard")
-SUMMED = technique("large_batch.accumulate")
+SUMMED = technique("large_batch.gradient_accumulation")
 STRATEGIES: dict[str, list[Technique]] = {
     "replicate": [technique("parallelism.replicate")],
     "shard": [technique("parallelism.shard")],
@@ -26,7 +26,7 @@ TOUCHY = [
     "adapters.lora",
     "data_selection.gradient_norm_sampling",
     "growth.stacking",
-    "large_batch.noise_scale",
+    "measure.noise_scale",
     "memory.compress_activations",
     "memory.offload_activations",
     "memory.recompute",

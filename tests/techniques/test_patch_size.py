@@ -9,10 +9,10 @@ from torch import nn
 
 from image_runs import PIXELS, autoencoder_run, image_run
 from pair_runs import pair_run
-from thrifty.core.compose import Plain, compose
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.kernels.resizing import resized_patches
-from thrifty.techniques.growth.patch_size import PatchSize
+from thrifty.kernels.image_resizing import resized_patches
+from thrifty.techniques.curriculum.patch_size import PatchSize
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 HALVING = PatchSize(at=(1, 3))
@@ -77,7 +77,7 @@ def _bias(model: nn.Module) -> torch.Tensor:
     return model.embedding.patch.bias.view(1, -1, 1, 1)
 
 
-@pytest.mark.parametrize("others", [(), ("growth.stacking", "large_batch.exponential_average"), ("sparsity.rigl",)])
+@pytest.mark.parametrize("others", [(), ("growth.stacking", "averaging.ema"), ("sparsity.rigl",)])
 @pytest.mark.parametrize("saved", [1, 2, 3])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple[str, ...]) -> None:
     whole, stopped, again = run_of(*others), run_of(*others), run_of(*others)
@@ -116,10 +116,10 @@ def test_patches_of_another_size_than_the_log_says_are_noticed() -> None:
 
 
 def test_images_that_grow_in_steps_smaller_than_the_first_patches_are_refused_with_what_to_set() -> None:
-    grows = technique("growth.resolution", start=0.5, until=3, multiple=2, phases=3)
+    grows = technique("curriculum.resolution", start=0.5, until=3, multiple=2, phases=3)
     run = compose(image_run(), with_optimizer([HALVING, grows]), 4)
     with pytest.raises(
         UsageError, match="made smaller, to 4 x 4 pixels, cannot be cut into patches of 8 x 8"
     ) as refused:
         advance(run, run.start())
-    assert "growth.resolution.multiple=8" in refused.value.fix and "data.size" not in refused.value.fix
+    assert "curriculum.resolution.multiple=8" in refused.value.fix and "data.size" not in refused.value.fix

@@ -15,7 +15,7 @@ from rank_processes import on_ranks
 from runs_for import RUNS
 from thrifty import techniques
 from thrifty.core.errors import Refused
-from thrifty.core.parallel.model_parts import balanced, parts_of
+from thrifty.distributed.model_partition import balanced, parts_of
 from thrifty.techniques.parallelism import pipeline
 from thrifty.techniques.parallelism.pipeline import stage_places
 from thrifty.training import checkpoint
@@ -23,7 +23,11 @@ from tiny_runs import advance, snapshot, tiny_model
 
 NAME = "parallelism.pipeline"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
-LAMB = {"optimizers.lamb": {"lr": 1e-2}, "optimizers.clip": {"largest": 0.5}, "large_batch.accumulate": {"parts": 2}}
+LAMB = {
+    "optimizers.lamb": {"lr": 1e-2},
+    "gradients.clip": {"largest": 0.5},
+    "large_batch.gradient_accumulation": {"parts": 2},
+}
 
 
 def piped(others: Mapping[str, Mapping[str, Any]] = LAMB, **settings: Any) -> dict[str, Mapping[str, Any]]:
@@ -43,7 +47,7 @@ EXACT = {
     "conversations in a row": Case(piped({}), data="conversations"),
     "conversations in a row, zbv": Case(piped({}, schedule="zbv"), data="conversations"),
     "a growing model": Case(piped({"growth.stacking": {"at": (2,), "moments": "copy"}}), steps=4),
-    "longer and longer texts": Case(piped({"growth.sequence_length": {"start": 8, "until": 2, "phases": 2}})),
+    "longer and longer texts": Case(piped({"curriculum.sequence_length": {"start": 8, "until": 2, "phases": 2}})),
     "masks that move": Case(piped({"sparsity.rigl": {"every": 2, "density": 0.5}}), steps=5),
     "masks chosen over all stages": Case(piped({"sparsity.snip": {"density": 0.3}}), steps=3),
     "a llama of transformers": Case(piped({}), {"theirs": "llama"}),
@@ -217,9 +221,9 @@ def test_a_checkpoint_of_two_stages_goes_on_with_one_process_and_with_four(tmp_p
 
 OTHERS = [name for name in techniques.names() if not name.startswith("parallelism.") and name not in RUNS]
 REFUSED = {
-    "adapters.intrinsic": "belongs to all blocks",
-    "adapters.prefix": "belongs to all blocks",
-    "adapters.prompt": "nothing on rank 1 of the pipeline would be trained",
+    "adapters.intrinsic_dimension": "belongs to all blocks",
+    "adapters.prefix_tuning": "belongs to all blocks",
+    "adapters.prompt_tuning": "nothing on rank 1 of the pipeline would be trained",
     "attention.dota": "the loss of detectors in other stages is not known",
     "attention.elsa": "the whole model is calibrated in one pass",
     "attention.sanger": "the whole model is calibrated in one pass",
@@ -322,7 +326,7 @@ def test_several_processes_refuse_alike_what_does_not_fit() -> None:
         Case(piped({}, schedule="zbv"), {"depth": 3}),
         Case(piped({}, blocks=(1, 2))),
         Case(piped({"memory.recompute": {}}, recompute=True)),
-        Case(piped({"parallelism.share_parameters": {}})),
+        Case(piped({"memory.share_parameters": {}})),
     ]
     first, second = on_ranks(2, on_mesh, {"pipeline": 2}, cases)
     words = ["1f1b needs as many micro-batches", "equal rounds", "3 blocks do not make 4 stages", "blocks is [1, 2]"]

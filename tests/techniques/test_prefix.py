@@ -12,16 +12,23 @@ import transformers
 from torch import nn
 
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
-from thrifty.models.attention import full_attention
-from thrifty.models.presets import Shape, assemble
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention_layers import full_attention
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.models.wrapped import HuggingFaceCausalLM
-from thrifty.peft_files import save_adapter
-from thrifty.techniques.adapters.prefix import Prefix, attend_with_prefix, body_of, collapse, keys_and_values, prefix_of
-from thrifty.techniques.adapters.prompt import Prompt
+from thrifty.peft_format import save_adapter
+from thrifty.techniques.adapters.prefix_tuning import (
+    Prefix,
+    attend_with_prefix,
+    body_of,
+    collapse,
+    keys_and_values,
+    prefix_of,
+)
+from thrifty.techniques.adapters.prompt_tuning import Prompt
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, plain_run, run_through, technique, tiny_model
 
@@ -252,7 +259,7 @@ def test_its_gradient_is_the_same_through_recomputed_blocks(build: Any) -> None:
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 def test_only_the_prefix_is_trained(style: str) -> None:
-    run = compose(plain_run(style=style), [technique("adapters.prefix"), technique("optimizers.adamw")], 4)
+    run = compose(plain_run(style=style), [technique("adapters.prefix_tuning"), technique("optimizers.adamw")], 4)
     state = run.start()
     advance(run, state)
     assert state.model is not None and state.optimizer is not None
@@ -337,7 +344,7 @@ def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not
 
 
 def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
-    model = technique("adapters.prefix").model(tiny_model(style="gpt"))
+    model = technique("adapters.prefix_tuning").model(tiny_model(style="gpt"))
     with pytest.raises(UsageError, match="several texts share one") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
     assert refused.value.fix == "--set objective.packed=false"

@@ -10,11 +10,11 @@ import transformers
 from torch import nn
 
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.models.sampling import generate
-from thrifty.models.wrapped import HuggingFaceCausalLM
-from thrifty.techniques.adapters.prompt import Prompt, embed, first_values, lengthen
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.text_generation import generate
+from thrifty.techniques.adapters.prompt_tuning import Prompt, embed, first_values, lengthen
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, plain_run, technique, tiny_model
 
@@ -101,7 +101,7 @@ def test_the_encoder_of_an_encoder_decoder_gets_the_prompt_as_pefts_does() -> No
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 def test_only_the_prompt_is_trained_and_what_the_model_gives_is_as_long_as_the_text(style: str) -> None:
-    run = compose(plain_run(style=style), [technique("adapters.prompt"), technique("optimizers.adamw")], 4)
+    run = compose(plain_run(style=style), [technique("adapters.prompt_tuning"), technique("optimizers.adamw")], 4)
     state = run.start()
     advance(run, state)
     assert state.model is not None and state.optimizer is not None
@@ -152,7 +152,7 @@ def test_what_it_cannot_work_with_is_refused() -> None:
 
 
 def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
-    model = technique("adapters.prompt").model(tiny_model(style="gpt"))
+    model = technique("adapters.prompt_tuning").model(tiny_model(style="gpt"))
     with pytest.raises(UsageError, match="several texts share one") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
     assert refused.value.fix == "--set objective.packed=false"

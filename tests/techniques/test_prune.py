@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from image_runs import image_run
+from thrifty.composition.compose import Plain, compose
 from thrifty.core.batches import Batch
-from thrifty.core.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.kernels.score_files import Facts, Guesses, Scores, read_scores, scores_bytes
+from thrifty.core.score_file import Facts, Guesses, Scores, read_scores, scores_bytes
 from thrifty.techniques.data_selection.prune import Prune, kept_examples, order_by_abundance
 from tiny_runs import plain_run, run_through, with_optimizer
 

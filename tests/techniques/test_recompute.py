@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chains import Schedule
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
-from thrifty.core.explain import explain
 from thrifty.core.footprint import Footprint
-from thrifty.kernels.chain_schedule import periodic_schedule
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.planner.chain_schedule import periodic_schedule
+from thrifty.memory.recompute_schedule import Schedule
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import plain_run, technique, with_optimizer
 
@@ -23,7 +23,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"every": 1}, {"every": 2}, {"schedule": "sqrt"}, {"schedule": "selective"}, {"schedule": "selective", "every": 2},
 ]  # fmt: skip
 BESIDE = {
-    "accumulate": {"large_batch.accumulate": {"parts": 2}},
+    "accumulate": {"large_batch.gradient_accumulation": {"parts": 2}},
     "mixed precision": {"precision.mixed": {}},
     "aot_eager": {"compile": {"backend": "aot_eager"}},
     "inductor": {"compile": {"backend": "inductor"}},

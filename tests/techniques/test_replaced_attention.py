@@ -9,16 +9,16 @@ from torch import Tensor, nn
 
 from adapter_models import TOKENS, theirs
 from image_runs import PIXELS, tiny_vit
-from thrifty.core.attention.places import find_places
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.state import TrainState
-from thrifty.kernels.attention import causal_attention_reference, full_attention, segment_mask
-from thrifty.kernels.attention_filters import dota, elsa, sanger
-from thrifty.kernels.attention_filters.keep_sets import exact_scores, visible_pairs
-from thrifty.kernels.attention_filters.patterns import window_mask
-from thrifty.kernels.sparse_attention.reference import kept_attention_reference
-from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
+from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
+from thrifty.kernels.attention_filters.position_masks import window_mask
+from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
+from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
+from thrifty.modeling.attention_sites import find_places
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
@@ -130,7 +130,7 @@ def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the
         for place in find_places(bare.model):
 
             def watch(q: Tensor, k: Tensor, v: Tensor, name: str = place.name) -> Tensor:
-                samples = elsa.threshold_samples(q, k, 4.0, visible_pairs(q.shape[2], k.shape[2], True))
+                samples = elsa_filter.threshold_samples(q, k, 4.0, visible_pairs(q.shape[2], k.shape[2], True))
                 found.setdefault(name, []).append(float(samples.mean()))
                 return causal_attention_reference(q, k, v)
 
@@ -172,7 +172,7 @@ def test_sangers_cores_keep_what_its_prediction_says() -> None:
     found = state.log[-1].decision["found"]
     for name, (q, k, v, output) in watched(state.model, text()).items():
         visible = visible_pairs(16, 16, True)
-        keep = sanger.sanger_keep(q, k, 0.2, 4, tuple(found[name]), visible)
+        keep = sanger_filter.sanger_keep(q, k, 0.2, 4, tuple(found[name]), visible)
         assert 0.1 < float(keep.sum() / visible.expand_as(keep).sum()) < 0.95
         torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
 
@@ -188,7 +188,9 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
         q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
         detector.given = torch.randn(1, 16, 32)
         with torch.no_grad():
-            keep = dota.keep_of(dota.balanced_keys(detector.estimate(), 3, visible_pairs(16, 16, True)), 16)
+            keep = dota_filter.keep_of(
+                dota_filter.balanced_keys(detector.estimate(), 3, visible_pairs(16, 16, True)), 16
+            )
             torch.testing.assert_close(detector(q, k, v), kept_attention_reference(q, k, v, keep))
         assert keep.sum(-1).flatten().tolist() == [1, 2, *[3] * 14] * 4
         assert place.module.core is detector
@@ -252,7 +254,9 @@ def detector_error(state: TrainState) -> float:
 
         def watch(q: Tensor, k: Tensor, v: Tensor, detector: Any = detector) -> Tensor:
             exact = exact_scores(q, k)
-            errors.append(float(dota.detector_loss(detector.estimate(), exact, visible_pairs(16, 16, True)).mean()))
+            errors.append(
+                float(dota_filter.detector_loss(detector.estimate(), exact, visible_pairs(16, 16, True)).mean())
+            )
             return detector(q, k, v)
 
         place.module.core = watch

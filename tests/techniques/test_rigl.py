@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparse.masks import Masks
-from thrifty.core.sparse.sparsity import drop_fraction
+from thrifty.core.gradient_transform import Numbers, Slots, Transform
 from thrifty.core.state import TrainState
-from thrifty.core.transforms import Numbers, Slots, Transform
+from thrifty.optim.mask_selection import drop_fraction
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.weight_masks import Masks
 from thrifty.techniques.sparsity.rigl import Rigl, moved_mask
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
@@ -75,8 +75,8 @@ def assert_dense_as_promised(run: Composition, state: TrainState) -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        (), ("optimizers.lion",), ("optimizers.clip",), ("large_batch.accumulate",), ("growth.stacking",),
-        ("growth.stacking", "optimizers.clip", "large_batch.accumulate", "schedules.linear"),
+        (), ("optimizers.lion",), ("gradients.clip",), ("large_batch.gradient_accumulation",), ("growth.stacking",),
+        ("growth.stacking", "gradients.clip", "large_batch.gradient_accumulation", "schedules.linear"),
         ("initializations.layer_scale", "precision.mixed", "memory.recompute"),
     ],
     ids=" and ".join,

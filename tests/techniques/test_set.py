@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.core.compose import compose
-from thrifty.core.sparse.masks import masks_in
+from thrifty.composition.compose import compose
+from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.set import regrown_mask
 from tiny_runs import advance, plain_run, technique, with_optimizer
 

@@ -24,13 +24,13 @@ from shard_work import (
     resume_each,
     trained,
 )
+from thrifty.composition.compose import compose
 from thrifty.core.backward import Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
-from thrifty.techniques.large_batch.accumulate import accumulated
+from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 from tiny_runs import plain_run, technique
 
 REPLICATE = Way(technique("parallelism.replicate"))

@@ -10,13 +10,13 @@ from torch import nn
 
 from adapter_models import TOKENS, next_token_loss, theirs
 from stacked_models import KINDS
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.explain import explain
-from thrifty.core.surgery import find_stacks, tied_names
-from thrifty.models.presets import Shape, assemble
+from thrifty.modeling.module_surgery import find_stacks, tied_names
+from thrifty.models.model_presets import Shape, assemble
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.parallelism.share_parameters import ShareParameters, first_of_group
+from thrifty.techniques.memory.share_parameters import ShareParameters, first_of_group
 from tiny_runs import advance, plain_run, technique, tiny_model
 
 IDS = TOKENS % 256
@@ -141,7 +141,7 @@ def test_the_report_counts_each_shared_number_once() -> None:
     run = compose(plain_run(), [ShareParameters(), technique("optimizers.adamw")], 4)
     plain = plain_run().build()
     block = count(plain.blocks[0])
-    (row,) = [row for row in explain(run).rows if row.technique.name == "parallelism.share_parameters"]
+    (row,) = [row for row in explain(run).rows if row.technique.name == "memory.share_parameters"]
     assert row.before.parameters - row.after.parameters == 4 * 3 * block
     assert row.before.gradients - row.after.gradients == 4 * 3 * block
     assert row.after.flops == row.before.flops

@@ -6,17 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import explain
 from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.compose import compose
 from thrifty.core.errors import Refused
-from thrifty.core.explain import explain
-from thrifty.core.growth.growing import stacked_origin
-from thrifty.core.growth.phases import phased_size
 from thrifty.core.objective import Objective, Prediction
-from thrifty.techniques.growth.sequence_length import SequenceLength
+from thrifty.techniques.curriculum._size_schedule import phased_size
+from thrifty.techniques.curriculum.sequence_length import SequenceLength
+from thrifty.techniques.growth._depth_growth import stacked_origin
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
-from thrifty.techniques.large_batch.accumulate import accumulated
+from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import plain_run, run_through, technique, tiny_model, with_optimizer
 
@@ -60,7 +60,7 @@ def test_lengths_rise_in_equal_phases_of_multiples_up_to_the_full_length(
 
 
 def test_batches_are_cut_to_the_length_of_their_step() -> None:
-    short = technique("growth.sequence_length", start=8, until=4, phases=2, multiple=4)
+    short = technique("curriculum.sequence_length", start=8, until=4, phases=2, multiple=4)
     run = compose(plain_run(), with_optimizer([short]), 6)
     assert [run.source.at(step)["tokens"].shape[1] - 1 for step in range(6)] == [8, 8, 12, 12, 16, 16]
     assert torch.equal(run.source.at(0)["tokens"], plain_run().source.at(0)["tokens"][:, :9])

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.core.compose import compose
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparse.masks import masks_in
-from thrifty.core.transforms import chain
+from thrifty.composition.compose import compose
+from thrifty.core.gradient_transform import chain
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.sparsity.snip import Snip, snip_scores
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer

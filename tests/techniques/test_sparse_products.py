@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 import sparse_work
 from rank_processes import on_ranks
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
-from thrifty.kernels.sparse import crossover
-from thrifty.kernels.sparse.blocks import Blocks
-from thrifty.kernels.sparse.crossover import Line
-from thrifty.kernels.sparse.csr import Csr
+from thrifty.kernels.sparse import sparse_breakeven
+from thrifty.kernels.sparse.block_sparse_matrix import Blocks
+from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.sparse.sparse_breakeven import Line
+from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.sparse_products import Product, SparseProducts, products_of, put_on, take_off
 from tiny_runs import (
     advance,
@@ -58,8 +58,8 @@ def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
     "other",
     [
         "growth.stacking",
-        "large_batch.accumulate",
-        "large_batch.exponential_average",
+        "large_batch.gradient_accumulation",
+        "averaging.ema",
         "memory.activation_budget",
         "memory.offload_optimizer",
         "memory.recompute",
@@ -264,7 +264,7 @@ def test_a_pattern_without_a_layer_is_refused(where: str, words: str) -> None:
 
 
 def test_measured_costs_decide_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crossover.measure, "__defaults__", (0.0,))  # as short as can be
+    monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
     run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products", costs="measured", tokens=64)]), 1)
     state = run.start()
     assert all(line.dense > 0 for product in products(state).values() for line in product.lines[torch.float32].values())

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from image_runs import PIXELS, image_run, tiny_vit
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused, UsageError
-from thrifty.kernels.attention_filters.keep_sets import visible_pairs
-from thrifty.kernels.attention_filters.spatten import KeptShares, Standing, cascade_attention
-from thrifty.techniques.large_batch.accumulate import Accumulate
+from thrifty.kernels.attention_filters.keep_masks import visible_pairs
+from thrifty.kernels.attention_filters.spatten_filter import KeptShares, Standing, cascade_attention
+from thrifty.techniques.large_batch.gradient_accumulation import Accumulate
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 

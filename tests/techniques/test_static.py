@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from thrifty.core.compose import compose
-from thrifty.core.optimizer import TransformOptimizer
-from thrifty.core.sparse.masks import masks_in
-from thrifty.core.sparse.sparsity import layer_counts
+from thrifty.composition.compose import compose
+from thrifty.optim.mask_selection import layer_counts
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.weight_masks import masks_in
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 

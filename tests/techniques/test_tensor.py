@@ -15,15 +15,15 @@ from rank_processes import on_ranks
 from runs_for import RUNS
 from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
 from thrifty import techniques
-from thrifty.kernels.cross_entropy import linear_cross_entropy_reference
+from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
 
 DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard", "parallelism.tensor")
 OTHERS = [name for name in techniques.names() if name not in (*DIVIDING, *RUNS)]
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
-    "adapters.intrinsic": "the projection needs all weights in one place",
+    "adapters.intrinsic_dimension": "the projection needs all weights in one place",
     "adapters.lora": "not computed from its weight alone",
-    "adapters.prefix": "nothing says on what",
+    "adapters.prefix_tuning": "nothing says on what",
     "attention.dota": "a detector sees the input of a whole attention",
     "attention.spatten": "a token matters by what all heads give it",
     "attention.vitcod": "there is a mask for each head",

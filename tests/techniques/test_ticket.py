@@ -10,14 +10,21 @@ from hypothesis import strategies as some
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thrifty.core.compose import Composition, compose
+from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.sparse.masks import masks_in
 from thrifty.core.state import TrainState
-from thrifty.techniques.sparsity.ticket import Ticket, density_of, pruned, read_ticket, shuffle_values, ticket_bytes
+from thrifty.optim.weight_masks import masks_in
+from thrifty.techniques.sparsity.mask_from_file import (
+    Ticket,
+    density_of,
+    pruned,
+    read_ticket,
+    shuffle_values,
+    ticket_bytes,
+)
 from tiny_runs import SETTINGS, advance, losses, plain_run, run_through, technique, tiny_model, with_optimizer
 
-FILE, SHA256 = (SETTINGS["sparsity.ticket"][name] for name in ("file", "sha256"))
+FILE, SHA256 = (SETTINGS["sparsity.mask_from_file"][name] for name in ("file", "sha256"))
 SIZES = some.lists(some.tuples(some.integers(1, 4), some.integers(1, 5)), min_size=1, max_size=4)
 
 
@@ -31,7 +38,7 @@ def kept(tmp_path: Path, masks: dict[str, Tensor], name: str = "ticket.safetenso
 
 def run_of(steps: int = 6, *others: str, **changed: str | int) -> Composition:
     return compose(
-        plain_run(), with_optimizer([technique("sparsity.ticket", **changed), *map(technique, others)]), steps
+        plain_run(), with_optimizer([technique("sparsity.mask_from_file", **changed), *map(technique, others)]), steps
     )
 
 
@@ -87,12 +94,19 @@ def test_masks_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        (), ("optimizers.lion",), ("optimizers.muon",), ("optimizers.schedule_free",), ("optimizers.sgd",),
-        ("optimizers.lamb",), ("large_batch.exponential_average", "optimizers.clip", "schedules.linear"),
-        ("large_batch.accumulate", "precision.mixed"), ("precision.bfloat16_weights",), ("precision.optimizer_state",),
+        (),
+        ("optimizers.lion",),
+        ("optimizers.muon",),
+        ("optimizers.schedule_free",),
+        ("optimizers.sgd",),
+        ("optimizers.lamb",),
+        ("averaging.ema", "gradients.clip", "schedules.linear"),
+        ("large_batch.gradient_accumulation", "precision.mixed"),
+        ("precision.bfloat16_weights",),
+        ("precision.optimizer_state",),
     ],
     ids=" and ".join,
-)  # fmt: skip
+)
 def test_weights_moments_and_averages_stay_within_the_ticket_at_every_step(others: tuple[str, ...]) -> None:
     run, drawn = run_of(3, *others), load_file(FILE)
     state = run.start()

@@ -10,7 +10,7 @@ from tiny_runs import technique
 
 TICKETS = {
     "early bird": ("sparsity.early_bird", {"latest": 3}),
-    "ticket": ("sparsity.ticket", {}),
+    "ticket": ("sparsity.mask_from_file", {}),
 }
 
 

@@ -9,12 +9,12 @@ import transformers
 from torch import nn
 
 from stacked_models import HEADS, HIDDEN, LABELS, LENGTH, PIXELS, TARGETS, TOKENS, VOCABULARY, WIDTH
-from thrifty.core.branches import find_branches
 from thrifty.core.errors import Refused
-from thrifty.core.matrices import matrices
-from thrifty.core.norms import is_bypassed, is_norm
-from thrifty.core.surgery import noting
 from thrifty.core.technique import Technique
+from thrifty.modeling.module_surgery import noting
+from thrifty.modeling.residual_branches import find_branches
+from thrifty.modeling.stream_norms import is_bypassed, is_norm
+from thrifty.techniques.initializations._branch_matrices import matrices
 from thrifty.techniques.initializations.fixup import Fixup
 from thrifty.techniques.initializations.layer_scale import LayerScale
 from thrifty.techniques.initializations.rezero import ReZero

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from adapter_models import theirs
 from image_runs import PIXELS, image_run
-from thrifty.core.attention.places import find_places
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.state import TrainState
-from thrifty.kernels.attention_filters import vitcod
-from thrifty.kernels.attention_filters.keep_sets import exact_scores, visible_pairs
-from thrifty.kernels.sparse_attention.grids import NONE, WHOLE, BlockGrid
-from thrifty.kernels.sparse_attention.reference import kept_attention_reference
-from thrifty.models.wrapped import HuggingFaceCausalLM
+from thrifty.kernels.attention_filters import vitcod_filter
+from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
+from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
+from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
+from thrifty.modeling.attention_sites import find_places
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
@@ -46,10 +46,10 @@ def started(steps: int, images: bool = True, **chosen: Any) -> tuple[Any, TrainS
 @given(drawn_masks)
 def test_masks_come_back_from_their_text(masks: Tensor) -> None:
     heads, tokens, _ = masks.shape
-    text = vitcod.written_masks(masks)
-    assert np.array_equal(vitcod.read_masks(text, heads, tokens), masks.numpy())
+    text = vitcod_filter.written_masks(masks)
+    assert np.array_equal(vitcod_filter.read_masks(text, heads, tokens), masks.numpy())
     with pytest.raises(IntegrityError, match="are no masks of"):
-        vitcod.read_masks(text, heads, tokens + 3)
+        vitcod_filter.read_masks(text, heads, tokens + 3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -57,11 +57,11 @@ def test_masks_come_back_from_their_text(masks: Tensor) -> None:
 def test_attention_split_into_global_tokens_and_the_rest_is_attention_under_the_mask(masks, limit, block, shared):
     heads, tokens, _ = masks.shape
     masks = masks | torch.eye(tokens, dtype=torch.bool)
-    order, kept = vitcod.split_blocks(masks.numpy(), limit, block)
+    order, kept = vitcod_filter.split_blocks(masks.numpy(), limit, block)
     for head in range(heads):
-        expected, count = vitcod.split_and_conquer(masks[head], limit)
+        expected, count = vitcod_filter.split_and_conquer(masks[head], limit)
         assert order[head].tolist() == expected.tolist()
-        moved = vitcod.reordered(masks[head], expected)
+        moved = vitcod_filter.reordered(masks[head], expected)
         assert all(bool(moved[:, column].sum() > limit) == (column < count) for column in range(tokens))
     generator = torch.Generator().manual_seed(0)
     groups = 1 if shared else heads
@@ -70,7 +70,7 @@ def test_attention_split_into_global_tokens_and_the_rest_is_attention_under_the_
         for n in (heads, groups, groups)
     )
     codes = torch.where(torch.tensor(kept), WHOLE, NONE).to(torch.int8)[None]
-    found = vitcod.split_attention(
+    found = vitcod_filter.split_attention(
         q, k, v, masks[None], torch.tensor(order), BlockGrid(codes, block, int(kept.sum((1, 2)).max()))
     )
     expected = kept_attention_reference(q, k, v, masks[None])
@@ -84,7 +84,7 @@ def test_the_average_map_leaves_out_examples_whose_query_sees_nothing() -> None:
     visible = torch.ones(3, 1, 4, 4, dtype=torch.bool)
     visible[0, :, 2:] = False
     probabilities[0, :, 2:] = 0
-    found = vitcod.average_map(probabilities, visible)
+    found = vitcod_filter.average_map(probabilities, visible)
     torch.testing.assert_close(found[:, 0].float(), probabilities[:, :, 0].mean(0))
     torch.testing.assert_close(found[:, 3].float(), probabilities[1:, :, 3].mean(0))
 
@@ -109,8 +109,8 @@ def test_masks_are_those_of_the_mean_maps_of_the_plain_steps(images: bool) -> No
     for name, each in maps.items():
         average = sum(each) / START
         t = average.shape[-1]
-        kept = torch.tensor(vitcod.read_masks(found[name]["masks"], 4, found[name]["tokens"]))[:, :t, :t]
-        expected = vitcod.informative_pairs(average, 0.4) | torch.eye(t, dtype=torch.bool)
+        kept = torch.tensor(vitcod_filter.read_masks(found[name]["masks"], 4, found[name]["tokens"]))[:, :t, :t]
+        expected = vitcod_filter.informative_pairs(average, 0.4) | torch.eye(t, dtype=torch.bool)
         assert torch.equal(kept, expected if images else expected.tril())
         assert 0.1 < float(kept.float().mean()) < 0.7
 
@@ -227,6 +227,6 @@ class TestModelsOfTransformers:
         for masks in (torch.ones(4, 17, 17), torch.eye(17).expand(4, 17, 17)):
             for place in find_places(model):
                 assert one.count(model, place) == 4 * 17**2
-                found = {"tokens": 17, "masks": vitcod.written_masks(masks.bool())}
+                found = {"tokens": 17, "masks": vitcod_filter.written_masks(masks.bool())}
                 place.put(one.core(place, {place.name: found}))
             assert torch.allclose(model(PIXELS).logits, plain, atol=1e-5) == bool(masks.all())

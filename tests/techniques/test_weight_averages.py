@@ -11,21 +11,21 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_avg_fn
 
-from thrifty.core.compose import compose
+from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.fused import FusedAdamW, fused_tail
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.gradient_transform import Transform, chain
 from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
-from thrifty.core.transforms import Transform, chain
-from thrifty.restoring import restore
-from thrifty.run import train
-from thrifty.techniques.large_batch.exponential_average import Beginning, KeepAverage, decay_after
-from thrifty.techniques.large_batch.latest_weight_average import KeepLatest, LatestWeightAverage, uniform_mean
+from thrifty.optim.fused_updates import FusedAdamW, fused_tail
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.techniques.averaging.ema import Beginning, KeepAverage, decay_after
+from thrifty.techniques.averaging.latest import KeepLatest, LatestWeightAverage, uniform_mean
 from thrifty.techniques.optimizers.adamw import AdamW, adamw
 from thrifty.training import checkpoint
+from thrifty.training.trained_model import restore
+from thrifty.training.trainer import train
 from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 
-AVERAGES = ("large_batch.latest_weight_average", "large_batch.exponential_average")
+AVERAGES = ("averaging.latest", "averaging.ema")
 
 
 class Walk:

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from report.conftest import records, write_run_folder
 from thrifty.cli.track import command
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.trackers import following
-from thrifty.trackers.following import scalars, track
+from thrifty.trackers import record_follower
+from thrifty.trackers.record_follower import scalars, track
 from thrifty.trackers.tracker import KINDS, open_tracker
 from thrifty.training.run_folder import RunFolder
 
@@ -46,7 +46,7 @@ def told(monkeypatch):
         opened.append(Kept(run))
         return opened[-1]
 
-    monkeypatch.setattr(following, "open_tracker", open_tracker)
+    monkeypatch.setattr(record_follower, "open_tracker", open_tracker)
     return opened
 
 
@@ -131,7 +131,7 @@ def test_a_run_is_followed_to_its_end(run, tmp_path, told, monkeypatch):
                 process.stdin.close()
             looked.append(process.poll())
 
-        monkeypatch.setattr(following.time, "sleep", sleep)
+        monkeypatch.setattr(record_follower.time, "sleep", sleep)
         track(run, "tensorboard", tmp_path / "out", follow=True)
     assert looked and told[0].logged[-1][0] == 61
 
@@ -215,7 +215,7 @@ def test_a_run_that_is_removed_meanwhile_leaves_what_was_written(run, tmp_path, 
     def sleep(seconds):
         shutil.rmtree(run)
 
-    monkeypatch.setattr(following.time, "sleep", sleep)
+    monkeypatch.setattr(record_follower.time, "sleep", sleep)
     with RunFolder(run).lock():
         assert track(run, "tensorboard", tmp_path / "out", follow=True).records > 60
     assert told[0].finished == {} and (tmp_path / "out" / "tensorboard" / "kjv.position.json").is_file()

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from thrifty.training.atomic_files import Durable
 from thrifty.training.checkpoint import save
-from thrifty.training.durable import Durable
 
 
 class Crash(BaseException):

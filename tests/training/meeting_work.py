@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rank_processes import PROCESSES
-from thrifty.training.meeting import Meeting
+from thrifty.training.rendezvous import Meeting
 
 
 def meet_and_die(port: int, ranks: int) -> list[dict[str, Any]]:

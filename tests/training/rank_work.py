@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from rank_processes import PROCESSES
 from thrifty.core.errors import ThriftyError
-from thrifty.training.agreement import Together
 from thrifty.training.checkpoint import fill, find, save
+from thrifty.training.rank_sync import Together
 from training.checkpoint_worlds import FailingDisk, assert_same, names
 
 SECONDS = 30

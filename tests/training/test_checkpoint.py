@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.training.checkpoint import fill, find, load, save
-from thrifty.training.shelf import best, checkpoints
+from thrifty.training.checkpoint_index import best, checkpoints
 from training.checkpoint_worlds import assert_same, bits, names, state_of
 
 STORABLE = [
@@ -246,11 +246,11 @@ def test_the_first_format_stays_readable() -> None:
 
 def test_an_unknown_format_is_named(tmp_path: Path) -> None:
     saved = save(tmp_path, 1, *state_of(1))
-    from thrifty.training import manifest
+    from thrifty.training import checkpoint_manifest
 
     facts = json.loads((saved.path / "manifest.json").read_text()) | {"format": 99}
     facts.pop("seal")
-    (saved.path / "manifest.json").write_text(manifest._sealed(facts))
+    (saved.path / "manifest.json").write_text(checkpoint_manifest._sealed(facts))
     with pytest.raises(IntegrityError, match="format 99 is not known"):
         load(tmp_path)
     assert names(tmp_path) == ["LATEST", "step-00000001"]

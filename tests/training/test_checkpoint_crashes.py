@@ -11,10 +11,10 @@ import pytest
 
 from rank_processes import PROCESSES
 from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.training.atomic_files import Durable
 from thrifty.training.checkpoint import Loaded, load, save
-from thrifty.training.durable import Durable
-from thrifty.training.manifest import verify
-from thrifty.training.shelf import BEST, LATEST, checkpoints, step_of
+from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
+from thrifty.training.checkpoint_manifest import verify
 from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
 
 HISTORIES = {
@@ -142,9 +142,9 @@ import subprocess, sys, torch
 from pathlib import Path
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.durable import Durable
-from thrifty.training.manifest import verify
-from thrifty.training.shelf import BEST, LATEST, checkpoints, step_of
+from thrifty.training.atomic_files import Durable
+from thrifty.training.checkpoint_manifest import verify
+from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 
 class Trusting(Durable):
     def free_bytes(self, folder):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.shelf import best, checkpoints
+from thrifty.training.checkpoint_index import best, checkpoints
 from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, state_of
 
 Damage = Callable[[Path, random.Random], None]

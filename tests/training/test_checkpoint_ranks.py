@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.tensor_file import Stored
+from thrifty.training.sharded_safetensors import Stored
 from training.checkpoint_worlds import assert_same, state_of
 from training.rank_work import (
     SECONDS,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from thrifty.core.errors import IntegrityError
+from thrifty.training.atomic_files import Durable
 from thrifty.training.checkpoint import load, save
-from thrifty.training.durable import Durable
-from thrifty.training.manifest import verify
-from thrifty.training.shelf import checkpoints
+from thrifty.training.checkpoint_index import checkpoints
+from thrifty.training.checkpoint_manifest import verify
 from training.checkpoint_worlds import FailingDisk, assert_same, state_of
 
 

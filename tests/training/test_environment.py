@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from thrifty.training.environment import environment, redacted
+from thrifty.training.run_environment import environment, redacted
 
 SECRETS = [
     ["--token", "s3cr3t"],

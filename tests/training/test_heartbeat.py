@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from end_to_end.command_line import free_port
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.training import heartbeat, pulse
-from thrifty.training.findings import Findings
-from thrifty.training.lock import Lock
-from thrifty.training.meeting import Meeting, Process
-from thrifty.training.pulse import Pulse, Silence, Ticks
+from thrifty.training import heartbeat, progress_watchdog
+from thrifty.training.failure_verdict import go_on
+from thrifty.training.fault_detection import Findings
+from thrifty.training.progress_watchdog import Pulse, Silence, Ticks
+from thrifty.training.rendezvous import Meeting, Process
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.standing import Standing, standing
-from thrifty.training.verdict import go_on
+from thrifty.training.run_lock import Lock
+from thrifty.training.stack_state import Standing, standing
 from training.meeting_work import meet_and_die
 
 WORKING, WAITING, COMPILING = Standing("here"), Standing("there", waits=True), Standing("far", long=True)
@@ -34,7 +34,12 @@ def stepped(durations: list[float], hang: float = 600) -> Pulse:
 
 
 def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor() -> None:
-    for durations, limit in (([0.1] * 5, pulse.FLOOR), ([10.0, 20.0, 5.0], 200), ([100.0] * 3, 600), ([0.1], 600)):
+    for durations, limit in (
+        ([0.1] * 5, progress_watchdog.FLOOR),
+        ([10.0, 20.0, 5.0], 200),
+        ([100.0] * 3, 600),
+        ([0.1], 600),
+    ):
         own = stepped(durations)
         own.look(WORKING, limit - 0.5)
         assert not own.hangs
@@ -70,7 +75,7 @@ def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pyte
     now = iter([0.0, 1.0, 2.0, 3600.0, 3601.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     ticks, silence = Ticks(), Silence()
-    assert [silence.look("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + pulse.LONGEST_TICK]
+    assert [silence.look("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + progress_watchdog.LONGEST_TICK]
     assert silence.look("beat 2", ticks.next()) == 0
 
 

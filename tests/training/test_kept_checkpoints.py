@@ -6,16 +6,16 @@ from pathlib import Path
 import torch
 
 from thrifty.core.recipe import Checkpoints
-from thrifty.training import shelf
+from thrifty.training import checkpoint_index
 from thrifty.training.checkpoint import save
 
 
 def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step, {"w": torch.full((2,), float(step))}, {"step": step}, keep=2, also={2, 4})
-    assert [shelf.step_of(path) for path in shelf.checkpoints(tmp_path)] == [2, 4, 6, 7]
+    assert [checkpoint_index.step_of(path) for path in checkpoint_index.checkpoints(tmp_path)] == [2, 4, 6, 7]
     save(tmp_path, 8, {"w": torch.zeros(2)}, {"step": 8}, keep=1)
-    assert [shelf.step_of(path) for path in shelf.checkpoints(tmp_path)] == [8]
+    assert [checkpoint_index.step_of(path) for path in checkpoint_index.checkpoints(tmp_path)] == [8]
 
 
 def test_a_recipe_names_them_as_moments_of_the_run() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.batches import Batch
-from thrifty.core.compose import Composition, Plain, compose
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Prediction
 from thrifty.objectives.next_token import NextToken

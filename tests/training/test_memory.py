@@ -7,13 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from thrifty.core.compose import compose
-from thrifty.training import memory
+from thrifty.composition.compose import compose
+from thrifty.training import memory_meter
 from tiny_runs import plain_run, technique, with_optimizer
 
 PROGRAM = """
 import json, resource, psutil, torch
-from thrifty.training.memory import keeping_freed
+from thrifty.training.memory_meter import keeping_freed
 
 def faults_of(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -31,7 +31,7 @@ print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, fault
 
 BETWEEN_OTHERS = """
 import json, psutil, sys, torch
-from thrifty.training import memory
+from thrifty.training import memory_meter as memory
 
 with getattr(memory, sys.argv[1])(torch.device("cpu")):
     before = psutil.Process().memory_info().rss
@@ -78,6 +78,6 @@ def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
 )
 def test_a_run_that_is_promised_bytes_gives_back(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
     chosen: list[Mapping[int, int]] = []
-    monkeypatch.setattr(memory, "_limited", lambda device, limits: chosen.append(limits))
-    memory.placing_freed(compose(plain_run(), with_optimizer([technique(name)]), 2))
-    assert chosen == [memory._GIVING_BACK if promises else memory._KEEPING]
+    monkeypatch.setattr(memory_meter, "_limited", lambda device, limits: chosen.append(limits))
+    memory_meter.placing_freed(compose(plain_run(), with_optimizer([technique(name)]), 2))
+    assert chosen == [memory_meter._GIVING_BACK if promises else memory_meter._KEEPING]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thrifty.core.errors import ThriftyError
-from thrifty.training.same_bits import WORKSPACE, same_bits
+from thrifty.training.determinism import WORKSPACE, same_bits
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 asked = torch.are_deterministic_algorithms_enabled

@@ -22,9 +22,9 @@ def command(runs: Path, results: Path, port: int, show: bool, new_address: bool)
     """
     import webbrowser
 
-    from thrifty.board.server import BoardServer
-    from thrifty.board.site import Site
     from thrifty.core.errors import UsageError
+    from thrifty.dashboard.board_server import BoardServer
+    from thrifty.dashboard.board_site import Site
 
     if not runs.is_dir():
         raise UsageError(f"there is no folder {runs}", fix="name the folder of your runs: --runs DIR")
@@ -46,7 +46,7 @@ def _cards() -> list[dict[str, Any]]:
 
 
 def _measured(technique: str, folders: tuple[Path, Path]) -> list[str]:
-    from thrifty.comparing.evidence import evidence, study_results
+    from thrifty.experiments.past_results import evidence, study_results
 
     compared = [found for found in evidence(folders) if found.technique == technique]
     return [found.in_words() for found in [*compared, *study_results(technique, folders)]]
@@ -56,8 +56,8 @@ def _token(renewed: bool) -> str:
     """The token of this user, kept where only they can read it."""
     import os
 
-    from thrifty.board.server import new_token
-    from thrifty.core.cache_folder import cache_folder
+    from thrifty.core.cache_dir import cache_folder
+    from thrifty.dashboard.board_server import new_token
 
     file = cache_folder() / "board-token"
     if renewed:

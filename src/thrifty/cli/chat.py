@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from thrifty.data.chat_template import Message
-    from thrifty.data.chat_tokenizer import ChatTokenizer
+    from thrifty.data.chat.chat_template import Message
+    from thrifty.data.chat.chat_tokenizer import ChatTokenizer
 
 
 @click.command()
@@ -36,8 +36,8 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
     An empty line ends the conversation, and so does the end of the input.
     """
     from thrifty.cli.sample import load_for_sampling
-    from thrifty.cli.telling import print_json
-    from thrifty.data.chat_tokenizer import read_chat_tokenizer
+    from thrifty.cli.verb_output import print_json
+    from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 
     model, tokenizer_json, context = load_for_sampling(path)
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
@@ -69,7 +69,7 @@ class Partner:
         """What the model says to the last of the messages."""
         import torch
 
-        from thrifty.models.sampling import generate
+        from thrifty.models.text_generation import generate
 
         start = self._prompt(messages)
         device = next(self.model.parameters()).device

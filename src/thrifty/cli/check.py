@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import put_together, recipe_options
+from thrifty.cli.recipe_options import put_together, recipe_options
 
 
 @click.command()
@@ -21,8 +21,8 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     Values where they are promised, gradients that reach every parameter, micro-batches against one big batch, ranks
     against one process, resuming, export, and which tokens are learned. The exit code is 4 if a promise is broken.
     """
-    from thrifty.cli.telling import print_json
-    from thrifty.comparing.check import check
+    from thrifty.checking.promise_check import check
+    from thrifty.cli.verb_output import print_json
 
     recipe = put_together(**options).recipe()
     say = (lambda text: None) if as_json else _say

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import put_together, recipe_options
+from thrifty.cli.recipe_options import put_together, recipe_options
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
@@ -63,12 +63,12 @@ def command(
     """
     from dataclasses import fields
 
-    from thrifty.cli.telling import print_json
-    from thrifty.comparing.arms import read_arms
-    from thrifty.comparing.keeping import keep_comparison, refuse_existing
-    from thrifty.comparing.lanes import read_lanes
-    from thrifty.comparing.race import Terms, race
-    from thrifty.recipes.values import build
+    from thrifty.cli.verb_output import print_json
+    from thrifty.comparing.comparison import Terms, race
+    from thrifty.comparing.comparison_workers import read_lanes
+    from thrifty.comparing.saved_comparison import keep_comparison, refuse_existing
+    from thrifty.comparing.variants import read_arms
+    from thrifty.core.plain_values import build
 
     if recipe == "-h":  # among options it could not be told from the letters of a technique that is taken out
         click.echo(click.get_current_context().get_help())
@@ -97,7 +97,7 @@ def _tell(result: dict[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from thrifty.report.comparison_page import about, cautions, tables, verdicts
+    from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     console.print(about(result), markup=False)

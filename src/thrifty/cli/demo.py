@@ -50,8 +50,8 @@ def command(name: str | None, runs: Path, race: str, budget: str) -> None:
 
 
 def _changes_something(plan: Path) -> bool:
-    from thrifty.recipes.text import plain
-    from thrifty.recipes.toml import read_recipe, recipe_to_data
+    from thrifty.recipes.language_recipes import plain
+    from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
 
     return recipe_to_data(read_recipe(plan))["techniques"] != recipe_to_data(plain())["techniques"]
 

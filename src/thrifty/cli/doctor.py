@@ -10,8 +10,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thrifty.planning.probe import CompileTrial, Machine
-    from thrifty.planning.rates import Rate
+    from thrifty.machine.machine_info import CompileTrial, Machine
+    from thrifty.machine.measured_rates import Rate
 
 OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 5e9
@@ -42,9 +42,9 @@ def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, .
     """
     from rich.console import Console
 
-    from thrifty.cli.telling import print_json
-    from thrifty.planning.crossover import crossover_table
-    from thrifty.planning.probe import probe, try_compile
+    from thrifty.cli.verb_output import print_json
+    from thrifty.machine.machine_info import probe, try_compile
+    from thrifty.planning.breakeven_table import crossover_table
 
     shapes = [_shape(text) for text in sparse]
     machine = probe(quick)
@@ -124,7 +124,7 @@ def _compiler(machine: Machine, trial: CompileTrial | None) -> list[Finding]:
 
 
 def _resources(machine: Machine) -> list[Finding]:
-    from thrifty.report.units import scaled
+    from thrifty.reporting.number_format import scaled
 
     found = []
     if not machine.gpus and _gain(machine) < NO_GAIN:
@@ -208,7 +208,7 @@ def _show_table(console: Console, title: str, rows: list[tuple[str, str]]) -> No
 
 
 def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
-    from thrifty.report.units import scaled
+    from thrifty.reporting.number_format import scaled
 
     quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
     gpus = [f"{gpu.name}, {scaled(gpu.memory, 'B')}, capability {gpu.capability}" for gpu in machine.gpus]
@@ -234,7 +234,7 @@ def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
 
 
 def _rate(rate: Rate | None, unit: str) -> str:
-    from thrifty.report.units import scaled
+    from thrifty.reporting.number_format import scaled
 
     if rate is None:
         return "not measured"

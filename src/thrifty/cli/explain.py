@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import put_together, recipe_options
+from thrifty.cli.recipe_options import put_together, recipe_options
 
 
 @click.command()
@@ -16,7 +16,7 @@ def command(as_json: bool, **options: Any) -> None:
 
     With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
     started."""
-    from thrifty.cli.telling import print_json
+    from thrifty.cli.verb_output import print_json
 
     layers = put_together(**options)
     found = explained(layers)
@@ -28,9 +28,9 @@ def command(as_json: bool, **options: Any) -> None:
 
 def explained(layers: Any) -> dict[str, Any]:
     """The explanation of a recipe as plain data; a technique that refuses is named, the others are explained."""
-    from thrifty.core.explain import explain, held, touched
-    from thrifty.core.parallel.absent_ranks import as_rank, ranks_of_stages
-    from thrifty.preparing import mesh_sizes, prepare
+    from thrifty.composition.explain import explain, held, touched
+    from thrifty.distributed.fake_ranks import as_rank, ranks_of_stages
+    from thrifty.training.run_setup import mesh_sizes, prepare
 
     recipe = layers.recipe()
     prepared = prepare(recipe, steps=recipe.budget.steps or 1000)

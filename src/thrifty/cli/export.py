@@ -29,14 +29,14 @@ def command(
 
     import torch
 
-    from thrifty.cli.telling import print_json, run_path
-    from thrifty.core.ends import ImageEnds, PairEnds
-    from thrifty.core.surgery import find_blocks, noting
-    from thrifty.data.kept import kept_ends
+    from thrifty.cli.verb_output import print_json, run_path
+    from thrifty.core.model_spec import ImageEnds, PairEnds
+    from thrifty.data.run_metadata import kept_ends
+    from thrifty.modeling.module_surgery import find_blocks, noting
     from thrifty.models import export_model, shape_for
-    from thrifty.models.evened import FILLED_UP
-    from thrifty.peft_files import save_adapter
-    from thrifty.restoring import Adapters, restore
+    from thrifty.models.pad_pruned import FILLED_UP
+    from thrifty.peft_format import save_adapter
+    from thrifty.training.trained_model import Adapters, restore
 
     path = run_path(run)
     if only == "ticket":
@@ -67,11 +67,11 @@ def command(
 
 
 def _keep_ticket(run: Path, file: Path, step: int | None, as_json: bool) -> None:
-    from thrifty.cli.telling import print_json
-    from thrifty.tickets import keep_ticket
+    from thrifty.cli.verb_output import print_json
+    from thrifty.experiments.mask_export import keep_ticket
 
     density, sha256 = keep_ticket(run, file, step)
     if as_json:
         print_json({"run": str(run), "file": str(file), "density": density, "sha256": sha256})
     else:
-        click.echo(f"{file}: density {density:.4g}\n--with 'sparsity.ticket:file=\"{file}\",sha256={sha256}'")
+        click.echo(f"{file}: density {density:.4g}\n--with 'sparsity.mask_from_file:file=\"{file}\",sha256={sha256}'")

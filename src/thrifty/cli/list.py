@@ -10,7 +10,7 @@ KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str, as_json: bool) -> None:
     """List techniques (the default), recipes, studies, presets or objectives; `thrifty data list` lists data."""
-    from thrifty.cli.telling import print_json
+    from thrifty.cli.verb_output import print_json
 
     kinds = {"techniques": _techniques, "recipes": _recipes, "studies": _studies, "presets": _presets}
     rows = {**kinds, "objectives": _objectives}[kind]()
@@ -49,7 +49,7 @@ def _recipes() -> list[tuple[str, str]]:
 
 
 def _studies() -> list[tuple[str, str]]:
-    from thrifty.recipes import studies
+    from thrifty.experiments import studies
 
     made = [studies.make(name) for name in studies.names()]
     return [(study.name, f"{study.about} About {study.minutes:g} min.") for study in made]
@@ -58,7 +58,7 @@ def _studies() -> list[tuple[str, str]]:
 def _presets() -> list[tuple[str, str]]:
     import torch
 
-    from thrifty.models.presets import PRESETS, assemble
+    from thrifty.models.model_presets import PRESETS, assemble
 
     rows = []
     for name, shape in PRESETS.items():

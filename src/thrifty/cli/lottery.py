@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import put_together, recipe_options
+from thrifty.cli.recipe_options import put_together, recipe_options
 
 
 @click.command()
@@ -45,9 +45,9 @@ def command(
 
     Killed or stopped, the same command goes on where it was; with more --rounds or another --control it adds those.
     """
-    from thrifty.cli.telling import print_json
-    from thrifty.lottery import Lottery, play
-    from thrifty.recipes.values import build
+    from thrifty.cli.verb_output import print_json
+    from thrifty.core.plain_values import build
+    from thrifty.experiments.lottery_rounds import Lottery, play
 
     given = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
     given |= {"rewind": _moment(rewind) if rewind else None, "controls": controls or None}

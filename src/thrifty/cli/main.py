@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> Any:
 def _is_first_to_tell() -> bool:
     if "RANK" not in os.environ:
         return True
-    from thrifty.training.meeting import is_first_to_tell
+    from thrifty.training.rendezvous import is_first_to_tell
 
     return is_first_to_tell()
 

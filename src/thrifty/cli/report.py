@@ -16,9 +16,9 @@ def command(run: str, as_json: bool, show: bool) -> None:
     import webbrowser
     from dataclasses import asdict
 
-    from thrifty.report.key_figures import key_figures, verdict
-    from thrifty.report.page import write_page
-    from thrifty.report.record import find_run, read_run
+    from thrifty.reporting.key_figures import key_figures, verdict
+    from thrifty.reporting.run_page import write_page
+    from thrifty.reporting.run_record import find_run, read_run
 
     record = read_run(find_run(run))
     page = write_page(record)

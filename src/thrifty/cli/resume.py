@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import MESH
+from thrifty.cli.recipe_options import MESH
 
 
 @click.command()
@@ -29,10 +29,10 @@ def command(
     as_json: bool,
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
-    from thrifty.cli.telling import run_path, tell_summary
-    from thrifty.recipes.layers import Layers
-    from thrifty.recipes.toml import read_tables
-    from thrifty.run import resume
+    from thrifty.cli.verb_output import run_path, tell_summary
+    from thrifty.recipes.recipe_layers import Layers
+    from thrifty.recipes.recipe_toml import read_tables
+    from thrifty.training.trainer import resume
 
     path = run_path(run)
     layers = Layers().lay(f"run {path.name}", read_tables(path / "recipe.toml"))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from thrifty.core.recipe import Recipe
-    from thrifty.data.image_pairs import PairData
+    from thrifty.data.pairs.pair_data import PairData
 
 BATCH = 256
 
@@ -30,12 +30,12 @@ def command(run: Path, step: int | None, trained: bool, classes: str, prompts: t
 
     RUN is a run folder, or the name of one under ./runs, whose objective was contrast.
     """
-    from thrifty.cli.telling import print_json, run_path
+    from thrifty.cli.verb_output import print_json, run_path
     from thrifty.core.errors import UsageError
-    from thrifty.models.contrastive import ContrastiveModel
-    from thrifty.objectives.retrieval import embedded, retrieval, retrieval_by_chance
-    from thrifty.preparing import choose_device, open_examples
-    from thrifty.restoring import restore
+    from thrifty.models.contrastive_model import ContrastiveModel
+    from thrifty.objectives.retrieval_metrics import embedded, retrieval, retrieval_by_chance
+    from thrifty.training.run_setup import choose_device, open_examples
+    from thrifty.training.trained_model import restore
 
     if prompts and not classes:
         raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
@@ -83,11 +83,11 @@ def _zero_shot(
     from thrifty.core.batches import Batch
     from thrifty.core.errors import UsageError
     from thrifty.core.recipe import DataSettings
-    from thrifty.data.captions import caption_rows
-    from thrifty.data.epochs import HeldOutExamples
-    from thrifty.data.images import open_images
-    from thrifty.data.splitting import Part
-    from thrifty.objectives.retrieval import class_vectors, zero_shot_accuracy
+    from thrifty.data.epoch_sampler import HeldOutExamples
+    from thrifty.data.images.image_data import open_images
+    from thrifty.data.pairs.caption_rows import caption_rows
+    from thrifty.data.train_split import Part
+    from thrifty.objectives.retrieval_metrics import class_vectors, zero_shot_accuracy
 
     own = data.ends.images
     if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:

@@ -31,8 +31,8 @@ def command(
 
     import torch
 
-    from thrifty.cli.telling import print_json
-    from thrifty.models.sampling import generate
+    from thrifty.cli.verb_output import print_json
+    from thrifty.models.text_generation import generate
 
     model, tokenizer_json, context = load_for_sampling(path)
     tokenizer, start, end = (read_question if chat else read_tokenizer)(tokenizer_json, prompt)
@@ -70,29 +70,29 @@ def command(
 def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
     """The model of a run or of an exported folder, its tokenizer file, and the tokens of context it was made for."""
     if not (path / "config.json").is_file():
-        from thrifty.cli.telling import run_path
+        from thrifty.cli.verb_output import run_path
 
         return _load_run(run_path(path))
 
     from thrifty.core.errors import Refused
-    from thrifty.models.interchange import import_folder
-    from thrifty.models.sampling import check_task
+    from thrifty.models.text_generation import check_task
+    from thrifty.models.weight_conversion import import_folder
 
     try:
         model, shape = import_folder(path)
         check_task(model)
         return model, path / "tokenizer.json", shape.length
     except Refused:  # not one of our two families
-        from thrifty.models.huggingface import load_causal_lm
+        from thrifty.models.hf_loader import load_causal_lm
 
         return load_causal_lm(path), path / "tokenizer.json", None
 
 
 def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
-    from thrifty.data.tokenizing import read_tokenizer
+    from thrifty.data.tokenizer import read_tokenizer
     from thrifty.models import model_shape
-    from thrifty.models.sampling import check_task
-    from thrifty.restoring import restore
+    from thrifty.models.text_generation import check_task
+    from thrifty.training.trained_model import restore
 
     model, recipe = restore(run, plain=False)
     check_task(model)
@@ -106,7 +106,7 @@ def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[
     from tokenizers import Tokenizer
 
     from thrifty.core.errors import UsageError
-    from thrifty.models.folder import END_OF_TEXT
+    from thrifty.models.hf_folder import END_OF_TEXT
 
     if not tokenizer_json.is_file():
         raise UsageError(f"there is no tokenizer {tokenizer_json}", fix="put the model's tokenizer.json in its folder")
@@ -121,7 +121,7 @@ def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[
 def read_question(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[int], int]":
     """The same for a prompt that is put as a question: the tokens up to its answer, and the one that ends answers."""
     from thrifty.core.errors import UsageError
-    from thrifty.data.chat_tokenizer import read_chat_tokenizer
+    from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 
     if not prompt:
         raise UsageError("there is no question", fix="give a --prompt")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from thrifty.comparing.evidence import Evidence, StudyResult
+    from thrifty.experiments.past_results import Evidence, StudyResult
 
 
 @click.command()
@@ -16,7 +16,7 @@ def command(technique: str, as_json: bool) -> None:
     measured of it in comparisons and studies under results/ and runs/."""
     from dataclasses import asdict
 
-    from thrifty.cli.telling import print_json
+    from thrifty.cli.verb_output import print_json
 
     card = card_of(technique)
     compared, studied = measured_of(technique)
@@ -43,7 +43,7 @@ def card_of(name: str) -> dict[str, Any]:
     import sys
 
     from thrifty import techniques
-    from thrifty.core.bounds import hints_of
+    from thrifty.core.setting_bounds import hints_of
 
     kind = techniques.find(name)
     hints = hints_of(kind)
@@ -63,7 +63,7 @@ def card_of(name: str) -> dict[str, Any]:
 
 def measured_of(name: str) -> "tuple[list[Evidence], list[StudyResult]]":
     """The comparisons and the studies in which a technique took part."""
-    from thrifty.comparing.evidence import evidence, study_results
+    from thrifty.experiments.past_results import evidence, study_results
 
     return [found for found in evidence() if found.technique == name], study_results(name)
 
@@ -75,7 +75,7 @@ def _type_name(kind: Any) -> str:
     """A field's type in words: `int, at least 1`, `erk or uniform`, `a fraction of the run, or a number of steps`."""
     import typing
 
-    from thrifty.core.moments import Moment
+    from thrifty.core.run_relative_settings import Moment
 
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind == Moment:

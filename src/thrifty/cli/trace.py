@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from thrifty.hardware.trace import AttentionTrace
+    from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 
 
 @click.command()
@@ -41,10 +41,10 @@ def command(
     """Write the attention of a trained run on its held-out data, of a model folder on the text of --data, or of a
     preset with random values on random tokens. Also ViTCoD's masks from an .npy file, in which True is pruned, and
     masks from a seed: uniform, balanced, runs, diagonal or power-law."""
-    from thrifty.cli.telling import print_json
+    from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
-    from thrifty.hardware.patterns import PATTERNS, synthesised
-    from thrifty.hardware.trace_file import lighter, load_pruned_masks, save_trace
+    from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthesised
+    from thrifty.simulators.accelerator.trace_file import lighter, load_pruned_masks, save_trace
 
     if out.exists():
         raise UsageError(f"{out} exists already", fix="give another --out, or remove it")
@@ -81,10 +81,10 @@ def described(trace: AttentionTrace) -> dict[str, Any]:
 
 
 def _recorded(source: str, examples: int, length: int | None, data: Path | None, seed: int) -> AttentionTrace:
-    from thrifty.cli.telling import run_path
+    from thrifty.cli.verb_output import run_path
     from thrifty.core.errors import UsageError, did_you_mean
-    from thrifty.hardware.patterns import PATTERNS
-    from thrifty.models.presets import PRESETS
+    from thrifty.models.model_presets import PRESETS
+    from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
 
     if source in PRESETS:
         return _of_preset(source, examples, length, seed)
@@ -99,9 +99,9 @@ def _recorded(source: str, examples: int, length: int | None, data: Path | None,
 
 
 def _of_run(run: Path, examples: int) -> AttentionTrace:
-    from thrifty.hardware.recording import record
-    from thrifty.preparing import open_examples
-    from thrifty.restoring import restore
+    from thrifty.simulators.accelerator.trace_recorder import record
+    from thrifty.training.run_setup import open_examples
+    from thrifty.training.trained_model import restore
 
     model, recipe = restore(run, plain=False)
     objective, opened = open_examples(recipe)
@@ -115,8 +115,8 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
 
     from thrifty.cli.sample import load_for_sampling
     from thrifty.core.errors import UsageError
-    from thrifty.data.tokenizing import read_tokenizer
-    from thrifty.hardware.recording import record
+    from thrifty.data.tokenizer import read_tokenizer
+    from thrifty.simulators.accelerator.trace_recorder import record
 
     if data is None or not data.is_file():
         raise UsageError(f"{folder} is a model, which must be given text", fix="--data FILE")
@@ -142,8 +142,8 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
     import torch
 
     from thrifty.core.errors import Refused
-    from thrifty.hardware.recording import record
-    from thrifty.models.presets import PRESETS, assemble
+    from thrifty.models.model_presets import PRESETS, assemble
+    from thrifty.simulators.accelerator.trace_recorder import record
 
     shape = PRESETS[name]
     generator = torch.Generator().manual_seed(seed)

@@ -17,8 +17,8 @@ def command(run: str, kind: str, out: Path, follow: bool, online: bool) -> None:
     RUN is a run folder, or the name of one under ./runs. Training knows nothing of it: the run folder is only read, and
     nothing is sent anywhere unless --online says so. Called again, it goes on where it stopped.
     """
-    from thrifty.report.record import find_run
-    from thrifty.trackers.following import track
+    from thrifty.reporting.run_record import find_run
+    from thrifty.trackers.record_follower import track
     from thrifty.trackers.tracker import KINDS
 
     written = track(find_run(run), kind, out, follow=follow, online=online)

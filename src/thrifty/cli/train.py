@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.options import put_together, recipe_options
+from thrifty.cli.recipe_options import put_together, recipe_options
 
 
 @click.command()
@@ -39,7 +39,7 @@ def command(
     holds. Stopped and started again, it goes on where it was; --set changes a setting of the study. With --against,
     the exit code is 1 if a number is outside the kept interval.
     """
-    from thrifty.recipes import studies
+    from thrifty.experiments import studies
 
     of_study = {"seeds": seeds, "only": only, "jobs": jobs, "keep": keep, "against": against}
     if recipe in studies.names():
@@ -51,8 +51,8 @@ def command(
 
 
 def _run(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    from thrifty.cli.telling import tell_summary
-    from thrifty.run import train
+    from thrifty.cli.verb_output import tell_summary
+    from thrifty.training.trainer import train
 
     layers = put_together(**options)
     summary = train(layers.recipe(), runs, origins=layers.changed(), quiet=quiet)
@@ -84,18 +84,18 @@ def _study(
     """Measure a study, tell its outcome, keep and compare it as asked; the exit code."""
     from dataclasses import replace
 
-    from thrifty.cli.telling import print_json
+    from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
-    from thrifty.studies import keeping
-    from thrifty.studies.result import read_result
-    from thrifty.studies.running import is_measured, read_folder, run_study
-    from thrifty.studies.table import table
+    from thrifty.experiments import saved_study
+    from thrifty.experiments.study_result import read_result
+    from thrifty.experiments.study_runner import is_measured, read_folder, run_study
+    from thrifty.experiments.study_table import table
 
     study = replace(study, seeds=seeds) if seeds else study
     if keep and only:
         raise UsageError("--keep keeps a whole study, --only measures a part of one", fix="leave one of them out")
     if keep:
-        keeping.refuse_existing(keep)
+        saved_study.refuse_existing(keep)
     kept = read_result(against) if against else None
     result = read_folder(study, folder)
     # what has been measured is not measured again, but may still be kept or compared
@@ -106,10 +106,10 @@ def _study(
     elif not quiet:
         click.echo(f"{table(result)}\n{folder / 'report.html'}")
     if keep:
-        keeping.keep(result, keep)
+        saved_study.keep(result, keep)
     if kept is None:
         return 0
-    comparison = keeping.compare(result, kept)
+    comparison = saved_study.compare(result, kept)
     for line in comparison.off:
         click.echo(f"off: {line}", err=True)
     _say(f"{comparison.compared - len(comparison.off)} of {comparison.compared} numbers agree with {against}")

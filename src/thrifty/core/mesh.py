@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thrifty.core.bounds import Natural, Positive, check_bounds
 from thrifty.core.errors import UsageError
+from thrifty.core.setting_bounds import Natural, Positive, check_bounds
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA = ("replicate", "shard")

@@ -8,10 +8,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from thrifty.core.bounds import Bound, Natural, Positive, Probability, Rate, check_bounds
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
-from thrifty.core.moments import Moment
+from thrifty.core.old_names import order_key
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Natural, Positive, Probability, Rate, check_bounds
 from thrifty.core.technique import Technique
 
 
@@ -48,7 +49,8 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training images are changed, each time in another way; see `data/augment.py`. All off unless set."""
+    """How training images are changed, each time in another way; see `data/images/augmentation.py`. All off unless
+    set."""
 
     crop: Natural = 0
     """Pixels of padding around an image, out of which a piece of the old size is cut at random."""
@@ -193,5 +195,5 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.name or self.name in (".", "..") or "/" in self.name or "\\" in self.name:
             raise UsageError(f"name is {self.name!r}: it names a folder under runs/", fix="use letters, digits and -")
-        ordered = sorted(self.techniques, key=lambda technique: (technique.stage, technique.name))
+        ordered = sorted(self.techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
         object.__setattr__(self, "techniques", tuple(ordered))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.layout import Order, held_parts, in_order, in_order_of, order_of
-from thrifty.core.optimizer import TransformOptimizer
+from thrifty.core.shard_layout import Order, held_parts, in_order, in_order_of, order_of
+from thrifty.optim.torch_optimizer import TransformOptimizer
 
 
 @dataclass(frozen=True)

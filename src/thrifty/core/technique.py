@@ -14,15 +14,15 @@ from torch import nn
 
 from thrifty.core.backward import Backward
 from thrifty.core.batches import BatchSource
-from thrifty.core.bounds import check_bounds
 from thrifty.core.footprint import Footprint
+from thrifty.core.gradient_transform import Transform
 from thrifty.core.objective import Objective
+from thrifty.core.setting_bounds import check_bounds
 from thrifty.core.stages import Stage
-from thrifty.core.transforms import Transform
 
 if TYPE_CHECKING:
-    from thrifty.core.change import Change
     from thrifty.core.state import TrainState
+    from thrifty.core.structural_change import Change
 
 
 class Numerics(Enum):

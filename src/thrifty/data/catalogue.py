@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from thrifty.core.cache_folder import cache_folder
+from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError, did_you_mean
 
 PYTHON_STDLIB = "python-stdlib"

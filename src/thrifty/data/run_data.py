@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.ends import Ends
-from thrifty.data.epochs import HeldOutExamples
+from thrifty.core.model_spec import Ends
+from thrifty.data.epoch_sampler import HeldOutExamples
 
 
 class RunData(Protocol):

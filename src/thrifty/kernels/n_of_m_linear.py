@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.sparse import to_sparse_semi_structured
 
-from thrifty.kernels.n_of_m import Pattern, unbiased_estimate
+from thrifty.kernels.n_of_m_masks import Pattern, unbiased_estimate
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 ROWS, COLUMNS = 32, 64

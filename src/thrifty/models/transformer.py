@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.randomness import keyed_generator
-from thrifty.kernels.attention import segment_mask
-from thrifty.models.attention import RelativePositions, padding_mask
-from thrifty.models.autoencoder import MaskedAutoencoder
-from thrifty.models.contrastive import ContrastiveModel
-from thrifty.models.first_values import Law, gpt2_normal, normal, xavier_uniform
-from thrifty.models.vision import VisionTransformer
+from thrifty.kernels.tiled_attention import segment_mask
+from thrifty.models.attention_layers import RelativePositions, padding_mask
+from thrifty.models.contrastive_model import ContrastiveModel
+from thrifty.models.init_laws import Law, gpt2_normal, normal, xavier_uniform
+from thrifty.models.masked_autoencoder import MaskedAutoencoder
+from thrifty.models.vision_transformer import VisionTransformer
 
 Task = Literal["next_token", "masked_token", "sequence_to_sequence", "classify", "contrast", "reconstruct"]
 """What a model can learn, by what its tokens can see and what they are."""

@@ -5,13 +5,13 @@ from dataclasses import asdict, fields
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import ObjectiveSettings
-from thrifty.objectives.answer import Answer
-from thrifty.objectives.classify import Classify
-from thrifty.objectives.contrast import Contrast
+from thrifty.objectives.chat_answers import Answer
+from thrifty.objectives.classification import Classify
+from thrifty.objectives.contrastive import Contrast
+from thrifty.objectives.masked_reconstruction import Reconstruct
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.mass import Mass
 from thrifty.objectives.next_token import NextToken
-from thrifty.objectives.reconstruct import Reconstruct
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 
 OBJECTIVES: dict[str, type[Objective]] = {

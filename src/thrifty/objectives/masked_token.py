@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Probability, Share
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Prediction, Tokens
-from thrifty.data.draws import chosen, drawn, fractions
+from thrifty.core.setting_bounds import Probability, Share
+from thrifty.kernels.example_rng import chosen, drawn, fractions
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 MASK = "<mask>"

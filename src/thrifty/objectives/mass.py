@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Share
 from thrifty.core.objective import Prediction, Tokens
-from thrifty.data.draws import drawn, fractions
+from thrifty.core.setting_bounds import Share
+from thrifty.kernels.example_rng import drawn, fractions
 from thrifty.objectives.masked_token import MASK
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound
 from thrifty.core.objective import Prediction, Tokens
+from thrifty.core.setting_bounds import Bound
 from thrifty.objectives.span_corruption import corrupted, cut_out, sentinel, text_length
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 

@@ -10,7 +10,7 @@ all targets another, and nothing is padded. Text and cut-out spans take turns, t
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.data.draws import chosen, drawn
+from thrifty.kernels.example_rng import chosen, drawn
 
 
 def sentinel(number: int) -> str:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import check_bounds
 from thrifty.core.objective import Objective, Prediction
-from thrifty.kernels import vocabulary_parallel
-from thrifty.kernels.cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
+from thrifty.core.setting_bounds import check_bounds
+from thrifty.kernels import vocab_parallel_cross_entropy
+from thrifty.kernels.chunked_cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
 
 
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
@@ -61,7 +61,7 @@ class TokenCrossEntropy(Objective):
             expected = (weight / targets.shape[1]).expand_as(targets) if shares is None else weight * shares
             head = prediction.head
             if isinstance(head.weight, DTensor):
-                cross_entropy = vocabulary_parallel.linear_cross_entropy
+                cross_entropy = vocab_parallel_cross_entropy.linear_cross_entropy
             else:
                 cross_entropy = partial(linear_cross_entropy, step=self.step)
             losses, normalizers = cross_entropy(
@@ -90,7 +90,7 @@ class TokenCrossEntropy(Objective):
         if _is_plain_linear(prediction.head):
             head = prediction.head
             is_divided = isinstance(head.weight, DTensor)
-            squares = vocabulary_parallel.gradient_norm_scores if is_divided else gradient_norm_scores
+            squares = vocab_parallel_cross_entropy.gradient_norm_scores if is_divided else gradient_norm_scores
             squared = squares(prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), bias=head.bias)
         else:
             share = prediction.logits.float().flatten(0, 1).softmax(-1)

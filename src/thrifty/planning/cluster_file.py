@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thrifty.cluster.devices import DEVICES, Device, measured
-from thrifty.cluster.links import CLUSTERS, LINKS, Cluster, Link, find_cluster
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.cluster.device_specs import DEVICES, Device, measured
+from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS, Cluster, Link, find_cluster
 
 Thing = TypeVar("Thing", Device, Link)
 KEYS = ("per_node", "nodes", "device", "inside", "between")

@@ -9,17 +9,37 @@ from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
-from thrifty.recipes import autoencoder, images_and_text, instruct, masked, studies, text, vision
-from thrifty.recipes.toml import read_tables, recipe_to_data
+from thrifty.experiments import studies
+from thrifty.recipes import (
+    autoencoder_recipes,
+    image_text_recipes,
+    instruction_recipes,
+    language_recipes,
+    masked_text_recipes,
+    vision_recipes,
+)
+from thrifty.recipes.recipe_toml import read_tables, recipe_to_data
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe.__name__.replace("_", "-"): recipe
     for recipe in (
-        text.text, text.masked, masked.mask_more, text.spans, masked.mass, text.kjv, text.stdlib, text.plain,
-        instruct.instruct, instruct.instruct_kjv, vision.vit_digits, vision.vit_cifar10, autoencoder.mae_digits,
-        autoencoder.mae_cifar10, images_and_text.flip_emoji,
+        language_recipes.text,
+        language_recipes.masked,
+        masked_text_recipes.mask_more,
+        language_recipes.spans,
+        masked_text_recipes.mass,
+        language_recipes.kjv,
+        language_recipes.stdlib,
+        language_recipes.plain,
+        instruction_recipes.instruct,
+        instruction_recipes.instruct_kjv,
+        vision_recipes.vit_digits,
+        vision_recipes.vit_cifar10,
+        autoencoder_recipes.mae_digits,
+        autoencoder_recipes.mae_cifar10,
+        image_text_recipes.flip_emoji,
     )
-}  # fmt: skip
+}
 
 
 def load_tables(name_or_path: str) -> dict[str, Any]:

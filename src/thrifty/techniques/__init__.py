@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.old_names import NEW_NAMES
 from thrifty.core.technique import Technique
 
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
@@ -22,6 +23,8 @@ for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pa
 def _walk(paths: list[str], prefix: str = "") -> list[str]:
     names: list[str] = []
     for module in pkgutil.iter_modules(paths):
+        if module.name.startswith("_"):
+            continue  # private to its group
         if module.ispkg:
             names += _walk([str(Path(path, module.name)) for path in paths], f"{prefix}{module.name}.")
         else:
@@ -49,6 +52,7 @@ def names() -> list[str]:
 @cache
 def find(name: str) -> type[Technique]:
     """The technique class of this name; raises UsageError with the nearest name when there is none."""
+    name = NEW_NAMES.get(name, name)
     if name not in _walk(list(__path__)):  # only then is it worth asking everything that is installed
         outside = third_party().get(name)
         if outside is None:

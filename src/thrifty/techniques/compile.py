@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.core.machine import can_compile
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_stacks, note
 from thrifty.core.technique import Numerics, Technique
+from thrifty.machine.cpu_features import can_compile
+from thrifty.modeling.module_surgery import find_stacks, note
 
 
 @dataclass(frozen=True)

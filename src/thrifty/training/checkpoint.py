@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.core.layout import Part
-from thrifty.training import shelf
-from thrifty.training.agreement import Alone
-from thrifty.training.durable import Durable
-from thrifty.training.manifest import verify
-from thrifty.training.saving import STATE, Attempt, tensor_files
-from thrifty.training.tensor_file import Parts, Stored, local_parts, local_values, stored_bytes
+from thrifty.core.shard_layout import Part
+from thrifty.training import checkpoint_index
+from thrifty.training.atomic_files import Durable
+from thrifty.training.checkpoint_manifest import verify
+from thrifty.training.checkpoint_writer import STATE, Attempt, tensor_files
+from thrifty.training.rank_sync import Alone
+from thrifty.training.sharded_safetensors import Parts, Stored, local_parts, local_values, stored_bytes
 
 Tensors = dict[str, torch.Tensor]
 
@@ -168,10 +168,10 @@ def _as_json(scalars: dict[str, Any]) -> str:
 
 
 def _choose(folder: Path, step: int | None, files: Durable) -> dict[str, Any]:
-    shelf.refuse_foreign(folder)
+    checkpoint_index.refuse_foreign(folder)
     damaged: list[tuple[Path, str]] = []
-    for path in reversed(shelf.checkpoints(folder)):
-        if step is not None and shelf.step_of(path) != step:
+    for path in reversed(checkpoint_index.checkpoints(folder)):
+        if step is not None and checkpoint_index.step_of(path) != step:
             continue
         try:
             verify(path)
@@ -186,8 +186,8 @@ def _choose(folder: Path, step: int | None, files: Durable) -> dict[str, Any]:
                 raise ThriftyError(f"{path} could not be read: {error.strerror}", "mend its permissions") from error
             damaged.append((path, str(error.strerror)))
             continue
-        notices = [shelf.set_aside(bad, reason, files) for bad, reason in damaged]
-        return {"step": shelf.step_of(path), "scalars": scalars, "name": path.name, "notices": notices}
+        notices = [checkpoint_index.set_aside(bad, reason, files) for bad, reason in damaged]
+        return {"step": checkpoint_index.step_of(path), "scalars": scalars, "name": path.name, "notices": notices}
     raise _none_left(folder, step, damaged)
 
 
@@ -198,7 +198,7 @@ def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) 
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
         what = f"no undamaged {wanted} is left in {folder} ({reasons})"
         return IntegrityError(what, "bring the folder back from a copy, or start the run again")
-    others = ", ".join(str(shelf.step_of(path)) for path in shelf.checkpoints(folder))
+    others = ", ".join(str(checkpoint_index.step_of(path)) for path in checkpoint_index.checkpoints(folder))
     fix = f"there are steps {others}" if others else "the run ended before its first save: start it again"
     return IntegrityError(f"there is no {wanted} in {folder}", fix)
 

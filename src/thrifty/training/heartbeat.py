@@ -19,12 +19,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.training.findings import ASIDE, Findings
-from thrifty.training.meeting import Meeting, Process, end_agent
-from thrifty.training.pulse import Pulse, Silence, Ticks
-from thrifty.training.signals import StopRequest
-from thrifty.training.standing import standing
-from thrifty.training.verdict import Verdict, go_on, lost_contact, restarts
+from thrifty.training.failure_verdict import Verdict, go_on, lost_contact, restarts
+from thrifty.training.fault_detection import ASIDE, Findings
+from thrifty.training.progress_watchdog import Pulse, Silence, Ticks
+from thrifty.training.rendezvous import Meeting, Process, end_agent
+from thrifty.training.stack_state import standing
+from thrifty.training.stop_signals import StopRequest
 
 GRACE = 5.0
 """Seconds that a rank has to end by itself once there is a verdict."""

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thrifty.core.compose import Composition
-from thrifty.core.elements import global_norm
+from thrifty.composition.compose import Composition
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
 from thrifty.core.randomness import seed_of, start_draws
 from thrifty.core.ranks import own_draws
 from thrifty.core.state import Decision, TrainState
 from thrifty.data.prefetch import prefetch
+from thrifty.optim.transform_elements import global_norm
 
 PATIENCE = 10
 """Steps in a row without a finite gradient after which a run stops."""
@@ -96,7 +96,7 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
             raise ThriftyError(
                 f"the loss or the gradient was not finite in {skipped} steps in a row, up to step {state.step}: "
                 f"the last loss was {loss}, the last gradient norm {gradient_norm}",
-                fix="lower the learning rate, or switch on optimizers.clip; parameters are as they were before",
+                fix="lower the learning rate, or switch on gradients.clip; parameters are as they were before",
             )
         began = time.perf_counter()  # what a reader of the record does is no part of a step
     run.verify(state)

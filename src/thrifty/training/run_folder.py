@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
-from thrifty.training.durable import NO_ROOM, Durable
-from thrifty.training.lock import Lock
+from thrifty.training.atomic_files import NO_ROOM, Durable
+from thrifty.training.run_lock import Lock
 
 Record = Mapping[str, Any]
 

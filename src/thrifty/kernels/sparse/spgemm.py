@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.sparse import native
+from thrifty.kernels.sparse import compiled_products
 
 
 def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_native(a: Tensor, b: Tensor) -> bool:
-    return a.device.type == b.device.type == "cpu" and native.PRODUCTS.is_there()
+    return a.device.type == b.device.type == "cpu" and compiled_products.PRODUCTS.is_there()
 
 
 def _partial_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
@@ -94,10 +94,10 @@ def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Ten
     rooms = F.pad(counts.cumsum(0), (1, 0))
     columns, values = counts.new_empty(int(rooms[-1])), torch.empty(int(rooms[-1]), dtype=torch.float64)
     found = torch.zeros_like(counts)
-    native.PRODUCTS.run(name, (*arguments, rooms, columns, values, found), len(counts))
+    compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, found), len(counts))
     starts = F.pad(found.cumsum(0), (1, 0))
     closed = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
-    native.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))
+    compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))
     return _csr(found, *closed, a, b)
 
 

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.models.attention import Attention, full_attention
-from thrifty.models.blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number
-from thrifty.models.shape import Shape
+from thrifty.models.attention_layers import Attention, full_attention
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import Encoder
+from thrifty.models.transformer_blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
 
 _EMBEDDING = {
     "token": "word_embeddings",

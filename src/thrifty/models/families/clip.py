@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused, UsageError
-from thrifty.models.attention import Attention, causal_attention, full_attention
-from thrifty.models.blocks import Block, Embedding, FeedForward
-from thrifty.models.contrastive import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
-from thrifty.models.first_values import clip_normal
-from thrifty.models.shape import Shape
-from thrifty.models.vision import PatchEmbedding
+from thrifty.models.attention_layers import Attention, causal_attention, full_attention
+from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
+from thrifty.models.init_laws import clip_normal
+from thrifty.models.model_config import Shape
+from thrifty.models.transformer_blocks import Block, Embedding, FeedForward
+from thrifty.models.vision_transformer import PatchEmbedding
 
 _ACTIVATION = ACTIVATION | {"quick_gelu": QuickGELU}
 _SPELLED = SPELLED | {"quick_gelu": "quick_gelu"}

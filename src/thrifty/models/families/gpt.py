@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.models.attention import Attention
-from thrifty.models.blocks import Block, Embedding, FeedForward, PostNormBlock
-from thrifty.models.families.family import ACTIVATION, Config, Family, Packing, flag, number
-from thrifty.models.first_values import normal
-from thrifty.models.shape import Shape
+from thrifty.models.attention_layers import Attention
+from thrifty.models.families.model_family import ACTIVATION, Config, Family, Packing, flag, number
+from thrifty.models.init_laws import normal
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import Transformer
+from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, PostNormBlock
 
 _BLOCK = {
     "attention_norm": "ln_1",

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.kernels.rotary import rotary_frequencies
-from thrifty.models.attention import Attention, Rotary
-from thrifty.models.blocks import Block, Embedding, GatedFeedForward
-from thrifty.models.families.family import Config, Family, Packing, flag, number
+from thrifty.kernels.rotary_embedding import rotary_frequencies
+from thrifty.models.attention_layers import Attention, Rotary
+from thrifty.models.families.model_family import Config, Family, Packing, flag, number
+from thrifty.models.model_config import Shape
 from thrifty.models.scaled_rotary import Llama3Scaling
-from thrifty.models.shape import Shape
 from thrifty.models.transformer import Transformer
+from thrifty.models.transformer_blocks import Block, Embedding, GatedFeedForward
 
 
 def _rotary(shape: Shape) -> Rotary:

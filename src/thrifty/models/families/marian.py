@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.models.attention import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.blocks import Embedding, FeedForward, PostNormBlock, Sinusoids
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
-from thrifty.models.shape import Shape
+from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import EncoderDecoder, Stack
+from thrifty.models.transformer_blocks import Embedding, FeedForward, PostNormBlock, Sinusoids
 
 _ATTENTION = {"attention": "self_attn", "cross_attention": "encoder_attn"}
 _BLOCK = {

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.models.attention import Attention, CrossAttention, RelativePositions, full_attention
-from thrifty.models.blocks import Block, Embedding, FeedForward, GatedFeedForward
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
-from thrifty.models.first_values import t5_normal
-from thrifty.models.shape import Shape
+from thrifty.models.attention_layers import Attention, CrossAttention, RelativePositions, full_attention
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
+from thrifty.models.init_laws import t5_normal
+from thrifty.models.model_config import Shape
 from thrifty.models.transformer import EncoderDecoder, Stack
+from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, GatedFeedForward
 
 _GATED = "gated-"
 _unscaled = partial(full_attention, scale=1.0)

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.models.attention import Attention, full_attention
-from thrifty.models.blocks import Block, FeedForward
-from thrifty.models.families.family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
-from thrifty.models.shape import Shape
-from thrifty.models.vision import PatchEmbedding, VisionTransformer
+from thrifty.models.attention_layers import Attention, full_attention
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
+from thrifty.models.model_config import Shape
+from thrifty.models.transformer_blocks import Block, FeedForward
+from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
 
 EMBEDDING = {
     "class_token": "cls_token",

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.patches import sinusoids_2d
-from thrifty.models.autoencoder import MaskedAutoencoder, PatchDecoder
-from thrifty.models.families.family import READ, Config, Family, Packing, number
+from thrifty.kernels.image_patches import sinusoids_2d
+from thrifty.models.families.model_family import READ, Config, Family, Packing, number
 from thrifty.models.families.vit import (
     EMBEDDING,
     encoder_config,
@@ -22,8 +21,9 @@ from thrifty.models.families.vit import (
     packed_blocks,
     pre_norm_block,
 )
-from thrifty.models.shape import Shape
-from thrifty.models.vision import PatchEmbedding
+from thrifty.models.masked_autoencoder import MaskedAutoencoder, PatchDecoder
+from thrifty.models.model_config import Shape
+from thrifty.models.vision_transformer import PatchEmbedding
 
 _DECODER = {
     "decoder.embed.weight": "decoder_embed.weight",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thrifty.core.errors import Refused
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
-from thrifty.planning.exports.elsewhere import Elsewhere
+from thrifty.planning.exports.portable_recipe import Elsewhere
 
 CONFIGURATIONS: Mapping[str, tuple[str, Callable[[Elsewhere], str]]] = {
     "accelerate": ("accelerate.yaml", accelerate.configuration),

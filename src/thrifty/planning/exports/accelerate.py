@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from thrifty.planning.exports.elsewhere import Elsewhere
+from thrifty.planning.exports.portable_recipe import Elsewhere
 
 DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 

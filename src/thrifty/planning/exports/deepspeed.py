@@ -3,7 +3,7 @@
 from typing import Any
 
 from thrifty.core.errors import Refused
-from thrifty.planning.exports.elsewhere import Elsewhere
+from thrifty.planning.exports.portable_recipe import Elsewhere
 
 
 def configuration(run: Elsewhere) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import tomli_w
 
-from thrifty.planning.exports.elsewhere import Elsewhere
+from thrifty.planning.exports.portable_recipe import Elsewhere
 
 AGAIN = {"none": "none", "every": "full", "selective": "selective"}
 

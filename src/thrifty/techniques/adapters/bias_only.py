@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.adapters import Adapter, head_names, names_ending, train_only
-from thrifty.core.branches import is_transposed, out_width
 from thrifty.core.errors import Refused
-from thrifty.core.surgery import find_stacks, is_under, note, weight_layers
+from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
+from thrifty.modeling.module_surgery import find_stacks, is_under, note, weight_layers
+from thrifty.modeling.residual_branches import is_transposed, out_width
 
 ADDED = "added_bias"
 

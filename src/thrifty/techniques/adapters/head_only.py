@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from torch import nn
 
-from thrifty.core.adapters import Adapter, head_names, train_only
 from thrifty.core.errors import Refused
+from thrifty.modeling.adapter_base import Adapter, head_names, train_only
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Cost      two thin products per layer. Against peft a step takes 0.91 to 1.02 of
           attention reads its weights itself: there they are formed with their additions at each call, and dropout
           before A is impossible.
 Does not  touch the frozen weights. Merging, for export, adds the products in float32 and rounds once;
-          `kernels/low_rank_adapters.py` has that, its exact undoing, and several adapters on one base.
+          `modeling/lora_model.py` has that, its exact undoing, and several adapters on one base.
 Avoid     for training from scratch. Changing rank at fixed alpha changes the effective rate unless `stabilised`.
           Merging into 16 bits: an addition a hundredth the size of its weight loses 17 % of itself in bfloat16 however
           it is summed (a tenth the size: 1.7 %), 0.0003 % in float32; and subtracting it again leaves 2 % to 11 % of
@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from thrifty.core.adapters import Adapter, train_only
-from thrifty.core.bounds import Positive, Probability
-from thrifty.core.branches import is_transposed, part_of_attention
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.parameters import Slices, fused_slices
+from thrifty.core.setting_bounds import Positive, Probability
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import select, tied_names, weight_layers
-from thrifty.kernels.low_rank_adapters import attach, dissolve, factor_names, is_merged
-from thrifty.kernels.low_rank_layers import DEFAULT, Factors, weight_name, widths
+from thrifty.modeling.adapter_base import Adapter, train_only
+from thrifty.modeling.lora_layers import DEFAULT, Factors, weight_name, widths
+from thrifty.modeling.lora_model import attach, dissolve, factor_names, is_merged
+from thrifty.modeling.module_surgery import select, tied_names, weight_layers
+from thrifty.modeling.parameter_kinds import Slices, fused_slices
+from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
 _READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 """torch's own attention, and the last layer inside it."""

@@ -6,7 +6,7 @@ Promise   k · d trained numbers in front of the first block (shallow), or as ma
 Cost      k more tokens in every block; the gradient passes through the frozen blocks.
 Does not  change the length of what the model gives: behind the last block the prompts are cut out again. Works on any
           one stack of blocks that maps (b, t, d) to (b, t, d), a ViT of transformers among them.
-Avoid     on text, where adapters.prompt also moves positions and masks.
+Avoid     on text, where adapters.prompt_tuning also moves positions and masks.
 Note      first values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p by p. The paper keeps the backbone in
           evaluation mode and trains the head: the head is trained here too, dropout stays as the model has it.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.adapters import Adapter, head_names, names_ending, train_only
-from thrifty.core.bounds import Natural, Positive
-from thrifty.core.branches import find_branches, in_width
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.surgery import find_stacks, note, wrap_forward
+from thrifty.core.setting_bounds import Natural, Positive
+from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
+from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.residual_branches import find_branches, in_width
 
 NAME = "visual_prompt"
 
@@ -70,7 +70,7 @@ def _with_prompt(
     if any(_is_of_tokens(each, x) for each in (*args, *kwargs.values())):
         raise UsageError(
             f"{type(block).__name__} is given a mask or positions beside its tokens, which have no room for prompts",
-            fix="use adapters.prompt for text, or images without padding",
+            fix="use adapters.prompt_tuning for text, or images without padding",
         )
     if hasattr(block, NAME):
         x = insert(x if is_first else cut_out(x, *place), block.visual_prompt, place[1])

@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from thrifty.core.attention.filtering import ReplacedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Bound, Share
-from thrifty.core.moments import Moment
-from thrifty.kernels.attention_filters.a3 import a3_keep
-from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Share
+from thrifty.kernels.attention_filters.a3_filter import a3_keep
+from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def a3_attention(

@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
-from thrifty.core.attention.filtering import ReplacedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Natural, Positive
 from thrifty.core.randomness import seed_of
-from thrifty.kernels.attention_filters.keep_sets import refuse_other_lengths
-from thrifty.kernels.sparse_attention.blocks import block_attention
-from thrifty.kernels.sparse_attention.grids import scattered_grid
+from thrifty.core.setting_bounds import Natural, Positive
+from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
+from thrifty.kernels.sparse_attention.block_attention import block_attention
+from thrifty.kernels.sparse_attention.block_grid import scattered_grid
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def scattered_attention(

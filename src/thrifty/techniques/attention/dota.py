@@ -32,25 +32,25 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.attention.filtering import ReplacedAttention
-from thrifty.core.attention.left_losses import WithLeftLosses
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Bound, Rate, Share
 from thrifty.core.errors import Refused
-from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.surgery import wrap_forward
-from thrifty.kernels.attention_filters.dota import (
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Rate, Share
+from thrifty.kernels.attention_filters.dota_filter import (
     balanced_keys,
     detected_scores,
     detector_loss,
     keep_of,
     sparse_projection,
 )
-from thrifty.kernels.attention_filters.keep_sets import attend_kept, exact_scores, visible_pairs
-from thrifty.kernels.attention_filters.sanger import quantized
-from thrifty.kernels.sparse_attention.rows import row_attention
+from thrifty.kernels.attention_filters.keep_masks import attend_kept, exact_scores, visible_pairs
+from thrifty.kernels.attention_filters.sanger_filter import quantized
+from thrifty.kernels.sparse_attention.row_attention import row_attention
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.module_surgery import wrap_forward
+from thrifty.techniques.attention._auxiliary_losses import WithLeftLosses
+from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 DETECTOR = ("detector_of_queries", "detector_of_keys")
 BESIDE = ("detector_projection", "longest_text")

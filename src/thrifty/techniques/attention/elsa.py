@@ -27,17 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thrifty.core.attention.filtering import CalibratedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Rate
-from thrifty.kernels.attention_filters.elsa import (
+from thrifty.core.setting_bounds import Rate
+from thrifty.kernels.attention_filters.elsa_filter import (
     angle_bias,
     elsa_keep,
     factor_sizes,
     seeded_factors,
     threshold_samples,
 )
-from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 Numbers = tuple[tuple[float, ...], ...]
 """A small matrix, as numbers: they are there where shapes alone are traced."""

@@ -3,7 +3,8 @@
 Paper     Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
           (MICRO). Its body was not read: what is here follows the abstract and the published code.
 Promise   training with Sanger's masks in the loop; how they pack into rows of processing elements is in
-          `kernels/attention_filters/sanger.py`. The published code has a threshold of 0.002 for SQuAD and 0.02 for most
+          `kernels/attention_filters/sanger_filter.py`. The published code has a threshold of 0.002 for SQuAD and 0.02
+          for most
           of GLUE, and the abstract keeps 8 to 27 % of the pairs.
 Cost      in software time and memory: scores are computed twice, and a mask is made.
 Avoid     expecting speed. For that: attention.block_sparse.
@@ -22,11 +23,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from thrifty.core.attention.filtering import CalibratedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Bound, Probability
-from thrifty.kernels.attention_filters.keep_sets import attend_kept, visible_pairs
-from thrifty.kernels.attention_filters.sanger import sanger_keep, unit_rows
+from thrifty.core.setting_bounds import Bound, Probability
+from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.sanger_filter import sanger_keep, unit_rows
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)
 """Ranges, where none are found yet and only work is counted."""

@@ -28,14 +28,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.attention.filtering import CHOSEN, ReplacedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Bound, Probability, Share
 from thrifty.core.errors import Refused
-from thrifty.core.moments import Moment
-from thrifty.core.surgery import find_stacks, is_under
-from thrifty.kernels.attention_filters.keep_sets import refuse_other_lengths, visible_pairs
-from thrifty.kernels.attention_filters.spatten import (
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Probability, Share
+from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths, visible_pairs
+from thrifty.kernels.attention_filters.spatten_filter import (
     HEADS_SPARED,
     TOKENS_SPARED,
     KeptShares,
@@ -43,6 +40,9 @@ from thrifty.kernels.attention_filters.spatten import (
     cascade_attention,
     pruned_share,
 )
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.module_surgery import find_stacks, is_under
+from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention
 
 
 class Relay:

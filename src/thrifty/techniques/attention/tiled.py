@@ -6,7 +6,8 @@ Promise   on CPUs, two to four times the speed of torch's own attention in bfloa
           (benchmarks/bench_attention.py), keeping as little for the backward pass. On a machine busy with other
           work its many short steps wait more often and the gain may vanish.
 Note      `kernel = triton` runs FlashAttention's own loops, running softmax included, on GPUs with Triton
-          (`kernels/flash_triton.py`). It is held to torch's attention in Triton's interpreter and on an H100, and was
+          (`kernels/flash_attention_triton.py`). It is held to torch's attention in Triton's interpreter and on an H100,
+          and was
           never timed. Rows that several texts share go through the tiles of torch's operations there too.
 Does not  change what is computed (numerics: rounding).
 Avoid     without the technique `compile`, and on GPUs, where torch's own kernel is faster.
@@ -19,19 +20,19 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
 
-from thrifty.core.bounds import Natural
 from thrifty.core.errors import Refused
+from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.modeling.module_surgery import note
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
     """Causal attention of q (b, h, t, k) over k and v (b, g, t, k) by the kernel in Triton; under a mask by tiles."""
     if mask is not None:
         return tiled_causal_attention(q, k, v, mask, tile)
-    from thrifty.kernels.flash_triton import TILE, flash_attention
+    from thrifty.kernels.flash_attention_triton import TILE, flash_attention
 
     return flash_attention(q, k, v, tile=tile or TILE)
 
@@ -58,7 +59,7 @@ class Tiled(Technique):
             raise Refused(
                 f"no plain causal attention with a replaceable core was found, of {len(attentions)} with a core",
                 fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
-                "thrifty.kernels.attention in an attribute `core`, such as the gpt and llama presets",
+                "thrifty.kernels.tiled_attention in an attribute `core`, such as the gpt and llama presets",
             )
         if self.kernel == "triton":
             self.refuse_without_triton(model)

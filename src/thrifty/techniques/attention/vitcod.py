@@ -28,22 +28,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.attention.filtering import CHOSEN, CalibratedAttention
-from thrifty.core.attention.left_losses import WithLeftLosses
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Natural, Positive, Rate, Share
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.setting_bounds import Natural, Positive, Rate, Share
 from thrifty.core.state import TrainState
-from thrifty.kernels.attention_filters.keep_sets import (
+from thrifty.kernels.attention_filters.keep_masks import (
     attend_kept,
     exact_scores,
     refuse_other_lengths,
     seen_softmax,
     visible_pairs,
 )
-from thrifty.kernels.attention_filters.vitcod import (
+from thrifty.kernels.attention_filters.vitcod_filter import (
     GLOBAL,
     average_map,
     code_heads,
@@ -55,7 +52,10 @@ from thrifty.kernels.attention_filters.vitcod import (
     through_code,
     written_masks,
 )
-from thrifty.kernels.sparse_attention.grids import NONE, WHOLE, BlockGrid
+from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._auxiliary_losses import WithLeftLosses
+from thrifty.techniques.attention._replaced_attention import CHOSEN, CalibratedAttention
 
 CODE = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
 MASK = ("kept_pairs", "kept_order", "kept_blocks")

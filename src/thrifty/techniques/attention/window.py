@@ -19,13 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from thrifty.core.attention.filtering import ReplacedAttention
-from thrifty.core.attention.places import AttentionCore, Place
-from thrifty.core.bounds import Natural, Positive
-from thrifty.kernels.attention_filters.keep_sets import refuse_other_lengths
-from thrifty.kernels.sparse_attention.blocks import block_attention
-from thrifty.kernels.sparse_attention.grids import window_grid
-from thrifty.kernels.sparse_attention.sight import Sight
+from thrifty.core.setting_bounds import Natural, Positive
+from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
+from thrifty.kernels.sparse_attention.block_attention import block_attention
+from thrifty.kernels.sparse_attention.block_grid import window_grid
+from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def window_attention(sight: Sight, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

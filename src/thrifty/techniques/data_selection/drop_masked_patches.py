@@ -20,9 +20,9 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.places import taken
+from thrifty.kernels.token_gather import taken
+from thrifty.modeling.module_surgery import note
 
 
 def given_back(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:

@@ -29,15 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.parameters import is_matrix
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.places import put_back, taken
+from thrifty.kernels.token_gather import put_back, taken
+from thrifty.modeling.module_surgery import note, wrap_forward
+from thrifty.modeling.parameter_kinds import is_matrix
 
 Attend = Literal["self", "cross"]
 

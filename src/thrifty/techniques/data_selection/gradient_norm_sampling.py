@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch, BatchSource, Presampled
-from thrifty.core.bounds import Natural, Positive, Probability
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.setting_bounds import Natural, Positive, Probability
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 

@@ -27,25 +27,25 @@ from torch import nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound, Positive, Probability, Rate, Share
-from thrifty.core.change import Change, Moments
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.growth.gates import add_gates, gates
-from thrifty.core.growth.growing import Taller, cut_stacks
-from thrifty.core.growth.image_sizes import images_of, with_images
-from thrifty.core.growth.sizes import positions_of, step_flops
-from thrifty.core.growth.text_lengths import cut_short, is_text_alone
-from thrifty.core.growth.weight_averages import Trailing
-from thrifty.core.moments import Moment
+from thrifty.core.gradient_transform import Transform, chain
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Positive, Probability, Rate, Share
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import find_stacks
+from thrifty.core.structural_change import Change, Moments
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
-from thrifty.kernels.resizing import resize, scaled_side
-from thrifty.kernels.size_choice import best_size, fitted_weight, sizes_up
+from thrifty.kernels.image_resizing import resize, scaled_side
+from thrifty.modeling.image_sizes import images_of, with_images
+from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.text_lengths import cut_short, is_text_alone
+from thrifty.techniques.growth._block_gates import add_gates, gates
+from thrifty.techniques.growth._depth_growth import Taller, cut_stacks
+from thrifty.techniques.growth._flops_by_size import positions_of, step_flops
+from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
+from thrifty.techniques.growth._trailing_average import Trailing
 
 AVERAGE = "weights_behind"
 Size = tuple[float, float]

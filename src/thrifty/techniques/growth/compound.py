@@ -23,18 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.bounds import Positive, Rate
-from thrifty.core.change import Change, Moments
 from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.growth.growing import Taller, cut_stacks
-from thrifty.core.growth.pooling import Pooled, pool
-from thrifty.core.growth.text_lengths import cut_short, refuse_more_than_tokens
-from thrifty.core.growth.widening import Inner, divided, duplicated, inner_parameters, narrow
-from thrifty.core.moments import Moment
 from thrifty.core.objective import Objective
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
+from thrifty.core.structural_change import Change, Moments
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.text_lengths import cut_short, refuse_more_than_tokens
+from thrifty.techniques.growth._depth_growth import Taller, cut_stacks
+from thrifty.techniques.growth._token_pooling import Pooled, pool
+from thrifty.techniques.growth._width_growth import Inner, divided, duplicated, inner_parameters, narrow
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:

@@ -21,15 +21,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.branches import find_branches
-from thrifty.core.change import Change, Moments, same_value
 from thrifty.core.errors import IntegrityError
-from thrifty.core.growth.growing import Order, Taller, cut_stacks
-from thrifty.core.growth.residuals import refuse_normed_sums
-from thrifty.core.moments import Moment
+from thrifty.core.run_relative_settings import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
+from thrifty.core.structural_change import Change, Moments, same_value
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.residual_branches import find_branches
+from thrifty.modeling.residual_checks import refuse_normed_sums
+from thrifty.techniques.growth._depth_growth import Order, Taller, cut_stacks
 
 
 def written_by(model: nn.Module) -> set[str]:

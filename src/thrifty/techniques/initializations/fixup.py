@@ -25,14 +25,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.bounds import Rate, Share
-from thrifty.core.branches import Blocks, Branch, add_gain, biases, depths, find_branches, is_decoder
-from thrifty.core.elements import ScaleParameters
-from thrifty.core.embeddings import find_head, is_tied, size_stream, token_tables
-from thrifty.core.matrices import draw_xavier, matrices
-from thrifty.core.norms import WithoutNorms, bypass_norms
-from thrifty.core.surgery import is_under, note
-from thrifty.core.transforms import Transform, chain
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Rate, Share
+from thrifty.modeling.embeddings import find_head, is_tied, size_stream, token_tables
+from thrifty.modeling.module_surgery import is_under, note
+from thrifty.modeling.residual_branches import Blocks, Branch, add_gain, biases, depths, find_branches, is_decoder
+from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
+from thrifty.optim.transform_elements import ScaleParameters
+from thrifty.techniques.initializations._branch_matrices import draw_xavier, matrices
 
 
 def depth_factor(branches: int, matrices: int) -> float:

@@ -19,11 +19,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.bounds import Rate
-from thrifty.core.branches import Branch, add_gain, find_branches
-from thrifty.core.embeddings import size_stream
-from thrifty.core.norms import WithoutNorms, bypass_norms
-from thrifty.core.surgery import note
+from thrifty.core.setting_bounds import Rate
+from thrifty.modeling.embeddings import size_stream
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.residual_branches import Branch, add_gain, find_branches
+from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 
 
 def alphas(branches: Sequence[Branch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:

@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from thrifty.core.bounds import Rate
-from thrifty.core.branches import add_gain, depths, find_branches
-from thrifty.core.embeddings import size_stream
 from thrifty.core.errors import Refused
-from thrifty.core.norms import WithoutNorms, bypass_norms
-from thrifty.core.surgery import note
+from thrifty.core.setting_bounds import Rate
+from thrifty.modeling.embeddings import size_stream
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.residual_branches import add_gain, depths, find_branches
+from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 
 
 def largest_start(blocks: int) -> float:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.bounds import Positive, Share
-from thrifty.core.moments import EffectiveBatch, Moment
+from thrifty.core.run_relative_settings import EffectiveBatch, Moment
+from thrifty.core.setting_bounds import Positive, Share
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 

@@ -8,7 +8,8 @@ Promise   the gradient of the whole batch at the activation memory of one micro-
 Cost      a second forward pass: a third more work.
 Does not  change the result beyond the order of summation (numerics: rounding). What is drawn in a forward pass, such as
           dropout's masks, is drawn again alike the second time.
-Avoid     when the whole batch fits; and for other objectives, whose micro-batches large_batch.accumulate sums at once.
+Avoid     when the whole batch fits; and for other objectives, whose micro-batches large_batch.gradient_accumulation
+sums at once.
 Note      over ranks too: what other ranks' examples do to the gradient is known once the vectors are.
 """
 
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -107,7 +108,7 @@ class GradientCache(Technique):
         if not objective.joint:
             raise Refused(
                 "each example's loss depends on that example alone, and a second forward pass would be for nothing",
-                fix="--with large_batch.accumulate in its place",
+                fix="--with large_batch.gradient_accumulation in its place",
             )
         return objective
 

@@ -4,7 +4,7 @@ Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677): t
           Malladi et al. 2022 (arXiv 2205.10287): the square root for Adam, first in Krizhevsky 2014 (arXiv 1404.5997).
 Promise   a batch k times as large takes k times (linear) or sqrt(k) times (square root) the rate of the base batch. The
           warm-up begins at the base rate, not at zero: it is 1 before the first update and grows by equal amounts.
-Avoid     far above the gradient noise scale (large_batch.noise_scale): there no rate makes up for the lost steps.
+Avoid     far above the gradient noise scale (measure.noise_scale): there no rate makes up for the lost steps.
 Note      square_root for Adam and its relatives, linear for SGD. A schedule that warms up from zero multiplies with
           this; set its warmup to 0 to have the paper's. The paper's momentum correction is for momenta that hold the
           rate inside; ours do not. With a batch ramp the factor is that of the
@@ -14,12 +14,12 @@ Note      square_root for Adam and its relatives, linear for SGD. A schedule tha
 from dataclasses import dataclass
 from typing import Literal
 
-from thrifty.core.bounds import Positive
-from thrifty.core.elements import ScaleBySchedule
-from thrifty.core.moments import EffectiveBatch, Moment
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_relative_settings import EffectiveBatch, Moment
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import ScaleBySchedule
 
 Rule = Literal["square_root", "linear"]
 

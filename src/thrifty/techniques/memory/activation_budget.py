@@ -25,24 +25,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from thrifty.core.accounting import StepTrace
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
-from thrifty.core.activations.overheads import measured_overheads
-from thrifty.core.activations.rehearsal import Rehearsal, rehearsing
-from thrifty.core.activations.replay import BlockPlan, keep, run_planned
-from thrifty.core.activations.tape import Cost, Tape, same_casts
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound
 from thrifty.core.errors import Infeasible
-from thrifty.core.memories.tiers import tier_for
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.setting_bounds import Bound
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.activation_stores import Bits, OnTier, block_plan, bytes_per_second, stored_bits
-from thrifty.kernels.best_plan import Allowed, agreed, best_plan, least_peak
-from thrifty.kernels.memory_plan import (
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.dry_run import Rehearsal, rehearsing
+from thrifty.memory.host_tier import tier_for
+from thrifty.memory.op_costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
+from thrifty.memory.op_trace import Cost, Tape, same_casts
+from thrifty.memory.planner.memory_plan import (
     BlockCosts,
     Compression,
     Link,
@@ -51,7 +46,12 @@ from thrifty.kernels.memory_plan import (
     is_streamed,
     peak_when_kept,
 )
-from thrifty.kernels.plan_in_words import decisions, summary
+from thrifty.memory.planner.plan_choice import Allowed, agreed, best_plan, least_peak
+from thrifty.memory.planner.plan_report import decisions, summary
+from thrifty.memory.planner.plan_storage import Bits, OnTier, block_plan, bytes_per_second, stored_bits
+from thrifty.memory.recompute_overhead import measured_overheads
+from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
+from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
 """Seconds that each operation of a block costs in Python, both ways together, where its operations are followed one by

@@ -29,19 +29,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.activations.saved import SMALLEST, kept_by
-from thrifty.core.activations.sensitivity import left_alone, sensitivities
 from thrifty.core.backward import Backward, Outcome, plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import seed_of
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.bit_allocation import allocate_bits
-from thrifty.kernels.group_ranges import GROUP
-from thrifty.kernels.in_codes import InCodes
+from thrifty.kernels.quantization_ranges import GROUP
+from thrifty.memory.planner.bit_allocation import allocate_bits
+from thrifty.memory.quantized_store import InCodes
+from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
+from thrifty.techniques.memory._gradient_sensitivity import left_alone, sensitivities
 
 CHOICES = (2, 4, 8)
 """Bits that adaptive tensors may get."""

@@ -30,17 +30,17 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
-from thrifty.core.memories.tickets import on_part
-from thrifty.core.memories.tiers import Beside, Ticket, Tier, Where, tier_for
-from thrifty.core.moments import Moment
-from thrifty.core.optimizer import Site
-from thrifty.core.parameters import standing_for
-from thrifty.core.pieces import local
+from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain, moves
+from thrifty.core.run_relative_settings import Moment
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note
-from thrifty.core.tails import tail
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Chain, Numbers, Reach, Slots, Transform, chain, moves
+from thrifty.memory.host_tier import Beside, Ticket, Tier, Where, tier_for
+from thrifty.memory.storage_tier import on_part
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.parameter_kinds import standing_for
+from thrifty.optim.chunked_update import local
+from thrifty.optim.torch_optimizer import Site
+from thrifty.optim.update_plan import tail
 
 TILE = 4 * 1024 * 1024
 """Numbers, about, whose new values go back together while the next are computed."""

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chain_costs import survey
-from thrifty.core.activations.chains import ChainCost, Schedule
-from thrifty.core.bounds import Bound
+from thrifty.core.setting_bounds import Bound
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
+from thrifty.memory.block_chain_costs import survey
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
+from thrifty.memory.recompute_schedule import ChainCost, Schedule
+from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:

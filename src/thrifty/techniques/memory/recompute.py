@@ -21,16 +21,16 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from thrifty.core.activations.chain_calls import Chain
-from thrifty.core.activations.chains import Schedule
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused, UsageError
-from thrifty.core.operations import FLOPS_OF
-from thrifty.core.recomputation import run_again
+from thrifty.core.op_flops import FLOPS_OF
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_stacks, note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.chain_schedule import periodic_schedule
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.planner.chain_schedule import periodic_schedule
+from thrifty.memory.recomputation import run_again
+from thrifty.memory.recompute_schedule import Schedule
+from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
 
 
 def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:

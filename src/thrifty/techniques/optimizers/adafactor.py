@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.bounds import Bound, Rate
-from thrifty.core.elements import AddDecayedWeights, ScaleBySchedule, layer_norms
-from thrifty.core.pieces import parts_like, row_parts
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.setting_bounds import Bound, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+from thrifty.optim.chunked_update import parts_like, row_parts
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule, layer_norms
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:

@@ -9,17 +9,17 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 
 from dataclasses import dataclass
 
-from thrifty.core.bounds import Betas, Rate
-from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 
 
 def adamw(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1
 ) -> Transform:
-    """AdamW as a chain of transforms; decay spares vectors, biases and positions (`core/parameters.py`)."""
+    """AdamW as a chain of transforms; decay spares vectors, biases and positions (`modeling/parameter_kinds.py`)."""
     return chain(ScaleByAdam(*betas, eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 

@@ -14,11 +14,11 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 import math
 from dataclasses import dataclass
 
-from thrifty.core.bounds import Betas, Rate
-from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
 
 
 def lamb(

@@ -13,11 +13,11 @@ Note      vectors, biases and positions take the plain rate and no decay. Where 
 from dataclasses import dataclass
 from typing import Literal
 
-from thrifty.core.bounds import Probability, Rate
-from thrifty.core.elements import ScaleByMomentum, ScaleByTrustRatio, scale_by_learning_rate
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import ScaleByMomentum, ScaleByTrustRatio, scale_by_learning_rate
 
 
 def lars(

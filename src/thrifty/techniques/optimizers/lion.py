@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.bounds import Betas, Rate
-from thrifty.core.elements import AddDecayedWeights, scale_by_learning_rate
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+from thrifty.optim.transform_elements import AddDecayedWeights, scale_by_learning_rate
 
 
 class ScaleByLion(Transform):

@@ -23,8 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.bounds import Betas, Positive, Probability, Rate
-from thrifty.core.elements import (
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
+from thrifty.core.shard_layout import order_of
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_hidden_matrix
+from thrifty.optim.parameter_partition import partition
+from thrifty.optim.transform_elements import (
     AddDecayedWeights,
     ScaleByAdam,
     ScaleByMomentum,
@@ -32,13 +39,6 @@ from thrifty.core.elements import (
     scale_by_learning_rate,
     whole,
 )
-from thrifty.core.layout import order_of
-from thrifty.core.parameters import Slices, fused_slices, is_hidden_matrix
-from thrifty.core.partition import partition
-from thrifty.core.stages import Stage
-from thrifty.core.surgery import note
-from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic, chosen to be steep at 0: five iterations take singular values from 0.002 of a matrix's norm
@@ -155,7 +155,8 @@ def muon(
     rest_betas: tuple[float, float] = (0.9, 0.95),
     rest_eps: float = 1e-8,
 ) -> Transform:
-    """Hidden matrices (`core/parameters.py`) by Muon, parameter -= lr · (orthogonal update + weight_decay · parameter);
+    """Hidden matrices (`modeling/parameter_kinds.py`) by Muon, parameter -= lr · (orthogonal update + weight_decay ·
+    parameter);
     everything else by AdamW with the rate `rest_lr` and the same decay."""
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.bounds import Betas, Rate
-from thrifty.core.elements import AddDecayedWeights, ScaleByAdam, add_multiple
 from thrifty.core.errors import UsageError
-from thrifty.core.moments import Moment
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add_multiple
 
 
 def schedule_free_update(

@@ -11,11 +11,11 @@ Note      decay is L2, added to the gradient before the momentum, and spares vec
 
 from dataclasses import dataclass
 
-from thrifty.core.bounds import Probability, Rate
-from thrifty.core.elements import AddDecayedWeights, ScaleByMomentum, scale_by_learning_rate
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByMomentum, scale_by_learning_rate
 
 
 def sgd(lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> Transform:

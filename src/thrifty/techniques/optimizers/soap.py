@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.bounds import Betas, Positive, Rate
-from thrifty.core.elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
-from thrifty.core.layout import order_of
-from thrifty.core.pieces import local
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.setting_bounds import Betas, Positive, Rate
+from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+from thrifty.optim.chunked_update import local
+from thrifty.optim.transform_elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
 
 Sides = Sequence[Tensor | None]
 """A matrix for the rows of another, and one for its columns; None where a side keeps its own axes."""

@@ -50,19 +50,19 @@ from torch.distributed.pipelining import (
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.parallel.elsewhere import present
-from thrifty.core.parallel.model_parts import balanced, parts_of
-from thrifty.core.parallel.pipeline_line import Line, goes_in_halves
-from thrifty.core.parallel.stage_models import StageModel, cut
 from thrifty.core.ranks import from_first_rank
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note, wrap_forward
 from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.model_partition import balanced, parts_of
+from thrifty.distributed.pipeline_runner import Line, goes_in_halves
+from thrifty.distributed.pipeline_stages import StageModel, cut
+from thrifty.modeling.module_surgery import note, wrap_forward
+from thrifty.modeling.stage_placeholders import present
 
 ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL_STAGES: dict[str, Any] = {

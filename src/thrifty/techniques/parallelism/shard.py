@@ -37,8 +37,8 @@ from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import own_share
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import find_stacks, note
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.module_surgery import find_stacks, note
 
 Zero = Literal[1, 2, 3]
 

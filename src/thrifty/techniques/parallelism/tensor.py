@@ -10,7 +10,8 @@ Cost      in each block two sums of hidden states (b, t, d) forward and two back
 Does not  rename any parameter, or change what one is drawn as: the plain model is built, then cut.
 Avoid     where the model fits: sharding sends less. Between machines.
 Note      a layer that holds several slices (queries, keys and values) is kept in an order in which each rank's rows are
-          neighbours (`core/layout.py`); checkpoints and exports have the plain one. Norms, positions and biases of row
+          neighbours (`core/shard_layout.py`); checkpoints and exports have the plain one. Norms, positions and biases
+          of row
           layers are whole on all ranks. Random numbers are drawn alike where activations are whole and apart where they
           are not.
 """
@@ -28,11 +29,11 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.parallel.split_model import split_model
-from thrifty.core.pieces import local
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.tensor_parallel_model import split_model
+from thrifty.optim.chunked_update import local
 
 STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
 """The share of the activations that every rank has whole, measured on gpt and llama blocks: what split layers and norms
@@ -93,7 +94,7 @@ class TensorParallel(Technique):
     them, divided too."""
     plan: tuple[str, ...] = ()
     """Entries "pattern=style" for layers of a model that is not known here, or to be split otherwise: column, row,
-    summed or whole (`core/parallel/split_plan.py`)."""
+    summed or whole (`distributed/tensor_parallel_plan.py`)."""
 
     def model(self, model: nn.Module) -> nn.Module:
         if axis("tensor").size > 1:

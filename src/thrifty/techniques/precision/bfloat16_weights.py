@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.elements import Selective
-from thrifty.core.fused import Fused, by_kernels, fused_tail
+from thrifty.core.gradient_transform import Chain, Content, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.parameters import standing_for
-from thrifty.core.partition import Partition
-from thrifty.core.pieces import local
 from thrifty.core.randomness import seed_of
 from thrifty.core.stages import Stage
-from thrifty.core.surgery import note
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Chain, Content, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.parameter_kinds import standing_for
+from thrifty.optim.chunked_update import local
+from thrifty.optim.fused_updates import Fused, by_kernels, fused_tail
+from thrifty.optim.parameter_partition import Partition
+from thrifty.optim.transform_elements import Selective
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
 

@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.pieces import local
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.chunked_update import local
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ Promise   one constant phase can serve runs of several lengths; fully decayed wh
 
 from dataclasses import dataclass
 
-from thrifty.core.elements import ScaleBySchedule
-from thrifty.core.moments import Moment
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_relative_settings import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import ScaleBySchedule
 
 
 def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:

@@ -7,11 +7,11 @@ Promise   a run that may be prolonged: everything before `cooldown` does not dep
 
 from dataclasses import dataclass
 
-from thrifty.core.elements import ScaleBySchedule
-from thrifty.core.moments import Moment
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_relative_settings import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import ScaleBySchedule
 
 
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:

@@ -7,12 +7,12 @@ Promise   fully decayed when the run ends.
 
 from dataclasses import dataclass
 
-from thrifty.core.elements import ScaleBySchedule
-from thrifty.core.moments import Moment
-from thrifty.core.schedules import warmed_up
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_relative_settings import Moment
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Transform, chain
+from thrifty.optim.transform_elements import ScaleBySchedule
+from thrifty.techniques.schedules._warmup import warmed_up
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.bounds import Positive, Probability, Share
 from thrifty.core.errors import IntegrityError
-from thrifty.core.layout import order_of
-from thrifty.core.moments import Moment
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparse.masked_weights import UnderMasks
-from thrifty.core.sparse.masks import Layer, check_masks, masks_in
-from thrifty.core.sparse.slimming import Pieces, arrange, find_pieces
-from thrifty.core.sparse.sparsity import Shapes, drop_fraction, largest, like_parameter, replaced
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Positive, Probability, Share
+from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
-from thrifty.core.surgery import note
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.structured_pruning import Pieces, arrange, find_pieces
+from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, like_parameter, replaced
+from thrifty.optim.weight_masks import Layer, check_masks, masks_in
+from thrifty.techniques.sparsity._mask_techniques import UnderMasks
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:

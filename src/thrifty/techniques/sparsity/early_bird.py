@@ -28,20 +28,26 @@ from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound, Positive, Probability, Rate
-from thrifty.core.change import Change
-from thrifty.core.elements import Selective
 from thrifty.core.errors import IntegrityError
-from thrifty.core.moments import Moment
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparse.slimming import add_coefficients, arrange, coefficients_of, find_pieces, fold_coefficients
-from thrifty.core.sparse.sparsity import largest, largest_of_all
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Positive, Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
-from thrifty.core.surgery import note
+from thrifty.core.structural_change import Change
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.transforms import Numbers, Reach, Slots, Transform, chain
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.structured_pruning import (
+    add_coefficients,
+    arrange,
+    coefficients_of,
+    find_pieces,
+    fold_coefficients,
+)
+from thrifty.optim.mask_selection import largest, largest_of_all
+from thrifty.optim.transform_elements import Selective
 
 Part = Annotated[float, Bound(least=0, below=1)]
 Draw = Literal["coefficients", "random", "late"]

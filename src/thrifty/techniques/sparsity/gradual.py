@@ -18,13 +18,13 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from thrifty.core.bounds import Positive, Share
 from thrifty.core.errors import UsageError
-from thrifty.core.moments import Moment
-from thrifty.core.sparse.masked_weights import MaskedWeights
-from thrifty.core.sparse.masks import Layer, check_masks
-from thrifty.core.sparse.sparsity import global_count, largest, largest_of_all, layer_counts
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Positive, Share
 from thrifty.core.state import TrainState
+from thrifty.optim.mask_selection import global_count, largest, largest_of_all, layer_counts
+from thrifty.optim.weight_masks import Layer, check_masks
+from thrifty.techniques.sparsity._mask_techniques import MaskedWeights
 
 
 def cubic_density(step: int, start: int, until: int, initial: float, final: float) -> float:

@@ -27,13 +27,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Bound
-from thrifty.core.elements import global_norm
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.sparse.masked_weights import ScoredWeights
-from thrifty.core.sparse.sparsity import masked_shapes
+from thrifty.core.setting_bounds import Bound
 from thrifty.core.state import TrainState
+from thrifty.optim.mask_selection import masked_shapes
+from thrifty.optim.transform_elements import global_norm
+from thrifty.techniques.sparsity._mask_techniques import ScoredWeights
 
 
 def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.sparse.masked_weights import MovingMasks
-from thrifty.core.sparse.masks import Layer
-from thrifty.core.sparse.sparsity import replaced
+from thrifty.optim.mask_selection import replaced
+from thrifty.optim.weight_masks import Layer
+from thrifty.techniques.sparsity._mask_techniques import MovingMasks
 
 
 def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:

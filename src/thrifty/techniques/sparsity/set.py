@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparse.masked_weights import MovingMasks
-from thrifty.core.sparse.masks import Layer
-from thrifty.core.sparse.sparsity import replaced
+from thrifty.optim.mask_selection import replaced
+from thrifty.optim.weight_masks import Layer
+from thrifty.techniques.sparsity._mask_techniques import MovingMasks
 
 
 def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.sparse.masked_weights import ScoredWeights
+from thrifty.techniques.sparsity._mask_techniques import ScoredWeights
 
 
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:

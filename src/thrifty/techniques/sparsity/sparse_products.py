@@ -34,21 +34,21 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
-from thrifty.core.bounds import Positive, check_pattern
-from thrifty.core.change import Change
 from thrifty.core.errors import Refused
-from thrifty.core.machine import has_fast_bfloat16
 from thrifty.core.objective import Objective
-from thrifty.core.sparse.masks import masks_in
+from thrifty.core.setting_bounds import Positive, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.surgery import note, weight_layers, wrap_forward
+from thrifty.core.structural_change import Change
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.sparse.blocks import Blocks, kept_blocks
-from thrifty.kernels.sparse.crossover import Case, Form, Line, best_form, forms_of
-from thrifty.kernels.sparse.csr import LANES, Csr
-from thrifty.kernels.sparse.patterns import Pattern
-from thrifty.kernels.sparse.products import sparse_linear
+from thrifty.kernels.sparse.block_sparse_matrix import Blocks, kept_blocks
+from thrifty.kernels.sparse.csr_matrix import LANES, Csr
+from thrifty.kernels.sparse.sparse_breakeven import Case, Form, Line, best_form, forms_of
+from thrifty.kernels.sparse.sparse_linear import sparse_linear
+from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.machine.cpu_features import has_fast_bfloat16
+from thrifty.modeling.module_surgery import note, weight_layers, wrap_forward
+from thrifty.optim.weight_masks import masks_in
 
 WORTH = 0.9
 """Of the time of dense products that sparse ones may take at most to be chosen."""

@@ -17,11 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thrifty.core.layout import order_of
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.sparse.masked_weights import MaskedWeights
-from thrifty.core.sparse.masks import check_masks
-from thrifty.core.sparse.sparsity import (
+from thrifty.core.shard_layout import order_of
+from thrifty.core.state import TrainState, full_value
+from thrifty.optim.mask_selection import (
     global_count,
     largest,
     largest_of_all,
@@ -31,7 +30,8 @@ from thrifty.core.sparse.sparsity import (
     masked_shapes,
     random_mask,
 )
-from thrifty.core.state import TrainState, full_value
+from thrifty.optim.weight_masks import check_masks
+from thrifty.techniques.sparsity._mask_techniques import MaskedWeights
 
 
 @dataclass(frozen=True)

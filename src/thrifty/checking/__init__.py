@@ -1,0 +1,1 @@
+"""Check whether a combination of techniques keeps its promises."""

@@ -1,0 +1,137 @@
+"""Whether what must not change a run's values leaves them as they are.
+
+Each technique that promises the values of the plain run (bit for bit, or within rounding) is put on a run by itself
+and held against the same run without it; then all of them together.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
+from thrifty.checking.observed_runs import (
+    DRAWING,
+    Subject,
+    Trace,
+    farthest,
+    follow,
+    in_a_line,
+    is_low,
+    overrides,
+    relative,
+)
+from thrifty.core.errors import UsageError
+from thrifty.core.technique import Numerics, Technique
+
+GRADIENTS = 30
+"""A gradient may be so many times as far off, as a share of itself, as the loss."""
+LATER = 30
+"""So may the losses of later steps: an optimizer that divides by small numbers makes the last bit a larger one."""
+IN_16_BITS = 2e-2
+"""What rounding may come to, as a share of the loss, in a run that computes in 16 bits or less."""
+MOST = 0.25
+"""No gradient may be farther off than this, whatever was promised: a factor of two must show."""
+
+
+def exactness(subject: Subject, whole: Trace) -> Iterator[PromiseVerdict]:
+    """A verdict for each technique that promises values, and one for all of them together. `whole` is the run as it is
+    to be, which need not be trained again."""
+    promising = [one for one in subject.alone if one.numerics is not Numerics.DIFFERENT]
+    if not promising:
+        yield not_applicable("values", "techniques", "none of them promises the plain run's values")
+        return
+    references = _References(subject, whole)
+    for one in promising:
+        yield references.verdict([one])
+    if len(promising) > 1:
+        yield references.verdict(promising)
+
+
+class _References:
+    """Runs to compare with, each trained once."""
+
+    def __init__(self, subject: Subject, whole: Trace):
+        self.subject, self.whole = subject, whole
+        different = [one for one in subject.alone if one.numerics is Numerics.DIFFERENT]
+        self.settled = [one for one in different if one.stage not in DRAWING]
+        self.rounded = [one for one in self.settled if not _enlarges(one)]
+        self.known: dict[tuple[str, ...], tuple[Trace, bool]] = {}
+
+    def verdict(self, chosen: Sequence[Technique]) -> PromiseVerdict:
+        about = chosen[0].name if len(chosen) == 1 else "all of these together"
+        exact = all(one.numerics is Numerics.EXACT for one in chosen)
+        # each by itself where rounding stays small; together as the recipe has it
+        base = self.settled if exact or len(chosen) > 1 else self.rounded
+        promise, quiet = "exact" if exact else "rounding", False
+        try:
+            reference, drawn = self.reference(base)
+            quiet = drawn and not exact
+            if quiet:
+                reference, _ = self.reference(base, quiet=True)
+            found = self.trained([*base, *chosen], quiet)
+        except UsageError as refused:
+            return not_applicable(promise, about, f"it cannot be set apart: {refused.what}")
+        except Exception as error:  # of anybody's technique
+            if quiet:  # which is not how it is to run
+                return not_applicable(promise, about, f"it cannot be measured without dropout: {in_a_line(error)}")
+            return broken(promise, about, f"the run fails with it: {in_a_line(error)}", _without(chosen))
+        if exact:
+            return _bitwise(about, found, reference, chosen)
+        low = len(chosen) > 1 and any(is_low(one) for one in base)
+        tolerance = sum(one.tolerance for one in chosen)
+        return _within(about, found, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
+
+    def trained(self, techniques: Sequence[Technique], quiet: bool) -> Trace:
+        if not quiet and {one.name for one in techniques} == {one.name for one in self.subject.alone}:
+            return self.whole
+        return follow(self.subject, techniques, quiet=quiet)[1]
+
+    def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[Trace, bool]:
+        """A run, and whether its loss depends on what is drawn in a step (dropout)."""
+        key = (*(one.name for one in base), str(quiet))
+        if key not in self.known:
+            _, trace = follow(self.subject, base, quiet=quiet)
+            _, other = follow(self.subject, base, quiet=quiet, steps=1, seed=self.subject.seed + 1)
+            self.known[key] = trace, other.losses[0] != trace.losses[0]
+        return self.known[key]
+
+
+def _enlarges(one: Technique) -> bool:
+    """Whether a technique makes a last bit that differs into something larger: by few bits, or by a decision."""
+    return is_low(one) or any(overrides(one, seam) for seam in ("changes", "batches")) or one.stage.label == "attention"
+
+
+def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique]) -> PromiseVerdict:
+    promised = "bit for bit the run without it was promised"
+    pairs = zip(zip(found.losses, found.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True)
+    for step, (mine, theirs) in enumerate(pairs, start=1):
+        for what, one, other in zip(("loss", "gradient norm"), mine, theirs, strict=True):
+            if one != other:
+                measured = f"{promised}; the {what} of step {step} is {one:.9g} and not {other:.9g}"
+                return broken("exact", about, measured, _without(chosen))
+    now, then = found.tensors(), wanted.tensors()
+    for name, tensor in then.items():
+        if name not in now or not torch.equal(now[name], tensor):
+            measured = f"{promised}; after {len(found.losses)} steps {name} differs"
+            return broken("exact", about, measured, _without(chosen))
+    steps = len(found.losses)
+    return holds("exact", about, f"losses, gradient norms and {len(then)} tensors of {steps} steps, bit for bit")
+
+
+def _within(about: str, found: Trace, wanted: Trace, tolerance: float, chosen: Sequence[Technique]) -> PromiseVerdict:
+    loss = relative(found.losses[0], wanted.losses[0])
+    later = max((relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=True)), default=0.0)
+    gradient, whose = farthest(found.first, wanted.first)
+    allowed = min(GRADIENTS * tolerance, MOST)
+    measured = (
+        f"off by {loss:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a gradient "
+        f"({allowed:g} allowed), {later:.1e} of a later loss ({LATER * tolerance:g} allowed)"
+    )
+    if loss <= tolerance and gradient <= allowed and later <= LATER * tolerance:
+        return holds("rounding", about, measured)
+    where = f"; the gradient is that of {whose}" if whose and not gradient <= allowed else ""
+    return broken("rounding", about, measured + where, _without(chosen))
+
+
+def _without(chosen: Sequence[Technique]) -> str:
+    return " ".join(f"--without {one.name}" for one in chosen)

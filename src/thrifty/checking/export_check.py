@@ -1,0 +1,74 @@
+"""Whether a trained model computes the same after it was exported and loaded again."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
+from thrifty.checking.observed_runs import Subject, in_a_line, is_low, overrides, undrawn
+from thrifty.composition.compose import Composition
+from thrifty.core.errors import Refused
+from thrifty.core.model_spec import Ends, ImageEnds, PairEnds
+from thrifty.core.recipe import ModelSettings, Recipe
+from thrifty.core.state import TrainState
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.models import build_for, export_model, shape_for
+
+NEAR = 1e-4
+"""How far logits may move, as a share of the largest."""
+NEAR_IN_16_BITS = 2e-2
+
+
+def export_round_trip(
+    subject: Subject, recipe: Recipe, ends: Ends, run: Composition, state: TrainState, folder: Path
+) -> PromiseVerdict:
+    """Exports the model of a state into a folder, takes its techniques off for that, and loads it again. The state's
+    model is used up."""
+    promise, about = "export", "model"
+    assert state.model is not None
+    model = state.model
+    low = any(is_low(one) for one in run.techniques)
+    before = _logits(model, run, subject)
+    try:
+        for technique in reversed(run.techniques):
+            model = technique.finish(model)
+        _write(model, recipe, ends, folder)
+    except Refused as refused:
+        return not_applicable(promise, about, refused.what)
+    try:
+        settings = ModelSettings(folder=str(folder))
+        again = build_for(ends, settings, recipe.seed, task=recipe.objective.name).to(subject.device)
+    except Exception as error:  # of whatever reads the folder
+        text = f"what was exported cannot be loaded: {in_a_line(error)}"
+        return broken(promise, about, text, "export with the plain architecture: leave out what changes it")
+    after = _logits(again, run, subject)
+    distance, allowed = _distance(after, before), NEAR_IN_16_BITS if low else NEAR
+    text = f"exported and loaded again, logits are off by {distance:.1e} of the largest ({allowed:g} allowed)"
+    if distance <= allowed:
+        return holds(promise, about, text)
+    names = [f"--without {one.name}" for one in run.techniques if overrides(one, "finish")]
+    return broken(promise, about, text, " or ".join(names) or "compare thrifty sample of the run and of the export")
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, run: Composition, subject: Subject) -> Tensor:
+    """What a model says of the first batch, asked by the plain objective, while nothing is dropped."""
+    batch = run.source.at(0).to(subject.device)
+    with undrawn(model):
+        return run.plain.objective.predict(model, batch).logits.float().cpu()
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    if found.shape != wanted.shape:
+        return float("inf")
+    return float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+
+
+def _write(model: nn.Module, recipe: Recipe, ends: Ends, folder: Path) -> None:
+    shape = shape_for(ends, recipe.model)
+    if shape is not None:
+        shape = replace(shape, depth=len(find_blocks(model)[1]))
+    images = ends if isinstance(ends, ImageEnds) else ends.images if isinstance(ends, PairEnds) else None
+    export_model(model, shape, folder, images=images)

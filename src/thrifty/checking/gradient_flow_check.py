@@ -1,0 +1,136 @@
+"""Where gradients arrive: which parameters learn, which do not, and why; and what is kept of weights held at zero."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
+from thrifty.checking.observed_runs import Subject, Trace, follow, gradients_of, overrides
+from thrifty.core.backward import plain_backward
+from thrifty.core.stages import HOW
+from thrifty.core.state import TrainState, full_value
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.weight_masks import SLOT, masks_in
+
+NEEDED = 3
+"""Steps after which a parameter that starts behind one of zeros (LoRA's A behind B) has had its turn."""
+
+
+def gradient_flow(subject: Subject, trace: Trace) -> PromiseVerdict:
+    """Whether every parameter that is to be trained was given a gradient in some step; why others were not."""
+    starved = {name for name, steps in trace.steps_of.items() if steps >= NEEDED and name not in trace.reached}
+    reasons = _frozen(subject, trace.state)
+    if starved:
+        masks = masks_in(trace.state)
+        masked = {name for name in starved if name in masks and not bool(masks[name].any())}
+        unused = _without_gradient_in_the_plain_run(subject) & (starved - masked)
+        starved -= masked | unused
+        if masked:
+            reasons.append(f"{len(masked)} masked out ({_named(masked)})")
+        if unused:
+            reasons.append(f"{len(unused)} that the plain run does not use either ({_named(unused)})")
+    said = f"{len(trace.reached)} parameters have gradients" + "".join(f"; {reason}" for reason in reasons)
+    promise, about = "gradients arrive", "parameters"
+    if not starved:
+        return holds(promise, about, said)
+    suspects = _suspects(subject, starved)
+    fix = " or ".join(f"--without {name}" for name in suspects) or "freeze them, or use them in the forward pass"
+    text = f"{len(starved)} to be trained never have one in {subject.steps} steps ({_named(starved)}); {said}"
+    return broken(promise, about, text, fix)
+
+
+def _named(names: set[str]) -> str:
+    first = sorted(names)[0]
+    return first if len(names) == 1 else f"{first} and others"
+
+
+def _frozen(subject: Subject, state: TrainState) -> list[str]:
+    """How many parameters are frozen, and by which technique."""
+    assert state.model is not None
+    frozen = {name for name, parameter in state.model.named_parameters() if not parameter.requires_grad}
+    if not frozen:
+        return []
+    run = subject.composed(subject.alone)
+    model, found, reasons = run.plain.build(), set[str](), []
+    for about, change in [("the model itself", None), *((one.name, one) for one in run.techniques)]:
+        if change is not None and (change.stage in HOW or not overrides(change, "model")):
+            continue
+        model = model if change is None else change.model(model)
+        now = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} & frozen
+        if now - found:
+            reasons.append(f"{len(now - found)} frozen by {about}")
+        found |= now
+    if frozen - found:
+        reasons.append(f"{len(frozen - found)} frozen in the run")
+    return reasons
+
+
+def _without_gradient_in_the_plain_run(subject: Subject) -> set[str]:
+    run = subject.composed([one for one in subject.alone if "optimizer" in one.claims])
+    model = run.plain.build().to(subject.device)
+    plain_backward(model, run.plain.objective, run.source.at(0).to(subject.device))
+    return {name for name, gradient in gradients_of(model).items() if not bool(torch.count_nonzero(gradient))}
+
+
+def _suspects(subject: Subject, starved: set[str]) -> list[str]:
+    """Techniques without which these parameters have gradients."""
+    found = []
+    for one in subject.alone:
+        if one.numerics is Numerics.DIFFERENT or not (overrides(one, "model") or overrides(one, "backward")):
+            continue
+        with suppress(Exception):  # a run that fails without it tells nothing of it
+            _, trace = follow(subject, _others(subject, one), steps=NEEDED)
+            if starved & trace.reached:
+                found.append(one.name)
+    return found
+
+
+def _others(subject: Subject, left_out: Technique) -> list[Technique]:
+    return [one for one in subject.alone if one is not left_out]
+
+
+class Held:
+    """Weights that stay at exactly zero from the first step on, found by looking after each step."""
+
+    def __init__(self) -> None:
+        self.zeros: dict[str, Tensor] = {}
+        self.looked = 0
+
+    @torch.no_grad()
+    def look(self, state: TrainState) -> None:
+        assert state.model is not None
+        if not state.step:
+            return
+        parameters = {name: full_value(p) for name, p in state.model.named_parameters() if p.requires_grad}
+        if self.looked:
+            same = {name: zero for name, zero in self.zeros.items() if parameters[name].shape == zero.shape}
+            self.zeros = {name: zero & (parameters[name] == 0) for name, zero in same.items()}
+        else:
+            self.zeros = {name: value == 0 for name, value in parameters.items()}
+        self.zeros = {name: zero for name, zero in self.zeros.items() if bool(zero.any())}
+        self.looked += 1
+
+    def verdict(self, state: TrainState) -> Iterator[PromiseVerdict]:
+        """Whether the optimizer keeps no momentum of what is held at zero; nothing where nothing is."""
+        assert state.optimizer is not None
+        optimizer, worst = state.optimizer, ""
+        for slot, tensors in optimizer.slots.items():
+            if slot.endswith(SLOT) or optimizer.transform.content(slot) == "weights":
+                continue
+            for name, tensor in zip(optimizer.names, tensors, strict=True):
+                zero = self.zeros.get(name)
+                if zero is None or tensor.shape != zero.shape:
+                    continue
+                count = int((full_value(tensor).to(zero.device) != 0).logical_and_(zero).sum())
+                if count and not worst:
+                    worst = f"{slot} of {name} has {count} values where the weight stays at zero"
+        if not self.zeros or self.looked < NEEDED:
+            return
+        held = sum(int(zero.sum()) for zero in self.zeros.values())
+        promise, about = "state under masks", "optimizer"
+        if worst:
+            yield broken(promise, about, worst, "mask gradients before the optimizer and its state when masks move")
+        else:
+            yield holds(promise, about, f"nothing is kept of {held:,} weights that stay at zero")

@@ -1,0 +1,70 @@
+"""Which tokens are learned, counted, and one example to look at."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
+from thrifty.core.batches import Batch
+from thrifty.core.objective import Objective
+from thrifty.core.recipe import DataSettings, Recipe
+from thrifty.data.chat.chat_data import Learning
+from thrifty.data.chat.chat_preview import preview
+from thrifty.data.run_data import RunData
+from thrifty.data.text.text_data import TextData
+from thrifty.objectives.chat_answers import Answer
+from thrifty.objectives.token_cross_entropy import TokenCrossEntropy
+
+PROMISE = "something is learned"
+FIX = "see with thrifty data preview which tokens are learned; raise data.length if answers are cut off"
+SHOWN = 600
+"""Characters of an example that are shown."""
+
+
+def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
+    """Whether each example of a batch has predictions that count; `objective` is the plain one."""
+    if not isinstance(objective, TokenCrossEntropy):
+        return not_applicable(PROMISE, "labels", "the loss is not one of tokens: every example counts by its weight")
+    targets, shares = objective.targets(batch), objective.shares(batch)
+    counted = torch.ones_like(targets, dtype=torch.bool) if shares is None else shares > 0
+    of_each = counted.sum(1)
+    empty = int(((of_each == 0) & (batch.weight > 0)).sum())
+    text = f"{int(counted.sum()):,} tokens of {len(batch)} examples are learned, {int(of_each.min()):,} or more of each"
+    if empty or not bool(counted.any()):
+        return broken(PROMISE, "labels", f"{empty} of {len(batch)} examples have no token that is learned", FIX)
+    return holds(PROMISE, "labels", text)
+
+
+def shown(recipe: Recipe, data: RunData, objective: Objective, batch: Batch) -> tuple[str, ...]:
+    """An example as text, what is learned of it between ⟦ and ⟧; nothing where examples are no text."""
+    if not isinstance(data, TextData) or not isinstance(objective, TokenCrossEntropy):
+        return ()
+    if isinstance(objective, Answer):
+        learning = Learning(objective.trained_on == "everything", template=objective.template)
+        seen = preview(_settings(recipe), learning, 1, lambda text: None)
+        return tuple(_cut(_joined((part.text, part.learned) for part in example)) for example in seen.examples)
+    targets, shares = objective.targets(batch)[0], objective.shares(batch)
+    counted = [True] * len(targets) if shares is None else (shares[0] > 0).tolist()
+    return (_cut(_runs(targets.tolist(), counted, data.tokenizer.decode)),)
+
+
+def _settings(recipe: Recipe) -> DataSettings:
+    """As conversations are opened: by the tokenizer of the model's folder, where none is named."""
+    if recipe.data.tokenizer or not recipe.model.folder:
+        return recipe.data
+    return replace(recipe.data, tokenizer=f"{recipe.model.folder}/tokenizer.json")
+
+
+def _runs(tokens: list[int], learned: list[bool], decode: Callable[[list[int]], str]) -> str:
+    marked = groupby(zip(tokens, learned, strict=True), key=lambda each: each[1])
+    return _joined((decode([token for token, _ in run]), is_learned) for is_learned, run in marked)
+
+
+def _joined(parts: Iterable[tuple[str, bool]]) -> str:
+    return "".join(f"⟦{text}⟧" if learned else text for text, learned in parts)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + " …"

@@ -1,0 +1,210 @@
+"""What a check trains: a few steps of a composition, watched from outside.
+
+The observer is a technique like any other, around the backward pass of all others, so that nothing of what is checked
+has to know that it is checked.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import ThriftyError
+from thrifty.core.mesh import USED_BY
+from thrifty.core.objective import Objective
+from thrifty.core.shard_layout import order_of
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState, full_value
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.chunked_update import local
+from thrifty.training.loop import train
+
+DIVIDING = {claim for claim, _ in USED_BY.values()}
+"""What techniques claim that give work to several ranks."""
+
+DRAWING = (Stage.COMPRESS, Stage.SELECT, Stage.SAMPLE, Stage.PERTURB)
+"""Stages at which a gradient may depend on what was drawn for it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is checked: a plain run and its techniques, to be composed for so many steps."""
+
+    open: Callable[[], Plain]
+    """The plain run, opened afresh at each call."""
+    techniques: tuple[Technique, ...]
+    steps: int
+    seed: int = 0
+    device: torch.device = CPU
+
+    @property
+    def alone(self) -> tuple[Technique, ...]:
+        """The techniques that one process can run; the others divide work among ranks."""
+        return tuple(technique for technique in self.techniques if not technique.claims & DIVIDING)
+
+    @property
+    def dividing(self) -> tuple[Technique, ...]:
+        return tuple(technique for technique in self.techniques if technique.claims & DIVIDING)
+
+    def composed(self, techniques: Iterable[Technique]) -> Composition:
+        return compose(self.open(), tuple(techniques), self.steps, self.device)
+
+
+def overrides(technique: Technique, seam: str) -> bool:
+    return getattr(type(technique), seam) is not getattr(Technique, seam)
+
+
+def is_low(technique: Technique) -> bool:
+    """Whether a technique computes or keeps numbers in fewer bits, where the last bit is a large one."""
+    return technique.numerics is Numerics.DIFFERENT and (
+        technique.stage is Stage.PRECISION or "precision" in technique.claims or "float8" in technique.name
+    )
+
+
+@dataclass
+class Trace:
+    """What was seen of a run's steps."""
+
+    state: TrainState
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """The whole gradient of each parameter in the first step."""
+    steps_of: dict[str, int] = field(default_factory=dict)
+    """In how many steps each parameter was to be trained."""
+    reached: set[str] = field(default_factory=set)
+    """Parameters that had a gradient with a value other than zero in some step."""
+
+    def see(self, model: nn.Module) -> None:
+        beginning = not self.steps_of
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            self.steps_of[name] = self.steps_of.get(name, 0) + 1
+            if parameter.grad is None:
+                continue
+            if beginning:
+                self.first[name] = full_value(parameter.grad, order_of(parameter)).float()
+            if name not in self.reached and bool(torch.count_nonzero(*local([parameter.grad]))):
+                self.reached.add(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: full_value(tensor) for name, tensor in self.state.tensors().items()}
+
+
+@dataclass(frozen=True)
+class Watch(Technique):
+    """Lets `see` look at the model after each backward pass, with the gradients of the step."""
+
+    stage, numerics = Stage.INITIALIZE, Numerics.EXACT
+
+    see: Callable[[nn.Module], None]
+    quiet: bool = False
+    """Whether dropout is off in those passes."""
+
+    def backward(self, backward: Backward) -> Backward:
+        def watched(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+            with undrawn(model) if self.quiet else as_it_is():
+                outcome = backward(model, objective, batch)
+            self.see(model)
+            return outcome
+
+        return watched
+
+
+@contextmanager
+def as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def undrawn(model: nn.Module) -> Iterator[None]:
+    """The model without dropout, and as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def follow(
+    subject: Subject,
+    techniques: Sequence[Technique],
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    quiet: bool = False,
+    at: Callable[[Composition, TrainState], None] = lambda run, state: None,
+) -> tuple[Composition, Trace]:
+    """Start a run and train it for some steps (None: all); `at` is called with its state before the first step and
+    after each. Returns the composition, the observer left out, and what was seen."""
+    trace = Trace(TrainState())
+    watched = subject.composed((*techniques, Watch(trace.see, quiet)))
+    trace.state = watched.start()
+    at(watched, trace.state)
+    advance(watched, trace, subject.seed if seed is None else seed, steps, at)
+    return replace(watched, techniques=tuple(t for t in watched.techniques if not isinstance(t, Watch))), trace
+
+
+def advance(
+    run: Composition,
+    trace: Trace,
+    seed: int,
+    steps: int | None = None,
+    at: Callable[[Composition, TrainState], None] = lambda run, state: None,
+) -> None:
+    """Train a state on, until so many steps are finished (None: to the end of the run)."""
+    with closing(train(run, trace.state, seed)) as records:
+        for record in records:
+            trace.losses.append(record.loss)
+            trace.norms.append(record.gradient_norm)
+            at(run, trace.state)
+            if record.step == steps:
+                return
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of each parameter that is trained, zero where it has none, in float32; they are taken off."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found[name] = given.detach().float().clone()
+            parameter.grad = None
+    return found
+
+
+def relative(found: float, wanted: float) -> float:
+    """How far a number is from another one, as a share of that one; infinitely far where either is no number."""
+    distance = abs(found - wanted) / max(abs(wanted), 1e-12)
+    return math.inf if math.isnan(distance) else distance
+
+
+def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest distance of a gradient from the one it should be, as a share of that one's norm, and whose it is.
+    Of a parameter with next to no gradient the share is that of a thousandth of the norm over all."""
+    floor = 1e-3 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
+    worst, whose = 0.0, ""
+    for name, tensor in wanted.items():
+        other = found.get(name, torch.zeros_like(tensor))
+        size = max(float(tensor.norm()), floor, 1e-30)
+        distance = float((other.to(tensor.device) - tensor).norm()) / size
+        if math.isnan(distance):
+            return math.inf, name
+        if distance > worst:
+            worst, whose = distance, name
+    return worst, whose
+
+
+def in_a_line(error: Exception) -> str:
+    """What an error says, without its later lines, and of what kind it is where it is none of ours."""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, ThriftyError) else f"{type(error).__name__}: {first}"

@@ -1,0 +1,187 @@
+"""`thrifty check`: does a combination of techniques still compute what it promises? Asked of the user's own model and
+data, in a few steps of a small batch.
+
+    from thrifty.checking.promise_check import check
+    checked = check(recipe)
+    assert not checked.broken, checked.broken
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from thrifty.checking import label_check
+from thrifty.checking.batch_checks import accumulation, data_order, out_of_memory
+from thrifty.checking.check_verdicts import Checked, PromiseVerdict, broken, holds, not_applicable
+from thrifty.checking.exactness_check import exactness
+from thrifty.checking.export_check import export_round_trip
+from thrifty.checking.gradient_flow_check import Held, gradient_flow
+from thrifty.checking.observed_runs import DIVIDING, Subject, follow, in_a_line
+from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
+from thrifty.checking.resume_check import Saving, resumes
+from thrifty.composition.compose import Composition, Plain
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.recipe import Recipe
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.training.determinism import lacking_kernel, same_bits
+from thrifty.training.run_setup import BuildModel, Prepared, prepare
+
+STEPS, EXAMPLES = 4, 4
+LEAST = 3
+"""Steps: what starts behind zeros, like LoRA's A behind its B, has a gradient only after some."""
+
+Say = Callable[[str], None]
+
+
+def check(
+    recipe: Recipe,
+    *,
+    model: BuildModel | None = None,
+    steps: int = STEPS,
+    examples: int = EXAMPLES,
+    length: int | None = None,
+    ranks: bool = True,
+    start: Start | None = None,
+    say: Say = lambda text: None,
+) -> Checked:
+    """Check a recipe, made smaller: so many steps, an effective batch of at most so many examples (the next larger one
+    that its techniques take), and examples of `length` tokens where that is given.
+
+    `model` builds a model of your own, as in `train`. Without `ranks` no processes are started; `start` starts them
+    another way. `say` is told what is being looked at. Raises UsageError where the recipe could not be trained.
+    """
+    if steps < LEAST:
+        raise UsageError(f"a check of {steps} steps is too short", fix=f"give {LEAST} or more")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UsageError("a check starts its ranks itself, from one process", fix="start it without torchrun")
+    began = time.monotonic()
+    small, prepared, cuts = _made_smaller(recipe, model, steps, examples, length)
+    alone = replace(small, techniques=_alone(small.techniques))
+
+    def reopened() -> Plain:
+        return prepare(alone, model, steps, quiet=True).run.plain
+
+    subject = Subject(reopened, small.techniques, steps, small.seed, prepared.run.device)
+    verdicts: list[PromiseVerdict] = []
+    same = same_bits(subject.device, small.deterministic)
+    with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder, same:
+        here = Path(folder)
+        objective, batch = prepared.run.plain.objective, prepared.run.source.at(0)
+        verdicts.append(label_check.labels(objective, batch))
+        for verdict in _of_run(subject, here / "checkpoints", say, _export(subject, small, prepared, here / "export")):
+            verdicts.append(verdict)
+        say("ranks")
+        verdicts.append(_of_ranks(subject, small, here, model, ranks, start))
+        preview = label_check.shown(small, prepared.data, objective, batch)
+    return Checked(recipe.name, tuple(verdicts), cuts, preview, round(time.monotonic() - began, 1))
+
+
+def check_run(
+    open_plain: Callable[[], Plain], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
+) -> tuple[PromiseVerdict, ...]:
+    """The same for a plain run that was put together by hand and is opened afresh at each call: all but the verdicts
+    that need a recipe (labels, export, ranks)."""
+    subject = Subject(open_plain, tuple(techniques), steps, seed)
+    with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
+        return tuple(_of_run(subject, Path(folder), lambda text: None))
+
+
+Finish = Callable[[Composition, TrainState], PromiseVerdict]
+
+
+def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
+    """The run as it is to be, then each promise. `finish` may use the trained model up."""
+    yield data_order(subject)
+    held, saving = Held(), Saving(folder, subject.steps // 2)
+
+    def look(run: Composition, state: TrainState) -> None:
+        run.verify(state)
+        held.look(state)
+        saving.look(state)
+
+    say("the run as it is to be")
+    try:
+        run, trace = follow(subject, subject.alone, at=look)
+    except UsageError:
+        raise
+    except Exception as error:  # of anybody's technique
+        promise = "invariants" if isinstance(error, IntegrityError) else "it trains"
+        lacking = lacking_kernel(error)
+        fix = lacking.fix if lacking else _blamed(str(error), subject)
+        yield broken(promise, "run", in_a_line(lacking or error), fix)
+        return
+    promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
+    text = f"at each of {subject.steps} steps, as {', '.join(promising)} state" if promising else ""
+    yield holds("invariants", "run", text) if promising else not_applicable("invariants", "run", "no technique has any")
+    yield from held.verdict(trace.state)
+    yield gradient_flow(subject, trace)
+    say("saved and resumed")
+    yield resumes(subject, trace, saving)
+    say("with and without each technique that promises the same values")
+    yield from exactness(subject, trace)
+    for look_at, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
+        try:
+            yield look_at(subject, run, trace.state)
+        except Exception as error:  # of what the run itself never does, such as training without its dropout
+            yield not_applicable(promise, "gradients", f"it cannot be measured: {in_a_line(error)}")
+    if finish:
+        say("exported and loaded")
+        yield finish(run, trace.state)
+
+
+def _blamed(text: str, subject: Subject) -> str:
+    names = [one.name for one in subject.alone if one.name in text]
+    return f"--without {names[0]}" if names else "leave techniques out one by one: --without NAME"
+
+
+def _export(subject: Subject, recipe: Recipe, prepared: Prepared, folder: Path) -> Finish:
+    def exported(run: Composition, state: TrainState) -> PromiseVerdict:
+        return export_round_trip(subject, recipe, prepared.data.ends, run, state, folder)
+
+    return exported
+
+
+def _of_ranks(
+    subject: Subject, recipe: Recipe, folder: Path, model: BuildModel | None, wanted: bool, start: Start | None
+) -> PromiseVerdict:
+    if not wanted:
+        return not_applicable(PROMISE, "ranks", "left out as asked")
+    if model is not None and subject.dividing:
+        return not_applicable(PROMISE, "ranks", "a model made by a function cannot be sent to other processes")
+    return across_ranks(subject, recipe, folder, start)
+
+
+def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
+    return tuple(one for one in techniques if not one.claims & DIVIDING)
+
+
+def _made_smaller(
+    recipe: Recipe, model: BuildModel | None, steps: int, examples: int, length: int | None
+) -> tuple[Recipe, Prepared, tuple[str, ...]]:
+    """The recipe with the smallest batch from `examples` on that its techniques take, and what was cut of it."""
+    data = recipe.data
+    if length is not None and length < data.length:
+        data = replace(data, length=length)
+    _, count = smaller_mesh(recipe)
+    size = min(-(-examples // count) * count, data.batch)  # as many for each rank
+    while True:
+        small = replace(recipe, data=replace(data, batch=size))
+        try:
+            prepared = prepare(replace(small, techniques=_alone(small.techniques)), model, steps, quiet=True)
+            _ = prepared.run.source.at(0)
+            break
+        except UsageError:
+            if size == recipe.data.batch:
+                raise
+            size = min(2 * size, recipe.data.batch)
+    cuts = [f"{steps} steps"]
+    if size < recipe.data.batch:
+        cuts.append(f"an effective batch of {size} examples, not {recipe.data.batch}")
+    if data.length < recipe.data.length:
+        cuts.append(f"examples of {data.length} tokens, not {recipe.data.length}")
+    return small, prepared, tuple(cuts)

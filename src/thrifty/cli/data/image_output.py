@@ -1,0 +1,100 @@
+"""`thrifty data look` at images, with labels, without, or with captions."""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from thrifty.cli.verb_output import print_json
+
+if TYPE_CHECKING:
+    from thrifty.core.recipe import DataSettings
+    from thrifty.data.images.image_inspection import ImageLook, PairLook
+
+
+def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bool:
+    """Whether a source holds images, or images with captions, for the most part; it has then been told about."""
+    from thrifty.data.images.image_data import holds_mainly_images
+    from thrifty.data.images.image_inspection import look_at_images, look_at_pairs
+    from thrifty.data.pairs.pair_data import holds_image_pairs
+    from thrifty.data.text.text_data import say_on_stderr
+
+    if holds_image_pairs(settings.source):
+        pairs = look_at_pairs(settings, examples, say_on_stderr)
+        if as_json:
+            print_json(asdict(pairs))
+        else:
+            click.echo("\n".join(_of_pairs(pairs)))
+        return True
+    if holds_mainly_images(settings.source):
+        images = look_at_images(settings, say_on_stderr)
+        if as_json:
+            print_json(asdict(images))
+        else:
+            click.echo("\n".join(_of_images(images)))
+        return True
+    return False
+
+
+def _of_images(seen: "ImageLook") -> list[str]:
+    from thrifty.reporting.number_format import significant, whole
+
+    rows = _counts(seen)
+    for label, count in seen.labels.get("train", {}).items():
+        rows.append(f"  {label:<22}{whole(count):>10}{whole(seen.labels['held_out'][label]):>10}")
+    rows += _pixels(seen)
+    if seen.label_entropy is None:
+        rows.append(f"no labels        {seen.unlabelled}")
+    else:
+        rows.append(f"label entropy    {significant(seen.label_entropy)} nats per image")
+    if seen.left_out:
+        rows += [f"left out         {whole(seen.left_out)} files", *_named(seen.named, seen.left_out)]
+    return rows
+
+
+def _of_pairs(seen: "PairLook") -> list[str]:
+    from thrifty.reporting.number_format import percent, significant, whole
+
+    rows = [
+        *_counts(seen),
+        f"{'captions':<24}{whole(seen.captions['train']):>10}{whole(seen.captions['held_out']):>10}",
+        *_pixels(seen),
+        f"vocabulary       {whole(seen.vocabulary)}",
+        f"caption          {significant(seen.tokens_per_caption)} tokens on average, {whole(seen.longest)} at most",
+    ]
+    if seen.cut:
+        rows.append(f"cut              {percent(seen.cut)} of the captions have more than {seen.length} tokens")
+    rows += [f"left out         {kind}: {whole(count)}" for kind, count in seen.left_out.items()]
+    rows += _named(seen.named, sum(seen.left_out.values()))
+    if seen.examples:
+        rows += ["", "captions", *(f"  {' | '.join(captions)}" for captions in seen.examples)]
+    return rows
+
+
+def _named(names: list[str], count: int) -> list[str]:
+    """The first of the files that are left out, and how the others are to be had."""
+    from thrifty.data.images.image_listing import TOLD
+
+    where = "which --json names" if len(names) == count else f"of which --json names {len(names) - TOLD:,}"
+    more = [f"  and {count - TOLD:,} more, {where}"] if count > TOLD else []
+    return [*(f"  {name}" for name in names[:TOLD]), *more]
+
+
+def _counts(seen: "ImageLook | PairLook") -> list[str]:
+    from thrifty.reporting.number_format import whole
+
+    return [
+        f"{seen.source}   images of {seen.side} x {seen.side} pixels, {seen.channels} channels",
+        f"{'':24}{'train':>10}{'held out':>10}",
+        f"{'images':<24}{whole(seen.images['train']):>10}{whole(seen.images['held_out']):>10}",
+    ]
+
+
+def _pixels(seen: "ImageLook | PairLook") -> list[str]:
+    from thrifty.reporting.number_format import significant
+
+    return [
+        "",
+        f"mean             {', '.join(map(significant, seen.mean))}",
+        f"deviation        {', '.join(map(significant, seen.std))}",
+    ]

@@ -1,0 +1,122 @@
+"""`thrifty plan --cluster`: the mesh for a recipe on a cluster that is not here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.core.recipe import Recipe
+    from thrifty.planning.cluster_plan import ClusterPlan
+    from thrifty.planning.forecast import Wanted
+    from thrifty.simulators.cluster.workload import Workload
+    from thrifty.training.run_setup import Prepared
+
+
+def planned_on_cluster(
+    recipe: Recipe,
+    wanted: Wanted,
+    place: str,
+    ranks: int | None,
+    model: OwnModel | None = None,
+    quiet: bool = False,
+) -> ClusterPlan:
+    """Raises Infeasible where no layout fits, UsageError for what cannot be simulated."""
+    from thrifty import techniques
+    from thrifty.core.errors import UsageError
+    from thrifty.planning.cluster_file import read_cluster
+    from thrifty.planning.cluster_plan import ClusterPlanner
+    from thrifty.planning.planner import STEPS
+    from thrifty.training.run_setup import prepare
+
+    if recipe.mesh.least_ranks > 1:
+        raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
+    cluster = read_cluster(place)
+    cluster = cluster if ranks is None else cluster.of(ranks)
+    build = model.build if model else None
+    prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    return ClusterPlanner(
+        recipe=recipe,
+        plain=prepared.run.plain,
+        workload=_workload(prepared),
+        cluster=cluster,
+        place=place,
+        catalogue={name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()},
+        wanted=wanted,
+        tokens=prepared.data.counted_as,
+        steps=prepared.run.steps,
+        say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
+    ).plan()
+
+
+def _workload(prepared: Prepared) -> Workload:
+    """The model traced as simulations want it. Raises Refused for one that does not read text."""
+    import torch
+
+    from thrifty.core.errors import Refused
+    from thrifty.simulators.cluster.traced_workload import cross_entropy, traced
+
+    recipe = prepared.recipe
+    if prepared.run.plain.objective.learns_from != "text":
+        raise Refused(
+            f"steps on a cluster are simulated for models of text, and {recipe.objective.name} learns from "
+            f"{prepared.run.plain.objective.learns_from}",
+            fix="leave --cluster out",
+        )
+
+    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        given = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
+        return cross_entropy(model.logits(*given), tokens)
+
+    dtype = torch.bfloat16 if any(t.name.startswith("precision.") for t in recipe.techniques) else torch.float32
+    return traced(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)
+
+
+def in_words(plan: ClusterPlan) -> list[str]:
+    """What is chosen and what is forecast, a line each."""
+    from thrifty.reporting.number_format import duration, percent, scaled, significant
+
+    step, seconds, footprint = plan.step(plan.chosen), plan.seconds, plan.chosen.footprint
+    (most, share), (spent, part) = plan.dominant["memory"], plan.dominant["time"]
+    rate = plan.tokens / step.value
+    lines = [
+        f"mesh     {plan.chosen.layout.label}, on {plan.place}",
+        f"memory   {scaled(footprint.memory, 'B')} in tensors a rank, of {scaled(plan.limit, 'B')}, counted; "
+        f"most of those are {most}, {percent(share, 0)}",
+        f"step     {duration(step.value)} ({duration(step.low)} to {duration(step.high)}), simulated and not probed; "
+        f"{percent(part, 0)} of it {spent}",
+        f"rate     {scaled(rate, 'tokens/s')}, simulated",
+        f"budget   {duration(seconds.value)} for {plan.steps:,.0f} steps, {scaled(plan.steps * plan.tokens)} tokens",
+    ]
+    return lines if plan.cost is None else [*lines, f"cost     {significant(plan.cost.value)}"]
+
+
+def tell(plan: ClusterPlan, written: list[Path]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from thrifty.cli.plan.plan_output import tell_reasons
+    from thrifty.reporting.number_format import duration, scaled
+
+    for line in in_words(plan):
+        click.echo(line)
+    table = Table(
+        "", "what fits, from the fastest by simulation", "memory", "step", "tokens/s", box=None, pad_edge=False
+    )
+    for placed in (plan.chosen, *plan.alternatives):
+        mark = "→" if placed is plan.chosen else ""
+        memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds
+        table.add_row(mark, escape(placed.layout.label), memory, duration(seconds), scaled(plan.tokens / seconds))
+    click.echo()
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    for label, why in plan.misfits.items():
+        click.echo(f"  {label}: {why}")
+    click.echo()
+    tell_reasons(plan.reasons)
+    click.echo()
+    click.echo(f"written: {written[0]}; start it with torchrun" if written else "keep it with --out plan.toml")

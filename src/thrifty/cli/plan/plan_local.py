@@ -1,0 +1,157 @@
+"""The plan for a recipe on this machine: its data opened, its candidates run in processes of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.core.recipe import Recipe
+    from thrifty.core.technique import Numerics
+    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.plan_search import TimeOf
+    from thrifty.planning.planner import Plan
+    from thrifty.training.run_setup import Prepared
+
+
+def planned(
+    recipe: Recipe,
+    wanted: Wanted,
+    model: OwnModel | None = None,
+    probe: bool = True,
+    seconds: float = 20.0,
+    finalists: int = 4,
+    ranks: int = 1,
+    quiet: bool = False,
+) -> Plan:
+    """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one.
+    Raises Infeasible where nothing fits."""
+    from dataclasses import replace
+    from math import isinf
+
+    from thrifty import techniques
+    from thrifty.core.errors import UsageError
+    from thrifty.core.technique import Numerics
+    from thrifty.machine.machine_info import free_memory
+    from thrifty.machine.throughput import measure_throughput
+    from thrifty.planning.forecast_ledger import entries, expect
+    from thrifty.planning.planner import STEPS, Planner
+    from thrifty.planning.rank_options import undivided
+    from thrifty.recipes.recipe_toml import recipe_to_data
+    from thrifty.training.run_setup import choose_device, prepare
+
+    if recipe.mesh.least_ranks > 1:
+        raise UsageError(
+            "the recipe has a mesh, and a plan looks for one",
+            fix=f"leave the mesh out: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
+        )
+    if ranks > 1:
+        _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
+        recipe = replace(recipe, techniques=undivided(recipe.techniques))
+    build = model.build if model else None
+    prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    run = prepared.run
+    shared = isinf(wanted.memory) and run.device.type == "cpu"
+    if isinf(wanted.memory):
+        wanted = replace(wanted, memory=free_memory(run.device))
+    outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
+    catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
+    plan = Planner(
+        recipe=recipe,
+        plain=run.plain,
+        catalogue=catalogue,
+        wanted=wanted,
+        device=run.device,
+        tokens=prepared.data.counted_as,
+        data=_prepared_bytes(prepared),
+        rate=measure_throughput(0.4).sustained if not probe else 1.0,
+        time=_probing(prepared, seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
+        kept=entries(run.device.type),
+        outside=sorted(outside),
+        evidence=_evidence(catalogue),
+        say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
+        finalists=finalists,
+        ranks=ranks,
+        shared=shared,
+    ).plan()
+    if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
+        expect(recipe_to_data(plan.recipe), _expected(plan))
+    return plan
+
+
+def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
+    """Raises UsageError for more ranks than there are GPUs, and where only exact changes are allowed."""
+    import torch
+
+    from thrifty.core.errors import UsageError
+    from thrifty.core.technique import Numerics
+
+    there = torch.cuda.device_count()
+    if device.type == "cuda" and ranks > there:
+        raise UsageError(f"--ranks {ranks}, and this machine has {there} GPUs", fix=f"--ranks {there}, or --cluster")
+    if allow is Numerics.EXACT:
+        raise UsageError(
+            "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+        )
+
+
+def _expected(plan: Plan) -> dict[str, float]:
+    """What the ledger is to hold a run against: nothing that was only counted, no time that other work disturbed."""
+    timing, forecast = plan.chosen.timing, plan.forecast
+    if timing is None:
+        return {}
+    memory = {"memory": forecast.memory.value}
+    return memory if timing.is_disturbed else memory | {"step": forecast.step.value}
+
+
+def _prepared_bytes(prepared: Prepared) -> float:
+    """Of the data as prepared, where they lie in a folder of files."""
+    tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
+    file = getattr(tokens, "filename", None)
+    return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
+
+
+def _evidence(names: Iterable[str]) -> dict[str, str]:
+    """What was measured of techniques, in a line each: of comparisons one in which nothing else changed, if there is
+    any, and the longest; without any a study."""
+    from thrifty.experiments.past_results import evidence, study_results
+
+    found = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: (one.alone, one.tokens))}
+    of_studies = {name: study_results(name) for name in names if name not in found}
+    return found | {name: results[0].in_words() for name, results in of_studies.items() if results}
+
+
+def _probing(prepared: Prepared, seconds: float, fixed: bool, model: OwnModel | None) -> TimeOf:
+    """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
+    changes."""
+    from dataclasses import replace
+
+    from thrifty.planning.cost_estimates import Timing
+    from thrifty.planning.plan_candidate import Candidate
+    from thrifty.planning.probe_jobs import Job, in_process, kept, sizes
+    from thrifty.planning.search_space import MICRO_BATCHES
+    from thrifty.recipes.recipe_toml import recipe_to_data
+
+    probe = kept(in_process("thrifty.cli.plan.probe_process"), prepared.run.device.type)
+    joint = prepared.run.plain.objective.joint
+    own = (model.name, model.code) if model else ("", "")
+
+    def time(candidate: Candidate, bar: float) -> Timing:
+        uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
+        techniques = tuple(t for t in candidate.techniques if uncut or MICRO_BATCHES not in t.claims)
+        tables = recipe_to_data(replace(prepared.recipe, techniques=techniques, mesh=candidate.mesh))
+        batch, compiled = candidate.batch, candidate.is_compiled
+        rows = (batch,) if uncut else sizes(batch, candidate.parts, compiled, fixed)
+        parts = 1 if uncut else candidate.parts
+        assert candidate.footprint is not None
+        counted = (candidate.footprint.memory, candidate.footprint.flops)
+        return probe(Job(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))
+
+    return time

@@ -1,0 +1,137 @@
+"""A plan in words and tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from thrifty.reporting.number_format import duration, percent, scaled, significant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from thrifty.planning.choice_explanations import Reason
+    from thrifty.planning.cost_estimates import Estimate
+    from thrifty.planning.forecast_ledger import Record
+    from thrifty.planning.planner import Forecast, Plan
+
+
+def tell(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
+    """`command` is what starts what was written."""
+    for line in in_words(plan):
+        click.echo(line)
+    click.echo()
+    _tell_alternatives(plan)
+    for label, why in plan.misfits.items():
+        click.echo(f"  {label}: {why}")
+    click.echo()
+    tell_reasons(plan.reasons)
+    click.echo()
+    if written:
+        click.echo(f"written: {', '.join(map(str, written))}; start it with {command} {written[0]}")
+    else:
+        click.echo("keep it with --out plan.toml")
+
+
+def in_words(plan: Plan) -> list[str]:
+    """What is changed and what is forecast, a line each."""
+    forecast = plan.forecast
+    changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
+    name, share = forecast.memory_is
+    most = f"most of those are {name}, {percent(share, 0)}"
+    memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
+    if plan.chosen.timing:
+        of_each = " of a rank" if plan.chosen.ranks > 1 else ""
+        tensors = f"{_bytes(forecast.counted)} of it in tensors"
+        memory += f" at the peak{of_each}, {tensors}; {most}{_past(plan.past['memory'])}"
+        step += f"; {_time(forecast)}{_disturbed(forecast)}{_past(plan.past['step'])}"
+    else:
+        memory += f" in tensors at the peak, and what the process takes besides; {most}"
+        step += "; not run: by FLOPs and a share of this machine's peak"
+    lines = [
+        f"change   {changes}",
+        f"memory   {memory}",
+        f"step     {step}",
+        f"rate     {_between(forecast.tokens_per_second, _rate)}",
+        f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, _whole)} steps, "
+        f"{scaled(forecast.tokens.value)} tokens",
+    ]
+    disk = ", ".join(f"{_bytes(size)} of {name}" for name, size in forecast.disk.items())
+    lines.append(f"disk     {_bytes(sum(forecast.disk.values()))} at most: {disk}")
+    if forecast.cost is not None:
+        lines.append(f"cost     {_between(forecast.cost, significant)}")
+    return lines
+
+
+def _time(forecast: Forecast) -> str:
+    name, share = forecast.time_is
+    return f"{percent(share, 0)} of it {name}"
+
+
+def _disturbed(forecast: Forecast) -> str:
+    if not forecast.others:
+        return ""
+    took = f"other work took {forecast.others:.1f} of {forecast.cores} cores"
+    return f"; measured while {took}: step times are upper bounds, and are not kept"
+
+
+def _past(record: Record) -> str:
+    if record.error is None:
+        return "; no earlier run to judge such forecasts by"
+    return f"; over {len(record.ratios)} earlier runs they were {percent(record.error)} off in the median"
+
+
+def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
+    if estimate.low == estimate.high:
+        return show(estimate.value)
+    return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
+
+
+def _tell_alternatives(plan: Plan) -> None:
+    from rich.markup import escape
+
+    table = _table("", "what was tried, from the fastest", "memory", "step", "tokens/s", "time to the budget")
+    for candidate, forecast in plan.alternatives:
+        mark = "→" if candidate.ways == plan.chosen.ways else ""
+        step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
+        rate = scaled(forecast.tokens_per_second.value)
+        table.add_row(mark, escape(candidate.label), _bytes(forecast.memory.value), step, rate, seconds)
+    _print(table)
+
+
+def tell_reasons(reasons: Sequence[Reason]) -> None:
+    from rich.markup import escape
+
+    colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
+    table = _table("technique", "verdict", "why")
+    for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
+        colour = colours.get(reason.verdict, "dim")
+        table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
+    _print(table)
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _bytes(value: float) -> str:
+    return scaled(value, "B")
+
+
+def _rate(value: float) -> str:
+    return scaled(value, "tokens/s")
+
+
+def _whole(value: float) -> str:
+    return f"{value:,.0f}"

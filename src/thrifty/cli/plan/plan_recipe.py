@@ -1,0 +1,239 @@
+"""`thrifty plan RECIPE`: which techniques to switch on under a budget, and why not the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from thrifty.cli.recipe_options import put_together, recipe_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.core.recipe import Recipe
+    from thrifty.planning.forecast import Wanted
+
+ALLOWED = ("exact", "rounding", "anything")
+OTHERS = ("size", "fit")
+"""Commands beside this one."""
+EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
+
+
+@click.command(name="recipe")
+@recipe_options
+@click.option(
+    "--memory", metavar="SIZE", help="Most a rank may hold, such as 400MB or 16GiB; unless given what is free."
+)
+@click.option("--disk", metavar="SIZE", help="Most that checkpoints and prepared data may take together.")
+@click.option(
+    "--hours", type=float, help="The time to spend; beside --tokens or --flops, the longest that they may take."
+)
+@click.option("--tokens", type=float, help="The tokens to train on.")
+@click.option("--flops", type=float, help="The compute to spend, by the FLOPs of the plain model.")
+@click.option(
+    "--allow", type=click.Choice(ALLOWED), default="exact", show_default=True, help="What may change of values."
+)
+@click.option("--price", type=float, help="Of an hour of this machine, in any currency: also tells the cost.")
+@click.option("--probe/--no-probe", default=None, help="Whether steps are run, or only counted.  [default: probe]")
+@click.option("--seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
+@click.option("--finalists", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
+@click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
+@click.option("--ranks", type=click.IntRange(1), help="Devices: of this machine, or of the cluster, unless all of it.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the recipe here, ready for thrifty train.")
+@click.option(
+    "--export", "exports", type=click.Choice(EXPORTS), multiple=True, help="Also write it for another trainer."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def of_recipe(
+    recipe: str,
+    out: Path | None,
+    exports: tuple[str, ...],
+    as_json: bool,
+    memory: str | None,
+    disk: str | None,
+    hours: float | None,
+    tokens: float | None,
+    flops: float | None,
+    allow: str,
+    price: float | None,
+    probe: bool | None,
+    seconds: float | None,
+    finalists: int | None,
+    cluster: str | None,
+    ranks: int | None,
+    **options: Any,
+) -> None:
+    """Choose techniques for RECIPE under a budget, by counting what candidates hold and running the best of them.
+
+    Prints a recipe's changes, the forecast with intervals, the alternatives, and for every technique why it was taken
+    or not. Changing nothing is an answer. Exit code 3 where nothing fits.
+    """
+    from thrifty.cli.plan.plan_exports import write_exports
+    from thrifty.cli.plan.plan_local import planned
+    from thrifty.cli.plan.plan_output import in_words, tell
+    from thrifty.cli.plan.user_model import is_own, own_model
+    from thrifty.cli.verb_output import print_json
+    from thrifty.core.errors import UsageError
+
+    if out is not None and out.exists():
+        raise UsageError(f"{out} is there already", fix="name another file, or remove it")
+    if exports and out is None:
+        raise UsageError("--export needs --out, beside which it writes", fix="--out plan.toml")
+    wanted = _wanted(memory, disk, hours, tokens, flops, allow, price)
+    _refuse_misspelled_command(recipe)
+    model = own_model(options.pop("model")) if is_own(options["model"]) else None
+    chosen = put_together(recipe, **options).recipe()
+    if model is not None and "script" in exports:
+        raise UsageError(
+            "--export script writes the model that a recipe names, and --model names one of your own",
+            fix="leave --export script out; the other exports work",
+        )
+    probing: dict[str, Any] = {"probe": probe, "seconds": seconds, "finalists": finalists}
+    probing = {name: value for name, value in probing.items() if value is not None}
+    if cluster is not None:
+        _refuse_probes(probing)
+        _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
+        return
+    plan = planned(chosen, wanted, model, **probing, ranks=ranks or 1, quiet=as_json)
+    written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
+    try:
+        written += write_exports(exports, plan, out) if out is not None else []
+    finally:  # a plan that took minutes is told, whatever becomes of its exports
+        if as_json:
+            print_json(plan.as_dict() | {"written": [str(path) for path in written]})
+        else:
+            tell(plan, written, _start(model, plan.chosen.ranks))
+
+
+def _start(model: OwnModel | None, ranks: int = 1) -> str:
+    """What starts a written plan: a recipe cannot name a model of the user's own."""
+    from thrifty.training.process_launch import typed
+
+    if model is None:
+        return typed(ranks)
+    function = model.name.partition(":")[2]
+    under = f" under torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
+    return f"thrifty.training.trainer.train(…, model={function}) in Python{under}, from"
+
+
+def _named(model: OwnModel | None) -> list[str]:
+    return (
+        [] if model is None else [f"model    {model.name}, which is given to thrifty.training.trainer.train as model="]
+    )
+
+
+def _refuse_probes(given: dict[str, Any]) -> None:
+    """Raises UsageError for options about steps that are run, of which a plan for a cluster has none."""
+    from thrifty.core.errors import UsageError
+
+    if given:
+        name, value = next(iter(given.items()))
+        option = "--no-probe" if value is False else f"--{name}"
+        raise UsageError(
+            f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
+            fix=f"leave {option} out",
+        )
+
+
+def _on_cluster(
+    recipe: Recipe,
+    wanted: Wanted,
+    model: OwnModel | None,
+    place: str,
+    ranks: int | None,
+    out: Path | None,
+    exports: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    from math import isinf
+
+    from thrifty.cli.plan.plan_cluster import in_words, planned_on_cluster, tell
+    from thrifty.cli.verb_output import print_json
+    from thrifty.core.errors import UsageError
+
+    if not isinf(wanted.disk):
+        raise UsageError("--disk is for plans of one device", fix="leave it out: nothing is told of a cluster's disks")
+    if exports:
+        raise UsageError(
+            "--export is for plans of one device",
+            fix="write the plan with --out, and export it with thrifty plan PLAN.toml without --cluster",
+        )
+    plan = planned_on_cluster(recipe, wanted, place, ranks, model, quiet=as_json)
+    written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
+    if as_json:
+        print_json(plan.as_dict() | {"written": [str(path) for path in written]})
+    else:
+        tell(plan, written)
+
+
+def _refuse_misspelled_command(word: str) -> None:
+    """Raises UsageError for what is no recipe and nearly the name of another kind of plan."""
+    from difflib import get_close_matches
+
+    from thrifty.core.errors import UsageError
+    from thrifty.recipes import RECIPES
+
+    near = get_close_matches(word, OTHERS, n=1)
+    if near and word not in RECIPES and not Path(word).exists():
+        raise UsageError(f"there is no recipe {word!r}", fix=f"did you mean {near[0]!r}?")
+
+
+def _wanted(
+    memory: str | None,
+    disk: str | None,
+    hours: float | None,
+    tokens: float | None,
+    flops: float | None,
+    allow: str,
+    price: float | None,
+) -> Wanted:
+    from math import inf
+
+    from thrifty.core.errors import UsageError
+    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.scaling_law import check_amount
+    from thrifty.planning.search_space import STRICTNESS
+
+    for name, amount in {"--hours": hours, "--tokens": tokens, "--flops": flops, "--price": price}.items():
+        if amount is not None:
+            check_amount(name, amount)
+    if tokens is not None and flops is not None:
+        raise UsageError("--tokens and --flops are both given", fix="give one of them")
+    return Wanted(
+        allow=STRICTNESS[ALLOWED.index(allow)],
+        memory=inf if memory is None else read_size(memory),
+        disk=inf if disk is None else read_size(disk, "--disk"),
+        seconds=None if hours is None else 3600 * hours,
+        tokens=tokens,
+        flops=flops,
+        price=price,
+    )
+
+
+def read_size(text: str, option: str = "--memory") -> float:
+    """`400MB`, `16GiB` or `4e8` in bytes."""
+    import re
+
+    from thrifty.core.errors import UsageError
+
+    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0.0
+    if size <= 0:
+        raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
+    return size
+
+
+def _written(recipe: Recipe, forecast: Iterable[str], out: Path | None) -> list[Path]:
+    """Writes the recipe with its forecast as a comment above it; the path."""
+    if out is None:
+        return []
+
+    from thrifty.recipes.recipe_toml import write_recipe
+
+    head = "".join(f"# {line}\n" for line in forecast)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(head + "\n" + write_recipe(recipe), encoding="utf-8")
+    return [out]

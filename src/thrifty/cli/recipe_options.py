@@ -1,0 +1,98 @@
+"""The options that put a recipe together, shared by the verbs that take one."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from thrifty.recipes.recipe_layers import Layers
+
+_UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
+
+MESH = click.option(
+    "--mesh",
+    metavar="AXIS=SIZE,…",
+    help="Ranks along pipeline, replicate, shard and tensor, with the techniques that use them.",
+)
+
+
+def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """RECIPE and everything that changes it; the decorated function receives them by name (see `put_together`)."""
+    for option in reversed(
+        [
+            click.argument("recipe", default="text"),
+            click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
+            click.option("--model", help="Preset name, or a folder in Hugging Face layout."),
+            click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
+            click.option("--seed", type=int),
+            click.option("--name", help="Name of the run and its folder under runs/."),
+            click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
+            click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
+            MESH,
+            click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
+        ]
+    ):
+        function = option(function)
+    return function
+
+
+def put_together(
+    recipe: str,
+    data: str | None = None,
+    model: str | None = None,
+    budget: str | None = None,
+    seed: int | None = None,
+    name: str | None = None,
+    additions: tuple[str, ...] = (),
+    removals: tuple[str, ...] = (),
+    assignments: tuple[str, ...] = (),
+    mesh: str | None = None,
+) -> "Layers":
+    """The layers of a recipe as the command line describes it."""
+    from pathlib import Path
+
+    from thrifty.recipes import load_tables
+    from thrifty.recipes.recipe_layers import Layers
+
+    layers = Layers().lay(f"recipe {recipe}", load_tables(recipe))
+    if data is not None:
+        layers.lay("--data", {"data": {"source": _whole_path(data)}})
+    if model is not None:
+        if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
+            fresh = layers.data.get("model", {}).get("fresh", False)
+            layers.replace("--model", "model", {"folder": _whole_path(model), "fresh": fresh})
+        else:
+            layers.lay("--model", {"model": {"preset": model, "folder": ""}})
+    if budget is not None:
+        layers.replace("--budget", "budget", read_budget(budget))
+    for option, value in (("seed", seed), ("name", name)):
+        if value is not None:
+            layers.lay(f"--{option}", {option: value})
+    layers.change(removals, additions, assignments)
+    return layers if mesh is None else layers.arrange(mesh)
+
+
+def _whole_path(name: str) -> str:
+    """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
+    from pathlib import Path
+
+    return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def read_budget(text: str) -> dict[str, float]:
+    """`500steps`, `1e7tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
+    import re
+
+    from thrifty.core.errors import UsageError
+
+    found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    if unit in ("step", "steps") and number.is_integer():
+        return {"steps": int(number)}
+    if unit in ("token", "tokens"):
+        return {"tokens": number}
+    if unit in _UNITS:
+        return {"seconds": number * _UNITS[unit]}
+    raise UsageError(f"--budget {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 90s, 10min or 2h")

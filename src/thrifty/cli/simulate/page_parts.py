@@ -1,0 +1,100 @@
+"""Simulations as one offline page in the look of reports: bars and tables, no script, and nothing that is fetched."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, LEFT, RIGHT = 960, 250, 110
+"""Pixels of a chart, of the names before its bars, and of the figures behind them."""
+BAR, GAP = 13, 10
+COLOURS = ("train", "held-out", "trained")
+"""Of the palette, for up to three series."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Parts one behind the other, each fainter than the one before, and what stands behind them."""
+
+    parts: tuple[float, ...]
+    text: str
+
+
+def page(title: str, about: str, body: Sequence[str]) -> str:
+    """A whole page of sections that are HTML already; `title` and `about` are text."""
+    from thrifty.reporting.page_templates import template
+
+    return template("simulation.html").render(title=title, about=about, sections="".join(body))
+
+
+def heading(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
+
+
+def paragraph(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def figure(title: str, unit: str, drawn: str, legend: str = "") -> str:
+    caption = f'<h3>{escape(title)} <span class="unit">{escape(unit)}</span></h3>{legend}'
+    return f'<figure class="wide"><figcaption>{caption}</figcaption><div class="chart">{drawn}</div></figure>'
+
+
+def legend(series: Sequence[str]) -> str:
+    """Nothing for a single series."""
+    if len(series) < 2:
+        return ""
+    keys = [
+        f'<span style="color: var(--{colour})" aria-hidden="true">■</span> {escape(name)}'
+        for name, colour in zip(series, COLOURS, strict=False)
+    ]
+    return f'<p class="about">{" &nbsp; ".join(keys)}</p>'
+
+
+def bars(title: str, rows: Sequence[tuple[str, Mapping[str, Bar]]], series: Sequence[str]) -> str:
+    """An SVG with a group of horizontal bars for each row, one for each of the `series` that it has. All share one
+    scale, from 0 to the longest."""
+    longest = max((sum(bar.parts) for _, group in rows for bar in group.values()), default=0.0) or 1.0
+    height = sum(len(group) * (BAR + 2) + GAP for _, group in rows)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" font-size="12">']
+    y = 0.0
+    for name, group in rows:
+        middle = y + len(group) * (BAR + 2) / 2 + 4
+        parts.append(f'<text x="0" y="{middle:.1f}" fill="var(--ink)">{escape(shortened(name, 40))}</text>')
+        for key, bar in group.items():
+            x, colour = float(LEFT), COLOURS[series.index(key) % len(COLOURS)]
+            for number, part in enumerate(bar.parts):
+                wide = part / longest * (WIDTH - LEFT - RIGHT)
+                parts.append(
+                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="{BAR}" fill="var(--{colour})" '
+                    f'opacity="{0.4**number:.2f}"/>'
+                )
+                x += wide
+            parts.append(f'<text x="{x + 6:.1f}" y="{y + 10.5:.1f}" fill="var(--ink)">{escape(bar.text)}</text>')
+            y += BAR + 2
+        y += GAP
+    return "".join([*parts, "</svg>"])
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str]) -> str:
+    """All cells as text; columns of `numbers` stand right."""
+
+    def cells(kind: str, row: Sequence[str]) -> str:
+        scope, number = ' scope="col"' if kind == "th" else "", ' class="number"'
+        return "".join(
+            f"<{kind}{scope}{number if columns[place] in numbers else ''}>{escape(cell)}</{kind}>"
+            for place, cell in enumerate(row)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table class="compact"><thead><tr>{cells("th", columns)}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def folded(title: str, inside: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{inside}</details>"
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

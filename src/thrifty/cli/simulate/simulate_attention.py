@@ -1,0 +1,197 @@
+"""`thrifty simulate attention` and `gemm`: accelerators of the literature on one and the same workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from thrifty.simulators.accelerator.accelerator_spec import Machine
+    from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+
+FILTERS = ("trace", "exact", "own")
+
+
+@click.command()
+@click.option("--designs", required=True, metavar="NAME,…", help="Machines: names, or TOML files; NAME:KEY=VALUE sets.")
+@click.option("--trace", required=True, type=click.Path(path_type=Path), help="What `thrifty trace` wrote.")
+@click.option("--iso", metavar="KEY=VALUE,…", help="The same multipliers, clock (Hz), bandwidth (bytes/s) for all.")
+@click.option(
+    "--engine", default="scan", show_default=True, help="scan, or event: with the memory's latency and banks."
+)
+@click.option("--table", default="horowitz-45nm", show_default=True, help="Energies of counted actions; all for each.")
+@click.option(
+    "--filter",
+    "filters",
+    type=click.Choice(FILTERS),
+    multiple=True,
+    default=("trace",),
+    show_default=True,
+    help="Masks: those of the trace, the pairs of largest exact scores, or what each design's own filter keeps. May be "
+    "given several times.",
+)
+@click.option("--density", type=float, default=0.2, show_default=True, help="Share that exact and own filters keep.")
+@click.option("--error", type=float, help="In place of --density: keep so much that outputs are off by at most this.")
+@click.option("--run", type=click.Path(path_type=Path), help="The run of the trace: its held-out loss under each mask.")
+@click.option("--against", metavar="NAME", help="One of the designs, to tell why others are faster at equal peak.")
+@click.option("--measure/--no-measure", default=True, help="Whether to time the same attention on this machine too.")
+@click.option("--page", type=click.Path(path_type=Path), help="Write tables and charts as one offline page.")
+@click.option("--csv", "folder", type=click.Path(path_type=Path), help="Write reports and action counts into a folder.")
+@click.option("--perfetto", type=click.Path(path_type=Path), help="Write a timeline for ui.perfetto.dev.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def attention(
+    designs: str,
+    trace: Path,
+    iso: str | None,
+    engine: str,
+    table: str,
+    filters: tuple[str, ...],
+    density: float,
+    error: float | None,
+    run: Path | None,
+    against: str | None,
+    measure: bool,
+    page: Path | None,
+    folder: Path | None,
+    perfetto: Path | None,
+    as_json: bool,
+) -> None:
+    """Attention of a trace on several designs: cycles, seconds, stalls, bytes, energy, area. All are given the masks of
+    the trace, or others that are found from its queries and keys; then also what that costs in accuracy."""
+    from thrifty.cli.simulate.design_comparison import compared
+    from thrifty.cli.simulate.simulate_attention_page import write_page
+    from thrifty.cli.simulate.simulate_output import tell_comparison
+    from thrifty.cli.verb_output import print_json
+    from thrifty.core.errors import UsageError, did_you_mean
+    from thrifty.simulators.accelerator.accelerator_simulation import within
+    from thrifty.simulators.accelerator.result_export import write_csv, write_perfetto
+    from thrifty.simulators.accelerator.trace_file import load_trace
+
+    budget = read_budget(iso)
+    chosen = [within(find_set(words), **budget) for words in designs.split(",") if words]
+    names = [machine.name for machine in chosen]
+    if not chosen:
+        raise UsageError("no design was named", fix="for example --designs elsa,a3,dense")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--designs names {twice[0]} twice", fix="name it once, or set something, as in elsa:copies=2")
+    if against is not None and against not in names:
+        raise UsageError(f"--against: {against!r} is not among the designs", fix=did_you_mean(against, names))
+    loaded = load_trace(trace)
+    given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, error)
+    priced = "horowitz-45nm" if table == "all" else table
+    comparison = compared(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
+    results = [case.result for case in comparison.cases]
+    if folder is not None:
+        write_csv(results, folder)
+    if perfetto is not None:
+        write_perfetto(results, perfetto)
+    if page is not None:
+        write_page(comparison, budget, page)
+    if as_json:
+        print_json({"budget": budget, **comparison.as_dict()})
+        return
+    tell_comparison(comparison, against, table == "all")
+    for path in (folder, perfetto, page):
+        if path is not None:
+            click.echo(f"\nwrote {path}")
+
+
+def masks(
+    trace: AttentionTrace, filters: Sequence[str], machines: Sequence[Machine], density: float, error: float | None
+) -> dict[str, dict[str, AttentionTrace]]:
+    """The trace under each filter, for each machine by name; as it is for one that computes all pairs."""
+    from thrifty.simulators.accelerator.design_filters import EXACT, filtered, leaves_out, within_error
+
+    @cache
+    def under(name: str) -> AttentionTrace:
+        return filtered(trace, name, density) if error is None else within_error(trace, name, error)
+
+    found = {}
+    for name in filters:
+        given = [machine for machine in machines if name != "trace" and leaves_out(machine)]
+        masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in given}
+        found[name] = {machine.name: trace for machine in machines} | masked
+    return found
+
+
+@click.command()
+@click.argument("topology", type=click.Path(path_type=Path))
+@click.option("--cfg", type=click.Path(path_type=Path), help="SCALE-Sim's architecture; 32 x 32, os, unless given.")
+@click.option("--csv", "folder", type=click.Path(path_type=Path), help="Write COMPUTE_REPORT.csv into a folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -> None:
+    """Matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
+    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.cli.verb_output import print_json
+    from thrifty.simulators.accelerator.accelerator_file import find_machine
+    from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology, write_report
+
+    machine = find_machine("systolic") if cfg is None else read_cfg(cfg)
+    rows = compute_report(read_topology(topology), machine)
+    if folder is not None:
+        write_report(rows, folder)
+    if as_json:
+        print_json({"settings": dict(machine.settings), "layers": rows})
+        return
+    tell_table(
+        ["layer", "cycles", "utilisation %", "mapping %"],
+        [
+            [
+                row["Layer"],
+                f"{row['Total Cycles']:,}",
+                f"{row['Overall Util %']:.1f}",
+                f"{row['Mapping Efficiency %']:.1f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def find_set(words: str) -> Machine:
+    """A machine by `NAME`, or `NAME:KEY=VALUE:KEY=VALUE` with values changed, by whose words it is then called."""
+    from dataclasses import replace
+
+    from thrifty.core.errors import UsageError
+    from thrifty.simulators.accelerator.accelerator_file import find_machine
+
+    name, *assignments = words.strip().split(":")
+    machine = find_machine(name)
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"{assignment!r} sets nothing", fix=f"for example {name}:copies=2")
+        machine = replace(machine.replaced(path.strip(), value.strip()), name=words.strip())
+    return machine
+
+
+def read_budget(text: str | None) -> dict[str, float]:
+    """`multipliers=128,clock=1e9,bandwidth=64e9` as numbers."""
+    from thrifty.core.errors import UsageError, did_you_mean
+
+    known, budget = ("multipliers", "clock", "bandwidth"), {}
+    for word in filter(None, (text or "").split(",")):
+        key, _, value = word.partition("=")
+        if key.strip() not in known:
+            raise UsageError(f"--iso: there is no budget of {key.strip()!r}", fix=did_you_mean(key.strip(), known))
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if not number > 0 or (key.strip() == "multipliers" and not number.is_integer()):
+            raise UsageError(f"--iso: {word!r} is no amount above zero", fix=f"for example {key.strip()}=128")
+        budget[key.strip()] = int(number) if key.strip() == "multipliers" else number
+    return budget
+
+
+def joules(energy: float | None) -> str:
+    """0.00387 -> "3.87 mJ"."""
+    from thrifty.reporting.number_format import MISSING, significant
+
+    if energy is None:
+        return MISSING
+    size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
+    return f"{significant(energy / size)} {unit}"

@@ -1,0 +1,111 @@
+"""A comparison of designs as one offline page: bars of time, of cycles and energy by station, and what masks cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from thrifty.cli.simulate.page_parts import Bar, bars, figure, folded, heading, legend, page, paragraph, table
+
+if TYPE_CHECKING:
+    from thrifty.cli.simulate.design_comparison import Case, Comparison
+    from thrifty.simulators.accelerator.simulation_result import Result
+
+Values = Mapping[str, tuple[float, ...]]
+"""Of a design, the parts of a bar for each row: "" for its only one, else the name of a station."""
+
+
+def write_page(comparison: Comparison, budget: Mapping[str, float], path: Path) -> None:
+    """Charts first, with a bar for each filter; then all tables and remarks."""
+    from thrifty.cli.simulate.simulate_attention import joules
+    from thrifty.cli.simulate.simulate_output import (
+        ABOUT_HERE,
+        ABOUT_MASKS,
+        RESULT_COLUMNS,
+        here_cells,
+        mask_cells,
+        remarks,
+        result_cells,
+    )
+    from thrifty.reporting.number_format import duration, scaled
+
+    results = [case.result for case in comparison.cases]
+    trace, shared = comparison.trace, ", ".join(f"{key} {value:g}" for key, value in budget.items())
+    about = f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}. "
+    about += f"All under the same {shared}." if shared else "Each machine as it is published."
+    body = [
+        _figure(comparison, "Time", "s", lambda case: {"": (case.result.seconds,)}, duration),
+        _figure(
+            comparison,
+            "Cycles by station",
+            "of one copy: at work, then fainter blocked, then faintest without an item",
+            lambda case: _cycles(case.result),
+            lambda cycles: scaled(cycles),
+        ),
+        _figure(comparison, "Energy by station", "of published modules, without an outer memory", _by_station, joules),
+        _figure(comparison, "Energy by action", results[0].row()["energy_table"], _by_action, joules),
+    ]
+    if any("output error" in case.trace.provenance for case in comparison.cases):
+        body.append(_figure(comparison, "Error of the outputs", "share of their length", _error, "{:.3f}".format))
+    body += [heading("Designs"), _numbers(list(RESULT_COLUMNS), [result_cells(result) for result in results])]
+    if comparison.loss is not None or comparison.filters != ("trace",):
+        body += [heading("Masks"), paragraph(ABOUT_MASKS), _numbers(*mask_cells(comparison))]
+    if comparison.here:
+        body += [heading("This machine"), paragraph(ABOUT_HERE), _numbers(*here_cells(comparison))]
+    body += [heading("Remarks"), *(paragraph(line) for line in remarks(comparison))]
+    path.write_text(page("Attention on accelerators, simulated", about, body), encoding="utf-8")
+
+
+def _figure(
+    comparison: Comparison, title: str, unit: str, of: Callable[[Case], Values], told: Callable[[float], str]
+) -> str:
+    """A chart with a group of bars for each row of each design, and its numbers folded below; nothing without any."""
+    rows: dict[str, dict[str, Bar]] = {}
+    for case in comparison.cases:
+        for name, parts in of(case).items():
+            label = f"{case.design} · {name}" if name else case.design
+            rows.setdefault(label, {})[case.filter] = Bar(parts, told(parts[0]))
+    if not rows:
+        return ""
+    drawn = bars(title, sorted(rows.items(), key=lambda row: _place(comparison, row[0])), comparison.filters)
+    cells = [
+        [name, *(group[key].text if key in group else "" for key in comparison.filters)] for name, group in rows.items()
+    ]
+    folds = folded("Numbers", _numbers(["", *comparison.filters], cells))
+    return figure(title, unit, drawn + folds, legend(comparison.filters))
+
+
+def _place(comparison: Comparison, label: str) -> int:
+    """Rows of a design stay together, designs in the order in which they were named."""
+    designs = list(dict.fromkeys(case.design for case in comparison.cases))
+    return designs.index(label.partition(" · ")[0])
+
+
+def _numbers(titles: list[str], rows: list[list[str]]) -> str:
+    return table(titles, rows, titles[1:])
+
+
+def _cycles(result: Result) -> Values:
+    return {
+        name: tuple(each / result.machine.copies for each in (time.busy, time.blocked, time.starved))
+        for name, time in result.stations.items()
+    }
+
+
+def _by_station(case: Case) -> Values:
+    energy, found = case.result.energy("activity"), {}
+    for name, joules in (energy.parts if energy else {}).items():
+        station = case.result.machine.modules[name].active
+        found[station] = (found.get(station, (0.0,))[0] + joules,)
+    return found
+
+
+def _by_action(case: Case) -> Values:
+    energy = case.result.energy("actions")
+    return {name.replace("_", " "): (joules,) for name, joules in (energy.parts if energy else {}).items()}
+
+
+def _error(case: Case) -> Values:
+    found = case.trace.provenance.get("output error")
+    return {} if found is None else {"": (float(found),)}

@@ -1,0 +1,197 @@
+"""How a comparison of designs is told: its tables as lines of text, for the terminal and for a page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from thrifty.cli.simulate.design_comparison import Comparison
+    from thrifty.simulators.accelerator.simulation_result import Result
+
+COSTS = ("softmax kept", "output error")
+"""What a filter's masks cost, by their names in a trace's provenance."""
+
+
+def tell_comparison(comparison: Comparison, against: str | None, all_tables: bool) -> None:
+    """All of it as tables; `against` names a design, under the first filter."""
+    from thrifty.simulators.accelerator.energy_model import table_names
+
+    trace, results = comparison.trace, [case.result for case in comparison.cases]
+    click.echo(f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}\n")
+    tell_results(results)
+    click.echo()
+    for line in remarks(comparison):
+        click.echo(line)
+    if comparison.loss is not None or comparison.filters != ("trace",):
+        tell_masks(comparison)
+    if comparison.here:
+        tell_here(comparison)
+    if against is not None:
+        tell_factors(results, next(case.result for case in comparison.cases if case.design == against))
+    if all_tables:
+        tell_tables(results, table_names())
+
+
+RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
+                  "energy, modules", "energy, actions", "area")  # fmt: skip
+
+
+def result_cells(result: Result) -> list[str]:
+    """A line of RESULT_COLUMNS."""
+    from thrifty.cli.simulate.simulate_attention import joules
+    from thrifty.reporting.number_format import MISSING, duration, percent, scaled
+
+    row = result.row()
+    return [
+        row["machine"],
+        f"{row['cycles']:,}",
+        duration(row["seconds"]),
+        f"{row['multipliers']:,}",
+        percent(row["utilisation"]),
+        scaled(row["dense_operations_per_second"], "op/s"),
+        scaled(row["outer_bytes"], "B"),
+        *(joules(row[key]) for key in ("energy_by_activity", "energy_by_actions")),
+        MISSING if row["area_mm2"] is None else f"{row['area_mm2']:.3g} mm²",
+    ]
+
+
+def tell_results(results: list[Result]) -> None:
+    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.reporting.number_format import percent
+
+    tell_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
+    click.echo()
+    stalls = [
+        [result.machine.name, name]
+        + [percent(getattr(time, kind) / (time.busy + time.starved + time.blocked)) for kind in vars(time)]
+        for result in results
+        for name, time in result.stations.items()
+    ]
+    tell_table(["design", "station", "busy", "starved", "blocked"], stalls)
+
+
+def remarks(comparison: Comparison) -> list[str]:
+    """What has to be known of the figures."""
+    found = [
+        "Modules are priced as published, without an outer memory; actions, with it, by "
+        f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
+    ]
+    without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
+    if 0 < len(without) < len(comparison.cases):
+        named = ", ".join(dict.fromkeys(without))
+        found.append(f"{named}: no outer memory, so its accesses are in no energy; --iso bandwidth=… gives all one")
+    for case in comparison.cases:
+        if case.trace.provenance.get("within allowed") == "no":
+            allowed = case.trace.provenance["error allowed"]
+            found.append(f"{case.result.machine.name}: no threshold of its filter gets within an error of {allowed}")
+    found += [note for case in comparison.cases for note in case.result.notes]
+    for case in comparison.cases:
+        if case.result.machine.grade in "SM":
+            found.append(f"{case.design} is not verified: {case.result.machine.source}")
+        for energy in case.result.energies:
+            if energy.unpriced:
+                found.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
+    return list(dict.fromkeys(found))
+
+
+def mask_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """What each one's masks keep and cost: titles and lines."""
+    from thrifty.reporting.number_format import MISSING
+
+    titles = ["design", "density", *COSTS]
+    rows = [
+        [case.result.machine.name, f"{case.trace.density:.3f}", *(case.trace.provenance.get(k, MISSING) for k in COSTS)]
+        for case in comparison.cases
+    ]
+    if comparison.loss is None:
+        return titles, rows
+    losses = [case.loss for case in comparison.cases]
+    lines = [[*row, MISSING if loss is None else f"{loss:.4f}"] for row, loss in zip(rows, losses, strict=True)]
+    return [*titles, f"held-out loss ({comparison.loss:.4f} as traced)"], lines
+
+
+ABOUT_MASKS = (
+    "What the masks keep, and what that costs. Thresholds, and ViTCoD's average maps, are found on the very examples "
+    "that are judged here; detectors that a paper trains are untrained. Masks of every layer are found from "
+    "what the model computes with all pairs."
+)
+
+
+def tell_masks(comparison: Comparison) -> None:
+    from thrifty.cli.simulate.simulate_verb import tell_table
+
+    click.echo(f"\n{ABOUT_MASKS}")
+    tell_table(*mask_cells(comparison))
+
+
+def here_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Simulated times beside those measured here: titles and lines."""
+    from thrifty.reporting.number_format import duration
+
+    titles = [
+        "design",
+        "simulated",
+        *(f"here, all pairs, {name}" for name in comparison.here),
+        "here, its pairs, scipy",
+    ]
+    rows = [
+        [
+            case.result.machine.name,
+            duration(case.result.seconds),
+            *(duration(seconds) for seconds in comparison.here.values()),
+            duration(case.kept_here),
+        ]
+        for case in comparison.cases
+    ]
+    return titles, rows
+
+
+ABOUT_HERE = (
+    "Simulated is the accelerator; here is this machine now: all pairs by torch's attention (causal where the trace "
+    "is), the pairs of the masks by scipy on one thread. Ratios of the two are no paper's."
+)
+
+
+def tell_here(comparison: Comparison) -> None:
+    from thrifty.cli.simulate.simulate_verb import tell_table
+
+    click.echo(f"\n{ABOUT_HERE}")
+    tell_table(*here_cells(comparison))
+
+
+def tell_factors(results: list[Result], other: Result) -> None:
+    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.simulators.accelerator.iso_peak import iso_peak
+
+    click.echo(
+        f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation over its own:"
+    )
+    found = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
+    tell_table(
+        ["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"],
+        [
+            [
+                name,
+                *(f"{x:.3g}" for x in (factors.ratio, factors.omitted, factors.utilisation, factors.other_utilisation)),
+            ]
+            for name, factors in found
+        ],
+    )
+
+
+def tell_tables(results: list[Result], names: list[str]) -> None:
+    from thrifty.cli.simulate.simulate_attention import joules
+    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.simulators.accelerator.energy_model import by_tables
+
+    found = [by_tables(result.operations) for result in results]
+    click.echo(f"\nThe same actions by each table ({', '.join(names)}):")
+    tell_table(
+        ["design", *(energy.table for energy in found[0])],
+        [
+            [result.machine.name, *(joules(energy.total) for energy in energies)]
+            for result, energies in zip(results, found, strict=True)
+        ],
+    )

@@ -1,0 +1,64 @@
+"""`thrifty simulate paper`: what was published about accelerators beside what is simulated here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.option(
+    "--vitcod-masks",
+    type=click.Path(path_type=Path),
+    help="The .npy file that ViTCoD's simulator comes with: counts by its rules, and with each quirk set right.",
+)
+@click.option("--page", type=click.Path(path_type=Path), help="Write all of it as one offline page too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
+    """Published figures of accelerators, ours beside each, how far off it is and why. Figures from memory are left
+    out."""
+    from thrifty.cli.simulate.simulate_paper_page import write_page
+    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.cli.verb_output import print_json
+    from thrifty.simulators.accelerator.published_claims import claims
+
+    rows = []
+    for claim in claims():
+        ours = claim.simulate()
+        rows.append(vars(claim) | {"simulated": ours, "off": ours / claim.published - 1})
+    quirks = {} if vitcod_masks is None else _quirks(vitcod_masks)
+    if page is not None:
+        write_page(rows, page)
+    if as_json:
+        print_json({"claims": rows, "vitcod": quirks})
+        return
+    titles = ["paper", "quantity", "grade", "published", "simulated", "off"]
+    lines = [
+        [row["paper"], row["quantity"], row["grade"], *(f"{row[key]:,.4g}" for key in ("published", "simulated"))]
+        for row in rows
+    ]
+    tell_table(titles, [[*line, f"{row['off']:+.1%}"] for line, row in zip(lines, rows, strict=True)])
+    click.echo()
+    for line in dict.fromkeys(f"{row['paper']}, {row['place']}: {row['gap']}" for row in rows):
+        click.echo(line)
+    if quirks:
+        click.echo("\nViTCoD's released simulator on these masks, in cycles:")
+        tell_table(
+            ["rules", *next(iter(quirks.values()))],
+            [[name, *(f"{cycles:,.0f}" for cycles in counted.values())] for name, counted in quirks.items()],
+        )
+    if page is not None:
+        click.echo(f"\nwrote {page}")
+
+
+def _quirks(path: Path) -> dict[str, dict[str, Any]]:
+    from thrifty.simulators.accelerator.trace_file import load_pruned_masks
+    from thrifty.simulators.accelerator.vitcod_released import fixes
+
+    found = fixes(load_pruned_masks(path))
+    return {
+        name: {"load": counted.load, "decode": counted.decode, "compute": counted.compute, "total": counted.total}
+        for name, counted in found.items()
+    }

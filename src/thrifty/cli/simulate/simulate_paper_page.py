@@ -1,0 +1,78 @@
+"""Published figures beside ours as one page in the look of reports: no script, and nothing that is fetched."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from thrifty.cli.simulate.page_parts import Bar, bars, figure, legend, page, shortened, table
+
+COLUMNS = ("paper", "place", "quantity", "grade", "published", "simulated", "off", "gap")
+WIDTH, LINE, LEFT = 960, 30, 470
+"""Pixels of the chart, of a row in it, and of what stands before its axis."""
+TICKS = (0.5, 0.7, 1.0, 1.4, 2.0)
+SERIES = ("published", "simulated")
+
+
+def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A chart of ours over published on a logarithmic axis, the bars of figures beside ours, and all rows as a table.
+    `rows` are those of `thrifty simulate paper --json`."""
+    figures = list(dict.fromkeys(row["figure"] for row in rows if row["figure"]))
+    single = [row for row in rows if not row["figure"]]
+    body = [figure("Simulated over published", "1 is equal, logarithmic", chart(single))] if single else []
+    for name in figures:
+        group = [row for row in rows if row["figure"] == name]
+        title = f"{group[0]['paper']}, {group[0]['place']}: {name}"
+        body.append(figure(title, "bar by bar", bars(title, _paired(group), SERIES), legend(SERIES)))
+    cells = [[_cell(name, row[name]) for name in COLUMNS] for row in rows]
+    about = (
+        "Grades: P read in the paper, R in released source or data, S from notes on the paper. "
+        "ELSA's speedups and energies are of twelve accelerators against one V100."
+    )
+    body.append(table(COLUMNS, cells, ("published", "simulated", "off")))
+    path.write_text(page("Accelerators: published and simulated", about, body), encoding="utf-8")
+
+
+def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Bar]]]:
+    """A group of two bars for each row, ours with how far it is off."""
+    return [
+        (
+            row["quantity"].removeprefix(f"{row['figure']}, "),
+            {
+                "published": Bar((row["published"],), f"{row['published']:.4g}"),
+                "simulated": Bar((row["simulated"],), f"{row['simulated']:.4g} ({row['off']:+.0%})"),
+            },
+        )
+        for row in rows
+    ]
+
+
+def place(ratio: float) -> float:
+    """Pixels from the left at which a ratio stands; beyond the axis, at its end."""
+    low, high = math.log(TICKS[0]), math.log(TICKS[-1])
+    share = (min(max(math.log(ratio), low), high) - low) / (high - low)
+    return LEFT + share * (WIDTH - LEFT - 90)
+
+
+def chart(rows: Sequence[Mapping[str, Any]]) -> str:
+    """An SVG with a point for each row, its ratio written out."""
+    height = LINE * (len(rows) + 1)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Simulated over published" font-size="12">']
+    for tick in TICKS:
+        x = f"{place(tick):.1f}"
+        parts.append(f'<line x1="{x}" x2="{x}" y1="0" y2="{height - LINE}" stroke="var(--line)"/>')
+        parts.append(f'<text x="{x}" y="{height - 8}" text-anchor="middle" fill="var(--muted)">{tick:g}</text>')
+    for number, row in enumerate(rows):
+        ratio, y = row["simulated"] / row["published"], LINE * number + LINE / 2
+        title = shortened(f"{row['paper'].partition(' (')[0]}, {row['place']}: {row['quantity']}", 68)
+        parts.append(f'<text x="0" y="{y + 4}" fill="var(--ink)">{escape(title)}</text>')
+        parts.append(f'<circle cx="{place(ratio):.1f}" cy="{y}" r="5" fill="var(--accent)"/>')
+        parts.append(f'<text x="{place(ratio) + 10:.1f}" y="{y + 4}" fill="var(--ink)">{ratio:.3f}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, (int, float)):
+        return f"{value:+.1%}" if name == "off" else f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+    return str(value)

@@ -1,0 +1,256 @@
+"""A race of arms at equal budget: pilots, a small search for each arm's rate, then all seeds of all arms in turn.
+
+Every run is an ordinary run, in the folder of the comparison, which comes to hold
+
+    comparison.json            see `race_terms.py`
+    report.html                the same as a page
+    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …
+
+The same call after an interrupt or a kill goes on, within a run as between two. Runs that failed are kept and counted.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from thrifty.comparing.comparison_protocol import Terms, claimed
+from thrifty.comparing.comparison_summary import outcome, seen
+from thrifty.comparing.comparison_workers import in_lanes
+from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_arms
+from thrifty.comparing.run_launchers import Lane, Start
+from thrifty.comparing.variants import Arm
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.plain_values import differences
+from thrifty.core.recipe import Budget, Evaluation, Recipe
+from thrifty.reporting.comparison_page import write_comparison_page
+from thrifty.reporting.number_format import duration, significant
+from thrifty.training.run_folder import RunFolder
+
+PILOTS = 3
+"""Of each arm, in turn, so that a slow moment of the machine does not fall on one arm alone. The first say how many
+steps the others make, which are then timed."""
+PILOT_SECONDS = 5.0
+"""At least so long are steps timed in a pilot, where the budget has as many."""
+EVALUATIONS = 20
+"""Of each run, so that the time to a quality can be read off."""
+TRIAL_SEED = 10_000
+"""Added to a recipe's seed in trials: a rate is not chosen on the seeds that are compared."""
+Say = Callable[[str], None]
+
+
+def race(
+    arms: Sequence[Arm],
+    terms: Terms,
+    folder: Path,
+    *,
+    retry: bool = False,
+    lanes: Sequence[Start] = (),
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """The comparison to its end; returns what stands in comparison.json, with its "folder" and "exit_code".
+
+    Turns are shared out among `lanes`; without any they are run on this machine, one after another. `retry` runs again
+    what failed. Raises UsageError where the folder is of another comparison, and where an arm cannot
+    be compared: one that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
+    if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
+        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--trials 1")
+    with claimed(folder, arms, terms) as opened:
+        return _Race(arms, terms, opened, lanes or (Lane(),), say, retry).to_the_end()
+
+
+class _Interrupted(Exception):
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+
+
+class _Race:
+    def __init__(
+        self, arms: Sequence[Arm], terms: Terms, folder: RunFolder, lanes: Sequence[Start], say: Say, retry: bool
+    ):
+        self.terms, self.folder, self.lanes, self.say = terms, folder, lanes, say
+        self.telling = Lock()
+        """One run at a time is written down."""
+        self.state: dict[str, Any] = folder.read_json("comparison")
+        for name in ("error", "outcome"):  # of an earlier part
+            self.state.pop(name, None)
+        self.arms = [replace(arm, folder=self.state["folders"][arm.label]) for arm in arms]  # in whatever order
+        self.runs = {entry["run"]: entry for entry in self.state["runs"]}
+        if retry:
+            self.forget_failures()
+        trials = terms.trials if terms.trials > 1 else 0
+        self.planned = len(arms) * (PILOTS + trials + terms.seeds)
+        self.began, self.made = time.monotonic(), 0
+
+    def forget_failures(self) -> None:
+        """So that they are run again; not trials once a seed was run, whose rate another trial could change."""
+        chosen = any("seed" in entry for entry in self.runs.values())
+        again = [run for run, entry in self.runs.items() if entry["status"] == "failed"]
+        for run in again:
+            if not (chosen and "trial" in self.runs[run]):
+                del self.runs[run]
+
+    def to_the_end(self) -> dict[str, Any]:
+        try:
+            costs = self.pilots()
+            steps = steps_of_arms(self.arms, costs, self.terms.equal)
+            self.state["budgets"] = {label: _planned(steps[label], costs[label]) for label in steps}
+            tuned = [self.tuned(arm) for arm in self.arms] if self.trials(steps) else self.arms
+            self.seeds(tuned, steps)
+        except _Interrupted as stopped:
+            return self.tell("interrupted", stopped.exit_code)
+        except ThriftyError as error:
+            self.state["error"] = str(error)
+            self.tell("stopped", error.exit_code)
+            raise
+        except BaseException as ended:
+            self.tell("interrupted", getattr(ended, "code", 1))
+            raise
+        labels = [arm.label for arm in self.arms]
+        entries = [entry for entry in self.runs.values() if "seed" in entry]
+        self.state["outcome"] = outcome(entries, labels, self.terms)
+        return self.tell("finished", 0)
+
+    def tell(self, status: str, exit_code: int) -> dict[str, Any]:
+        self.state |= {"status": status, "exit_code": exit_code, "runs": list(self.runs.values())}
+        self.folder.write_json("comparison", self.state)
+        if status != "running":
+            write_comparison_page(self.folder.path)
+        return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
+
+    def pilots(self) -> dict[str, StepCost]:
+        """What a step of each arm costs. Raises UsageError for an arm that fails."""
+        steps, found = self.terms.pilot, {arm.label: [] for arm in self.arms}
+        for turn in range(PILOTS):
+            for arm in _turned(self.arms, turn):
+                found[arm.label].append(self.pilot(arm, turn, steps))
+            self.check_judged(f"pilot-{turn}")
+            slowest = max(costs[0].seconds for costs in found.values())
+            steps = max(self.terms.pilot, math.ceil(PILOT_SECONDS / slowest))
+        return {label: mean_cost(costs[1:]) for label, costs in found.items()}
+
+    def pilot(self, arm: Arm, turn: int, steps: int) -> StepCost:
+        """A whole run of few steps, no more than the baseline's budget has."""
+        name, steps = f"{arm.folder}-pilot-{turn}", min(steps, self.arms[0].recipe.budget.steps or steps)
+        recipe = self.recipe(arm, name, steps, 0, evaluations=1)
+        entry = self.run(self.lanes[0], recipe, arm=arm.label, pilot=turn)
+        if entry["status"] == "failed":
+            fix = "mend it, or leave the arm out, and give another --name"
+            raise UsageError(f"{arm.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
+        return step_cost(self.folder.path / name)
+
+    def check_judged(self, kind: str) -> None:
+        """Raises UsageError where the held-out data of an arm turn out to be others than the baseline's."""
+        baseline, *others = (self.runs[f"{arm.folder}-{kind}"] for arm in self.arms)
+        for entry in others:
+            if other := differences(baseline["judged_on"], entry["judged_on"]):
+                raise UsageError(
+                    f"{entry['arm']} is judged on something else than the baseline: {'; '.join(other)}",
+                    fix="give all arms the same data and the same tokenizer",
+                )
+
+    def trials(self, steps: Mapping[str, int]) -> bool:
+        """Runs of all arms at all rates; whether there are any."""
+        if self.terms.trials == 1:
+            return False
+
+        def at_rate(lane: Start, turn: int, factor: float) -> None:
+            for arm in _turned(self.arms, turn):
+                name = f"{arm.folder}-trial-{turn}"
+                recipe = self.recipe(arm.at_rate(factor), name, steps[arm.label], TRIAL_SEED)
+                self.run(lane, recipe, arm=arm.label, trial=turn, factor=factor)
+
+        rates = enumerate(self.terms.factors)
+        in_lanes(self.lanes, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
+        return True
+
+    def seeds(self, arms: Sequence[Arm], steps: Mapping[str, int]) -> None:
+        """The runs that are compared."""
+
+        def with_seed(lane: Start, seed: int) -> None:
+            for arm in _turned(arms, seed):
+                recipe = self.recipe(arm, f"{arm.folder}-seed-{seed}", steps[arm.label], seed)
+                self.run(lane, recipe, arm=arm.label, seed=seed)
+
+        in_lanes(self.lanes, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
+
+    def tuned(self, arm: Arm) -> Arm:
+        """An arm at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
+        assert arm.rate is not None
+        entries = [self.runs[f"{arm.folder}-trial-{turn}"] for turn in range(self.terms.trials)]
+        done = [entry for entry in entries if entry["status"] == "finished"]
+        if not done:
+            raise ThriftyError(
+                f"{arm.label} failed at every rate: {entries[0]['error']}",
+                fix="lower its learning rate, and give another --name",
+            )
+        best = min(done, key=lambda entry: entry["held_out_loss"])
+        self.state.setdefault("rates", {})[arm.label] = {
+            "lr": arm.rate * best["factor"],
+            "factor": best["factor"],
+            "trials": [
+                {"lr": arm.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss")} for entry in entries
+            ],
+            "at_edge": best["factor"] in (self.terms.factors[0], self.terms.factors[-1]),
+        }
+        return arm.at_rate(best["factor"])
+
+    def recipe(self, arm: Arm, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
+        """Of one run of an arm, judged on as many held-out examples as the baseline."""
+        examples = self.arms[0].recipe.evaluation.examples
+        return replace(
+            arm.recipe,
+            name=name,
+            seed=arm.recipe.seed + seed,
+            budget=Budget(steps=steps),
+            evaluation=Evaluation(every=max(1, steps // evaluations), examples=examples),
+            checkpoints=replace(arm.recipe.checkpoints, keep=1, also=()),
+        )
+
+    def run(self, lane: Start, recipe: Recipe, **place: Any) -> dict[str, Any]:
+        """How a run ended, once it has. Raises _Interrupted when it was asked to stop."""
+        name = recipe.name
+        if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
+            return before
+        ended = lane(recipe, self.folder.path)
+        entry = {"run": name, **place, **ended.as_data()}
+        if entry["status"] == "interrupted":
+            raise _Interrupted(ended.exit_code)
+        if entry["status"] == "finished":
+            entry |= seen(self.folder.path / name)
+            if entry["held_out_loss"] is None:
+                entry |= {"status": "failed", "error": "its held-out loss is not finite"}
+        with self.telling:
+            self.runs[name] = entry
+            self.made += 1
+            self.tell("running", 0)
+            self.say(self.progress(entry))
+        return entry
+
+    def progress(self, entry: Mapping[str, Any]) -> str:
+        left = (time.monotonic() - self.began) / self.made * (self.planned - len(self.runs))
+        loss = entry.get("held_out_loss")
+        said = f"held-out loss {significant(loss, 4)}" if entry["status"] == "finished" else f"failed: {entry['error']}"
+        kind = next(f"{kind} {entry[kind]}" for kind in ("pilot", "trial", "seed") if kind in entry)
+        took = duration(entry["elapsed"]) + (f"; about {duration(left)} left" if left else "")
+        return f"[{len(self.runs)}/{self.planned}] {entry['arm']}, {kind}: {said} ({took})"
+
+
+def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
+    """An arm's budget in all currencies."""
+    amounts = {"seconds": steps * cost.seconds, "tokens": steps * cost.tokens, "flops": steps * cost.flops}
+    return {"steps": steps, **amounts, "step": cost.as_data()}
+
+
+def _turned(arms: Sequence[Arm], turn: int) -> list[Arm]:
+    """Each arm is first in its turn: what comes first may find another machine than what comes last."""
+    first = turn % len(arms)
+    return [*arms[first:], *arms[:first]]

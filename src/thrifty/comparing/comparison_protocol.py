@@ -1,0 +1,85 @@
+"""What a comparison is: its terms, and its folder with comparison.json, in which everything stands that is known of it.
+
+    schema  name  status  exit_code  environment; "error" where the comparison was stopped by one
+    definition       "terms", and the recipe of each arm by its label, the baseline's first
+    folders          what the names of an arm's runs begin with
+    changes          of each arm, the techniques "added", "removed" and "changed" against the baseline
+    runs             each with its run (a folder), arm, pilot or trial or seed, status, error, and what `seen` tells
+    budgets          of each arm: steps, seconds, tokens and flops as planned, and what a "step" costs
+    rates            of each arm: the learning rates tried, and the one taken
+    outcome          once all pairs were run: of each arm means, ratios to the baseline, and its "verdict"
+
+Seconds, bytes, FLOPs, joules. JSON has no infinity and no nan: null stands for them, and for what is not known.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
+from thrifty.comparing.variants import Arm
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.plain_values import differences
+from thrifty.core.setting_bounds import Bound, Positive, check_bounds
+from thrifty.recipes.recipe_toml import recipe_to_data
+from thrifty.training.run_environment import environment
+from thrifty.training.run_folder import RunFolder
+
+SCHEMA = "thrifty.comparison/1"
+FILE = "comparison.json"
+MACHINE = ("cpu", "python", "torch")
+"""What all runs of a comparison share."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is equal for all arms."""
+
+    equal: Equal = "time"
+    seeds: Positive = 8
+    """Pairs: run k of an arm has its recipe's seed + k, so first values and order of data are those of the baseline."""
+    trials: Positive = 3
+    """Learning rates that each arm is tried with, at its whole budget, around its recipe's; 1 tries none."""
+    factor: Annotated[float, Bound(above=1)] = 2.0
+    """Between a learning rate and the next one."""
+    effect: Annotated[float, Bound(above=0)] = 0.01
+    """The smallest difference worth knowing of, as a share of the baseline's loss: says how many seeds would see it."""
+    pilot: Positive = PILOT
+    """Steps of the first pilots; later ones take at least `PILOT_SECONDS`."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "comparison")
+        if self.equal not in EQUAL:
+            raise UsageError(f"equal is {self.equal!r}", fix=did_you_mean(self.equal, EQUAL))
+
+    @property
+    def factors(self) -> list[float]:
+        """Of the recipe's rate, in the order in which they are tried."""
+        return [self.factor**power for power in range(-(self.trials // 2), self.trials - self.trials // 2)]
+
+
+@contextmanager
+def claimed(path: Path, arms: Sequence[Arm], terms: Terms) -> Iterator[RunFolder]:
+    """The folder of the comparison, new or of an earlier part of the same, locked."""
+    meant = {"terms": asdict(terms), "arms": {arm.label: recipe_to_data(arm.recipe) for arm in arms}}
+    here = environment("cpu")
+    is_there = (path / FILE).is_file()
+    with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
+        if is_there:
+            before = folder.read_json("comparison")
+            other = differences(before["definition"], meant)
+            other += differences(*({name: facts[name] for name in MACHINE} for facts in (before["environment"], here)))
+            if other:
+                raise UsageError(
+                    f"{path} is another comparison: " + "; ".join(other),
+                    fix="undo the change, or compare anew under another --name: "
+                    "adding seeds after a look at the verdict would make chance findings likely",
+                )
+        else:
+            folders = {arm.label: arm.folder for arm in arms}
+            changes = {arm.label: arm.against(arms[0]) for arm in arms[1:]}
+            about = {"schema": SCHEMA, "name": path.name, "definition": meant, "environment": here}
+            folder.write_json("comparison", {**about, "folders": folders, "changes": changes, "runs": []})
+        yield folder

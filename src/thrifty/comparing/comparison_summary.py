@@ -1,0 +1,151 @@
+"""What the runs of a comparison came to: each run's own numbers, means of each arm, and the verdicts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from thrifty.comparing.comparison_protocol import Terms
+from thrifty.comparing.equal_budgets import steady
+from thrifty.comparing.paired_statistics import interval
+from thrifty.comparing.variant_verdict import judge
+from thrifty.comparing.variants import BASELINE
+from thrifty.training.run_folder import RunFolder
+
+MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
+MEANS += ("peak_memory", "joules", "elapsed", "seconds_with_starts")
+JUDGED_ON = ("unit", "loss_in", "unigram_entropy", "bytes_per_token", "label_entropy")
+"""Facts of a run's summary that are the same wherever held-out losses mean the same."""
+RATIOS = ("flops", "seconds", "step_time", "flop_rate", "peak_memory", "joules", "tokens", "steps")
+Entry = Mapping[str, Any]
+"""A run in comparison.json."""
+
+
+def seen(folder: Path) -> dict[str, Any]:
+    """What a finished run says of itself. `seconds` are of steps as they are once it is under way; with what the first
+    steps take to compile they are `seconds_with_starts`. FLOPs are counted, those of a step times the steps."""
+    run = RunFolder(folder)
+    summary, explanation = run.read_json("summary"), run.read_json("explanation")
+    machine = run.read_json("environment")
+    records = run.read_records()
+    steps = [record for record in records if record["kind"] == "step"]
+    times = steady([step["step_seconds"] for step in steps])
+    at = dict(zip((step["step"] for step in steps), accumulate(times), strict=True))
+    flops, seconds = explanation["footprint"]["flops"] * len(steps), sum(times)
+    return {
+        "held_out_loss": summary["held_out_loss"],
+        "measured": summary.get("held_out", {}),
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "flops": flops,
+        "seconds": seconds,
+        "seconds_with_starts": summary["seconds"],
+        "step_time": seconds / len(steps),
+        "flop_rate": flops / seconds,
+        "share_of_peak": flops / seconds / summary["peak_flops_per_second"],
+        "peak_memory": summary["peak_memory"],
+        "parameters": explanation["parameters"],
+        "judged_on": {name: summary[name] for name in JUDGED_ON if name in summary},
+        "device": machine["device"],
+        "cpu": machine["cpu"],
+        "curve": [
+            [record["step"], at[record["step"]], record["loss"]]
+            for record in records
+            if record["kind"] == "evaluation" and record["step"] in at
+        ],
+    }
+
+
+def reached(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
+    """Seconds after which a held-out loss was first reached, on straight lines between evaluations; None for never."""
+    points = [(seconds, value) for _, seconds, value in curve if value is not None]
+    if points and points[0][1] <= loss:
+        return points[0][0]
+    for (earlier, high), (later, low) in pairwise(points):
+        if low <= loss:
+            return earlier + (later - earlier) * (high - loss) / (high - low)
+    return None
+
+
+def outcome(runs: Iterable[Entry], labels: Sequence[str], terms: Terms) -> dict[str, Any]:
+    """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
+    baseline, with ratios to it and a "verdict". "used" is how much an arm really spent of what was to be equal."""
+    by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
+    entries = {label: [by_place[label, seed] for seed in range(terms.seeds)] for label in labels}
+    arms: dict[str, dict[str, Any]] = {}
+    for label in labels:
+        arms[label] = _means(entries[label])
+        if label == BASELINE:
+            continue
+        losses = [[_loss(entry) for entry in entries[one]] for one in (BASELINE, label)]
+        ratios = {name: _ratio(arms[label][name], arms[BASELINE][name]) for name in RATIOS}
+        used = ratios["seconds" if terms.equal == "time" else terms.equal]
+        verdict = judge(*losses, arms=len(labels) - 1, effect=terms.effect, used=used)
+        arms[label] |= {
+            "verdict": verdict.as_data(),
+            "ratios": ratios,
+            "used": used,
+            "time_to_quality": time_to_quality(entries[BASELINE], entries[label]),
+            "measured_differences": _measured_differences(entries[BASELINE], entries[label], verdict.confidence),
+        }
+    return {"arms": arms}
+
+
+def time_to_quality(baseline: Sequence[Entry], arm: Sequence[Entry]) -> dict[str, Any]:
+    """How long an arm took to the loss that the baseline ended at, as a share of what that took, pair by pair: the mean
+    of those that reached it with its interval, and how many did."""
+    ratios = []
+    pairs = _finished(baseline, arm)
+    for first, second in pairs:
+        quality = first["held_out_loss"]
+        mine, its = reached(second["curve"], quality), reached(first["curve"], quality)
+        if mine is not None and its:
+            ratios.append(mine / its)
+    low, high = interval(ratios)
+    return {
+        "pairs": len(pairs),
+        "reached": len(ratios),
+        "mean": fmean(ratios) if ratios else None,
+        "low": low,
+        "high": high,
+    }
+
+
+def _finished(baseline: Sequence[Entry], arm: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+    return [pair for pair in zip(baseline, arm, strict=True) if None not in map(_loss, pair)]
+
+
+def _loss(entry: Entry) -> float | None:
+    return entry["held_out_loss"] if entry["status"] == "finished" else None
+
+
+def _means(entries: Sequence[Entry]) -> dict[str, Any]:
+    """Over the seeds whose runs finished; None where one of them does not say."""
+    done = [entry for entry in entries if entry["status"] == "finished"]
+    means = {name: _mean([entry.get(name) for entry in done]) for name in MEANS}
+    names = {name for entry in done for name in entry["measured"]}
+    measured = {name: _mean([entry["measured"].get(name) for entry in done]) for name in sorted(names)}
+    return {"finished": len(done), "failed": len(entries) - len(done), **means, "measured": measured}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if not values or None in values else fmean(values)  # type: ignore[arg-type]
+
+
+def _measured_differences(baseline: Sequence[Entry], arm: Sequence[Entry], confidence: float) -> dict[str, Any]:
+    """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished; what
+    one of those runs does not say is left out."""
+    pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, arm)]
+    found = {}
+    for name in pairs[0][0] if pairs else ():
+        if any(one.get(name) is None for pair in pairs for one in pair):
+            continue
+        differences = [second[name] - first[name] for first, second in pairs]
+        low, high = interval(differences, confidence)
+        found[name] = {"mean": fmean(differences), "low": low, "high": high}
+    return found
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

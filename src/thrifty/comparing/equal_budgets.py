@@ -1,0 +1,125 @@
+"""Equal budgets: what a step of each arm costs, as a pilot of it shows, and so how many steps each arm may make.
+
+A pilot is a whole run of a few steps, in which everything that happens at a share of the run has its turn: a model that
+grows is timed at all of its sizes, and a rate that decays to the end of the run has decayed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+
+from thrifty.comparing.variants import Arm
+from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.recipe import Budget
+from thrifty.training.run_folder import RunFolder
+
+Equal = Literal["time", "flops", "tokens", "steps"]
+EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
+PILOT = 24
+"""Steps of a pilot."""
+WINDOW = 5
+"""Steps over which the median is taken that a step is held against."""
+ONCE = 2
+"""How often something may take longer than the steps around it without counting as part of a step: compiling at the
+start, and again after an interrupt. What happens oftener, such as a preconditioner every tenth step, is a cost."""
+DECAYED = 0.3
+"""The last step's share of the largest rate up to which a schedule counts as decayed: in a pilot the last step of a
+decay over a fifth of the run is still at 0.2."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of an arm takes, on average over a run."""
+
+    seconds: float
+    tokens: float
+    flops: float
+    """Counted on a traced step at the run's full structure."""
+    flops_vary: bool
+    """Whether batches or the structure change over the run, so that no single step stands for all."""
+    last_rate: float
+    """The learning rate of the last step as a share of the largest."""
+
+    def of(self, equal: Equal) -> float:
+        return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def steady(seconds: Sequence[float]) -> list[float]:
+    """Step times without what happens once: none lies further above the median of its neighbours than at least
+    `ONCE` + 1 of them do."""
+    reach = WINDOW // 2
+    around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
+    above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
+    most = max(0.0, above[ONCE]) if len(above) > ONCE else 0.0
+    return [min(own, usual + most) for own, usual in zip(seconds, around, strict=True)]
+
+
+def step_cost(folder: Path) -> StepCost:
+    """Of a finished run."""
+    run = RunFolder(folder)
+    records = run.read_records()
+    steps = [record for record in records if record["kind"] == "step"]
+    tokens = [after - before for before, after in pairwise([0, *(step["tokens"] for step in steps)])]
+    rates = [step["learning_rate"] for step in steps]
+    times = steady([step["step_seconds"] for step in steps])
+    return StepCost(
+        seconds=fmean(times[1:] or times),
+        tokens=fmean(tokens),
+        flops=run.read_json("explanation")["footprint"]["flops"],
+        flops_vary=len(set(tokens)) > 1 or any(record["kind"] == "change" for record in records),
+        last_rate=rates[-1] / max(rates) if max(rates) else 0.0,
+    )
+
+
+def mean_cost(costs: Sequence[StepCost]) -> StepCost:
+    """Of several pilots of one arm: their times averaged, all else is the same in each."""
+    return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
+
+
+def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
+    """Raises UsageError for no budget and Infeasible for one that pays for no step."""
+    if budget.steps is not None:
+        return budget.steps
+    if budget.seconds is not None:
+        steps = int(budget.seconds / cost.seconds)
+    elif budget.tokens is not None:
+        steps = int(budget.tokens / cost.tokens)
+    else:
+        raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
+    if steps < 1:
+        raise Infeasible("the budget pays for no step", fix="give a larger --budget")
+    return steps
+
+
+def steps_of_arms(arms: Sequence[Arm], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
+    """How many steps each arm makes for what the baseline's cost, by label.
+
+    Raises UsageError where an arm's rate is not decayed at the end of its budget, and where FLOPs are to be equal and
+    change over the run of an arm.
+    """
+    for arm in arms:
+        cost = costs[arm.label]
+        claims = arm.optimizer.claims if arm.optimizer else frozenset()
+        if cost.last_rate > DECAYED and "schedule" not in claims:
+            raise UsageError(
+                f"{arm.label}: its learning rate ends at {cost.last_rate:.0%} of the largest, and a rate that is not "
+                f"decayed to the end of its budget makes an arm look worse than it is",
+                fix="--with schedules.linear, with moments of the schedule as shares of the run",
+            )
+        if equal == "flops" and cost.flops_vary:
+            raise UsageError(
+                f"{arm.label}: its FLOPs change over the run, and are counted for its last steps", fix="--equal time"
+            )
+    budget = steps_of_baseline(arms[0].recipe.budget, costs[arms[0].label])
+    amount = budget * costs[arms[0].label].of(equal)
+    steps = {arm.label: int(amount / costs[arm.label].of(equal) + 1e-6) for arm in arms} | {arms[0].label: budget}
+    for label, count in steps.items():
+        if count < 1:
+            raise Infeasible(f"{label}: a step costs more than the whole budget", fix="give a larger --budget")
+    return steps

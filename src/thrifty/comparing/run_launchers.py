@@ -1,0 +1,188 @@
+"""How the runs of a comparison are started: each in a process of its own, or over several ranks in as many.
+
+What a process is to do, and how that ended, are files beside the run's folder, so that it may be on another machine
+that sees the same folders.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, Protocol
+
+from thrifty.comparing.run_process import ending_of, run_to_end, summary_of
+from thrifty.core.errors import ThriftyError
+from thrifty.core.recipe import Recipe
+from thrifty.machine.energy_meter import EnergyMeter, counters
+from thrifty.recipes.recipe_toml import recipe_to_data
+from thrifty.training.process_launch import python
+from thrifty.training.run_environment import redacted
+from thrifty.training.run_lock import holder
+from thrifty.training.run_setup import BuildModel
+
+SAVING = 600.0
+"""Seconds that a run whose starter was killed may take to end its step and save."""
+LOOK = 5.0
+"""Seconds between looks at the energy counters."""
+SIGNALLED = (130, 143)
+"""Exit codes of a run that was asked to stop."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    exit_code: int
+    error: str
+    """What it said last, where it failed."""
+    elapsed: float
+    """Seconds from its last start to its end, so with what starting, evaluating and saving took."""
+    joules: float | None
+    """Of the machine in that time; None where nothing counts it, or only part of the run was seen."""
+
+    @property
+    def status(self) -> str:
+        if self.exit_code in SIGNALLED:
+            return "interrupted"
+        return "failed" if self.exit_code else "finished"
+
+    def as_data(self) -> dict[str, Any]:
+        return {"status": self.status, **vars(self)}
+
+
+STOPPED = Ended(143, "", 0.0, None)
+"""Of a run that was not started any more."""
+
+
+class Start(Protocol):
+    """Takes one run at a time to its end in runs/NAME, whatever of it is there already."""
+
+    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended: ...
+
+    def stop(self) -> None:
+        """Let the run that is going on save and end, and start none after it; may come from another thread."""
+
+
+@dataclass
+class Lane:
+    """Starts runs as processes: peak memory and compiled code of one are none of the next one's. A signal to this
+    process ends the run's too, once it has saved."""
+
+    launcher: Sequence[str] = ()
+    """The command that starts them elsewhere, such as srun on a node; none is this machine."""
+    threads: int = 0
+    """Of each process, where runs beside it have the other cores; 0 leaves it all of them."""
+
+    def __post_init__(self) -> None:
+        self._stopped = Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+        if self._stopped.is_set():
+            return STOPPED
+        wait_for_release(runs / recipe.name / "lock")
+        began, whole = time.monotonic(), not summary_of(runs / recipe.name)
+        alone = not self.launcher and not self.threads
+        meter = EnergyMeter(counters() if alone else {})
+        task = runs / f"{recipe.name}.task.json"
+        told = {"recipe": recipe_to_data(recipe), "runs": str(runs.absolute()), "folder": os.getcwd()}
+        runs.mkdir(parents=True, exist_ok=True)
+        task.with_suffix(".end").unlink(missing_ok=True)  # of a run whose starter was killed
+        task.write_text(json.dumps(told))
+        try:
+            code, said = self._run(self._command(recipe, task), meter)
+            ending = ending_of(task)
+        finally:
+            task.unlink()
+            task.with_suffix(".end").unlink(missing_ok=True)
+        code, error = (ending["exit_code"], ending["error"]) if ending else (code, said)
+        if code < 0:
+            error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
+        elapsed = time.monotonic() - began
+        return Ended(code, " ".join(redacted(error.split())), elapsed, meter.look() if whole and alone else None)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._process:
+            _let_go(self._process)
+
+    def _command(self, recipe: Recipe, task: Path) -> list[str]:
+        start = python(recipe.mesh.least_ranks)
+        return [*self.launcher, *start, "-m", "thrifty.comparing.run_process", str(task.absolute())]
+
+    def _run(self, command: list[str], meter: EnergyMeter) -> tuple[int, str]:
+        """Its exit code and, where it failed, the last thing it said."""
+        variables = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        if self.threads:
+            variables["OMP_NUM_THREADS"] = str(self.threads)
+        with tempfile.TemporaryFile("w+", errors="replace") as said:
+            # an interrupt at the terminal is for this process, which ends the other in order
+            process = self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=said,
+                stderr=said,
+                env=os.environ | variables,
+                start_new_session=True,
+            )
+            try:
+                if self._stopped.is_set():  # since it was looked at
+                    _let_go(process)
+                code = _waited(process, meter)
+            finally:
+                _let_go(process)
+                process.wait()
+            said.seek(0)
+            lines = said.read().split("\n")
+        return code, next((line for line in reversed(lines) if line.strip()), "it said nothing") if code else ""
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """A run whose standard input is at its end saves and ends."""
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.close()
+
+
+def wait_for_release(lock: Path) -> None:
+    """A start right after a kill may find the run still saving; refused, it would be listed as failed."""
+    end = time.monotonic() + SAVING
+    while holder(lock).get("host") == socket.gethostname() and time.monotonic() < end:
+        time.sleep(0.1)
+
+
+def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
+    """The exit code; that of a stop also where the signal came before the run could save."""
+    while True:
+        try:
+            code = process.wait(LOOK)
+            return 128 - code if 128 - code in SIGNALLED else code
+        except subprocess.TimeoutExpired:
+            meter.look()
+
+
+@dataclass(frozen=True)
+class Here:
+    """Starts runs in this process: for models that a function makes. Their peak memory is that of the process, and the
+    first run bears what is made once."""
+
+    model: BuildModel | None = None
+
+    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+        began = time.monotonic()
+        try:
+            code, error = run_to_end(recipe, runs, self.model)["exit_code"], ""
+        except ThriftyError as failed:
+            code, error = failed.exit_code, str(failed).replace("\n", " ")
+        return Ended(code, error, time.monotonic() - began, None)
+
+    def stop(self) -> None:
+        """Nothing: one such run is all there is, and a signal to this process reaches it."""

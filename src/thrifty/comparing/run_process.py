@@ -1,0 +1,75 @@
+"""One run of a comparison, to its end or to a signal; as a process of its own it is told what to run by a file.
+
+It ends as soon as its standard input does, since whoever started it is gone: it saves, as after SIGTERM, so that no run
+goes on unseen.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.recipe import Recipe
+from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.training.run_folder import RunFolder
+from thrifty.training.run_setup import BuildModel
+from thrifty.training.trainer import resume, train
+
+
+def summary_of(path: Path) -> dict[str, Any]:
+    """How a run ended, or how far it is; {} where there is none."""
+    with suppress(IntegrityError):
+        return RunFolder(path).read_json("summary")
+    return {}
+
+
+def run_to_end(recipe: Recipe, runs: Path, model: BuildModel | None = None) -> dict[str, Any]:
+    """The summary of a run that is started, gone on with, or finished already."""
+    path = runs / recipe.name
+    summary = summary_of(path)
+    if summary.get("status") == "finished":
+        return summary
+    if (path / "recipe.toml").is_file():
+        return resume(path, recipe, model=model, quiet=True)
+    return train(recipe, runs, model=model, quiet=True)
+
+
+def ending_of(task: Path) -> dict[str, Any]:
+    """How the process that was given this file ended, its "exit_code" and "error"; {} if it could not tell."""
+    with suppress(OSError, ValueError):
+        return json.loads(task.with_suffix(".end").read_text())
+    return {}
+
+
+def _end_with_starter() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve(task: Path) -> int:
+    """Its exit code, the run's own, which the file beside `task` says as well: a launcher may have codes of its own."""
+    told = json.loads(task.read_text())
+    os.chdir(told["folder"])
+    threading.Thread(target=_end_with_starter, daemon=True).start()
+    try:
+        code, error = run_to_end(recipe_from_data(told["recipe"]), Path(told["runs"]))["exit_code"], ""
+    except ThriftyError as failed:
+        code, error = failed.exit_code, str(failed)
+    except Exception as failed:  # of anybody's technique: the comparison lists it and goes on
+        traceback.print_exc()
+        code, error = 1, f"{type(failed).__name__}: {failed}"
+    if os.environ.get("RANK", "0") == "0":
+        task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
+    return code
+
+
+if __name__ == "__main__":
+    code = _serve(Path(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)  # the thread that waits for the starter would otherwise be waited for

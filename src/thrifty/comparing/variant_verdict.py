@@ -1,0 +1,123 @@
+"""What a comparison says of an arm: better, worse, no difference, or undecided and why."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from thrifty.comparing.paired_statistics import (
+    ALPHA,
+    CONFIDENCE,
+    MOST_PAIRS,
+    POWER,
+    Paired,
+    least_pairs,
+    paired,
+    pairs_for,
+)
+from thrifty.reporting.comparison_page import UNEQUAL
+from thrifty.reporting.number_format import percent, significant
+
+Word = Literal["better", "worse", "no difference", "undecided"]
+
+
+@dataclass(frozen=True)
+class ArmVerdict:
+    """Of one arm against the baseline, by held-out losses at the end of paired runs: lower is better."""
+
+    verdict: Word
+    sentence: str
+    planned: int
+    """Pairs that were to be run."""
+    failed: int
+    """Pairs of which one run or both failed."""
+    alpha: float
+    """Of its test: 3 % shared among all arms of the comparison."""
+    confidence: float
+    """Of its interval: what it leaves out is 5 % shared among all arms."""
+    found: Paired | None
+    """None as long as no pair is there."""
+    relative: float | None
+    """The mean difference as a share of the baseline's mean."""
+    least_pairs: int
+    """That could have a verdict."""
+    pairs_needed: int
+    """That would see the effect that was asked about, given how much pairs differ here."""
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(
+    baseline: Sequence[float | None],
+    arm: Sequence[float | None],
+    *,
+    arms: int = 1,
+    effect: float = 0.01,
+    used: float | None = 1.0,
+) -> ArmVerdict:
+    """Held-out losses of the seeds in order, None for a run that failed. `arms` is how many arms the baseline is
+    compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
+    the arm spent of what was to be equal, as a multiple of the baseline's.
+
+    There is a verdict only when every pair that was planned is there and there are enough of them. Better or worse is
+    said where the permutation test passes and the interval leaves zero out: of equals in less than 3 % of comparisons,
+    whatever the number of arms. It is not said of an arm that spent more and is better, or less and is worse: step
+    times that a busy moment made wrong would pass for a finding.
+    """
+    alpha, confidence = ALPHA / arms, 1 - (1 - CONFIDENCE) / arms
+    least = least_pairs(alpha)
+    planned = len(baseline)
+    pairs = [(first, second) for first, second in zip(baseline, arm, strict=True) if None not in (first, second)]
+    failed = planned - len(pairs)
+    if not pairs:
+        said = f"undecided: all {planned} pairs failed"
+        return ArmVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
+    differences = [second - first for first, second in pairs]  # type: ignore[operator]
+    found = paired(differences, alpha, confidence)
+    mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
+    relative = found.mean / mean if mean else None
+    needed = pairs_for(effect * mean, found.spread, alpha)
+    if failed:
+        word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
+    elif planned < least:
+        pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
+        word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}"
+    elif found.p <= alpha and found.low > 0:
+        word, said = "worse", _told(found, relative, "higher")
+    elif found.p <= alpha and found.high < 0:
+        word, said = "better", _told(found, relative, "lower")
+    else:
+        word, said = "no difference", _unseen(found, mean, effect, needed)
+    if used is not None and word == _explained_by(used):
+        word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
+    return ArmVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
+
+
+def _explained_by(used: float) -> Word | None:
+    """What an arm that spent so many times the baseline's would be found to be, though it is no other."""
+    return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
+
+
+def _told(found: Paired, relative: float | None, direction: str) -> str:
+    share = f" ({percent(abs(relative), 2)})" if relative is not None else ""
+    low, high = sorted((abs(found.low), abs(found.high)))
+    return (
+        f"held-out loss {direction} by {significant(abs(found.mean))}{share}, interval {significant(low)} to "
+        f"{significant(high)}, p = {significant(found.p, 2)}, {found.pairs} pairs"
+    )
+
+
+def _unseen(found: Paired, mean: float, effect: float, needed: int) -> str:
+    if found.spread == 0 and found.mean == 0:
+        return f"the losses of all {found.pairs} pairs are equal to the last bit"
+    share = f" ({percent(found.smallest_effect / mean, 2)})" if mean else ""
+    text = (
+        f"mean difference {significant(found.mean)}, interval {significant(found.low)} to {significant(found.high)}, "
+        f"p = {significant(found.p, 2)}, {found.pairs} pairs; "
+        f"an effect of {significant(found.smallest_effect)}{share} would be found in "
+        f"{percent(POWER, 0)} of such comparisons"
+    )
+    if found.smallest_effect > effect * mean:
+        seeds = f"{needed}" if needed < MOST_PAIRS else f"{MOST_PAIRS} or more"
+        text += f", one of {100 * effect:.3g} % with {seeds} pairs"
+    return text

@@ -1,0 +1,212 @@
+"""What a composed run will hold and compute, technique by technique, before it runs.
+
+Techniques are counted, not believed: for each one the run so far is built on fake tensors and a step of it is traced.
+Only those that override `footprint` are taken at their word, on top of the count: their effect needs what a single
+process of fake tensors does not have (other ranks, values). What a compiler saves beyond that is not counted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thrifty.composition.compose import CPU, Composition
+from thrifty.composition.micro_batches import fewer_alike, shares_of
+from thrifty.composition.step_footprint import CountedPasses
+from thrifty.core.batches import Batch
+from thrifty.core.footprint import Footprint
+from thrifty.core.technique import Technique
+from thrifty.core.tensor_tracing import StepTrace, one_thread, settled, tensor_bytes
+from thrifty.modeling.module_surgery import noting
+from thrifty.optim.chunked_update import local
+from thrifty.optim.torch_optimizer import TransformOptimizer
+
+IN_PASSES = ("model", "batches", "objective", "backward")
+COUNTED = (*IN_PASSES, "update")
+"""Seams whose effect on memory and work shows in a traced step."""
+OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary")
+"""What is in proportion to the examples that a rank sees."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One technique, and the footprint before and after it."""
+
+    technique: Technique
+    before: Footprint
+    after: Footprint
+
+    def as_dict(self, touched: Sequence[str]) -> dict[str, Any]:
+        return {
+            "name": self.technique.name,
+            "stage": self.technique.stage.label,
+            "numerics": self.technique.numerics.value,
+            "settings": asdict(self.technique),
+            "touched": list(touched),
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Explanation:
+    parameters: int
+    plain: Footprint
+    rows: tuple[Row, ...]
+    decisions: tuple[str, ...] = ()
+    """What techniques decide when they see the first batch."""
+
+    @property
+    def footprint(self) -> Footprint:
+        return self.rows[-1].after if self.rows else self.plain
+
+    def as_dict(self, notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+        """Plain data; `notes` are what each technique's surgery touched and skipped (`Composition.notes`)."""
+        return {
+            "parameters": self.parameters,
+            "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],
+            "plain": self.plain.as_dict(),
+            "footprint": self.footprint.as_dict(),
+            "decisions": list(self.decisions),
+        }
+
+
+def explain(run: Composition) -> Explanation:
+    """Footprints of the plain run and after each technique, at the run's full structure and last batch."""
+    with settled():
+        return _explained(run)
+
+
+def _explained(run: Composition) -> Explanation:
+    counts = _Counts(run)
+    parameters, counted = counts.of(())
+    plain, before = counted, counted
+    rows: list[Row] = []
+    for index, technique in enumerate(run.techniques):
+        so_far = run.techniques[: index + 1]
+        shares = shares_of(so_far)
+        is_counted = not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED)
+        if is_counted or shares > shares_of(so_far[:-1]):
+            _, counted = counts.of(tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
+        after = counted
+        for claimed in so_far:
+            after = claimed.footprint(after)
+        rows.append(Row(technique, before, after))
+        before = after
+    return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
+
+
+def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
+    return any(getattr(type(technique), method) is not getattr(Technique, method) for method in methods)
+
+
+def count(run: Composition, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
+    """The number of parameters, and one step's footprint, of the run with only these techniques; of several `shares`
+    into which its examples are divided, the bytes are those of one and the FLOPs those of all."""
+    return _Counts(run).of(techniques, shares)
+
+
+class _Counts:
+    """Counts of a run with some of its techniques. Where those differ from the ones before in the update alone, the
+    passes through the model are not traced again."""
+
+    def __init__(self, run: Composition):
+        self.run = run
+        self.decisions: list[str] = []
+        """What the techniques that were counted last decide when they see the first batch."""
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._key: tuple[tuple[Technique, ...], int] | None = None
+
+    def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
+        with noting() as said:
+            parameters, footprint = self._of(techniques, shares)
+        self.decisions = [*dict.fromkeys([*said, *self._said_in_passes])]
+        return parameters, footprint
+
+    def _of(self, techniques: tuple[Technique, ...], shares: int) -> tuple[int, Footprint]:
+        part = replace(self.run, techniques=techniques, notes={})
+        whole = part.source.at(self.run.steps - 1)
+        is_joint = self.run.objective.joint  # each rank compares its own examples with everybody's
+        share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
+        part, batch, times = fewer_alike(part, share)
+        key = tuple(technique for technique in techniques if _overrides(technique, IN_PASSES)), shares
+        if key != self._key:
+            self._key = None
+            with noting() as self._said_in_passes:
+                self._passes = self._counted_passes(part, batch)
+            self._key = key
+        with self._fake, one_thread():
+            footprint = self._passes.followed_by(part.transform(), part.steps)
+        if is_joint:
+            footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
+        parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
+        return parameters, footprint.scale(flops=times * len(whole) / len(share))
+
+    def _counted_passes(self, part: Composition, batch: Batch) -> CountedPasses:
+        fake, plain = self._fake, part.plain
+        with fake:
+            faked = replace(plain, build=lambda: _faked(plain.build(), fake))
+            return passes_of(replace(part, plain=faked, device=CPU), batch.map(fake.from_tensor))
+
+
+def passes_of(run: Composition, batch: Batch) -> CountedPasses:
+    """The passes through a run's model on this batch: built and traced for real unless tensors are fake."""
+    with one_thread():
+        with StepTrace() as built:
+            model = run.build_model()
+        return CountedPasses(model, run.objective, run.backward, batch, built)
+
+
+def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """The model with fake tensors wherever loading weights from a file has left real ones."""
+    converted: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not hasattr(parameter, "fake_mode"):
+                faked = converted.setdefault(id(parameter), nn.Parameter(fake.from_tensor(parameter.detach())))
+                module._parameters[name] = faked
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not hasattr(buffer, "fake_mode"):
+                module._buffers[name] = fake.from_tensor(buffer)
+    return model
+
+
+def touched(run: Composition) -> dict[str, list[str]]:
+    """What each technique's surgery touches and skips, found on fake tensors. Raises Refused where one refuses."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        plain = run.plain
+        trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU, notes={})
+        trial.build_model()
+    return trial.notes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that a rank keeps from step to step, and what techniques' surgery touched on it."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    notes: Mapping[str, Sequence[str]]
+
+
+def held(run: Composition) -> Held:
+    """What this rank of a mesh holds with all techniques, found on fake tensors. Raises Refused where one refuses.
+
+    Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
+    nothing, such as an adapter, is made.
+    """
+    fake, plain = FakeTensorMode(allow_non_fake_inputs=True), run.plain
+
+    def build() -> nn.Module:
+        with fake:
+            return _faked(plain.build(), fake)
+
+    trial = replace(run, plain=replace(plain, build=build), device=CPU, notes={})
+    model = trial.build_model()
+    optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
+    state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
+    kept = ([*model.parameters()], optimizer.parameters, state)
+    return Held(*(sum(map(tensor_bytes, local(tensors))) for tensors in kept), trial.notes)

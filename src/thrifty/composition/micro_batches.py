@@ -1,0 +1,46 @@
+"""Of many micro-batches that are alike, the two that tell what a step with all of them holds and computes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from thrifty.composition.compose import Composition
+from thrifty.core.batches import Batch
+from thrifty.core.mesh import axis
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Technique
+
+ENOUGH = 2
+"""The first has no gradients beside it; each of the others has, and holds what the second does."""
+SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
+"""Stages whose backward pass looks at the whole batch before it is cut."""
+
+
+def fewer_alike(run: Composition, batch: Batch) -> tuple[Composition, Batch, float]:
+    """The run in two micro-batches where it has more, all of one size; their examples; and in how many times the FLOPs
+    a whole step is done. The run as it is, and 1.0, where they are not alike."""
+    cutting = [technique for technique in run.techniques if "micro-batches" in technique.claims]
+    parts = getattr(cutting[0], "parts", 1) if cutting else 1
+    rows = -(-len(batch) // parts)
+    alike = len(batch) // rows
+    if alike <= ENOUGH or len(batch) % rows or run.objective.joint or any(map(_sees_all, run.techniques)):
+        return run, batch, 1.0
+    fewer: dict[str, Any] = {"parts": ENOUGH}
+    techniques = tuple(replace(t, **fewer) if t in cutting else t for t in run.techniques)
+    return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
+
+
+def shares_of(techniques: Sequence[Technique]) -> int:
+    """Into how many equal parts techniques that need several ranks divide the examples of a step before a model sees
+    them: those of the ranks along the data, and the micro-batches of a pipeline."""
+    shares = 1
+    for technique in techniques:
+        if "distribution of data" in technique.claims:
+            shares *= axis("data").size
+        if "distribution of blocks" in technique.claims and axis("pipeline").size > 1:
+            shares *= getattr(technique, "parts", 1)
+    return shares
+
+
+def _sees_all(technique: Technique) -> bool:
+    return technique.stage in SEES_ALL and type(technique).backward is not Technique.backward

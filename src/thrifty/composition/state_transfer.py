@@ -1,0 +1,60 @@
+"""What a state holds, carried over to a state of another structure."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thrifty.core.state import TrainState, fill_tensor
+from thrifty.core.structural_change import Change
+from thrifty.distributed.stage_communication import values_over_stages
+
+
+def carry_over(change: Change, old: Mapping[str, Tensor], placed: TrainState) -> None:
+    """Fill a state of the new structure with what a change takes over of the old one: its whole values by the names
+    that `TrainState.tensors` gives."""
+    tensors = placed.tensors()
+    sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
+    found = values_over_stages(old, set(sources.values()))
+    for name, source in sources.items():
+        if source in found:
+            fill_tensor(tensors[name], _carried(change, name, found[source], tensors[name].shape, placed))
+
+
+def _parts(name: str) -> tuple[str, str, str]:
+    """Kind, slot and parameter of a tensor's name in the state."""
+    kind, _, rest = name.partition("/")
+    slot, _, parameter = rest.rpartition("/")
+    return kind, slot, parameter
+
+
+def _source(change: Change, name: str, tensor: Tensor, placed: TrainState) -> str:
+    """The name of what a tensor starts from; "" where it keeps its first value."""
+    kind, slot, parameter = _parts(name)
+    # a mask is no moment: it belongs to the weight whatever happens to the optimizer
+    is_moment = kind == "optimizer" and tensor.dtype != torch.bool
+    origin = change.origin(parameter)
+    if kind == "techniques" or origin is None or (is_moment and change.moments == "reset"):
+        return ""
+    if kind == "parameters" and change.average and change.adds(parameter):
+        assert placed.optimizer is not None
+        if parameter in placed.optimizer.names:  # what is frozen has no average
+            (average,) = (each for each in placed.optimizer.slots if each.endswith(change.average))
+            return f"optimizer/{average}/{origin}"
+    return "/".join(part for part in (kind, slot, origin) if part)
+
+
+def _carried(change: Change, name: str, value: Tensor, shape: torch.Size, placed: TrainState) -> Tensor:
+    kind, slot, parameter = _parts(name)
+    if value.shape != shape:
+        value = change.resize(parameter, value, shape)
+    content = "weights" if kind == "parameters" else ""
+    if kind == "optimizer" and value.numel() and value.is_floating_point():
+        assert placed.optimizer is not None
+        content = placed.optimizer.transform.content(slot)
+    if content == "weights":
+        return change.value(parameter, value)
+    if content == "squares" and change.moments == "mean" and change.adds(parameter):
+        seen = value[value > 0].float()  # not what a mask has kept out
+        return torch.full_like(value, float(seen.mean()) if seen.numel() else 0.0)
+    return value

@@ -1,0 +1,204 @@
+"""What one step holds and computes: a forward and a backward pass, and the update that follows."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from torch import Size, Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import Refused
+from thrifty.core.footprint import Footprint
+from thrifty.core.gradient_transform import Transform
+from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.tensor_tracing import StepTrace, tensor_bytes, uncollected
+from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.optim.chunked_update import InPieces, Piece, Tail
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.update_plan import InOrder, Members
+
+
+class CountedPasses:
+    """A forward and a backward pass of this model on this batch, counted; model and batch may be fake or real.
+
+    Each of several updates may follow: what the passes hold and compute does not depend on it. A trace that was open
+    while the model was `built` knows what else it holds.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, backward: Backward, batch: Batch, built: StepTrace | None = None
+    ):
+        model.train()
+        self.model, self.live = model, built or StepTrace()
+        self.blocks = blocks_of(model)
+        given = [*batch.fields.values(), batch.weight]
+        with uncollected(), self.live as live:
+            live.know(*model.parameters(), *model.buffers(), *given)
+            self.buffers, before = live.held_besides([*model.parameters(), *given]), live.now
+            live.peak = before
+            marking, passes = _Marking(objective, live), _Passes(model, self.blocks, live)
+            with passes:
+                outcome: Outcome = backward(model, marking, batch)
+                del outcome
+            self.flops, self.hidden = live.flops, passes.hidden
+            self.activations = marking.after_forward - before
+            self.saved = min(max(passes.saved, 0), self.activations)
+            self.peak, self.left = live.peak - before, live.now - before
+            """The most bytes beyond what was there before; those that stay: gradients, as a rule."""
+            self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
+            """The most beside complete gradients; the same from when the first gradient of a block is complete."""
+
+    def followed_by(self, transform: Transform, steps: int) -> Footprint:
+        """The footprint of the whole step in a run of so many.
+
+        Activations are what is alive at the end of the forward pass (of the first micro-batch); temporary is what the
+        peak of backward pass and update holds beyond activations or gradients. FLOPs are those of matrix products and
+        attention in the forward and the backward pass. Of several kinds of update the one that holds most counts; one
+        that asks fake tensors for values counts up to there.
+        """
+        model, live = self.model, self.live
+        with uncollected(), live:
+            there = live.storages()
+            optimizer = TransformOptimizer(model.named_parameters(), transform)
+            slots = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
+            buffers = self.buffers + live.held_besides(slots, there)
+            keep_unlike_pieces(optimizer.site.tail, optimizer.parameters)
+            live.peak, before = live.now, live.now - self.left
+            kinds = kinds_of_update(optimizer, steps)
+            for optimizer.updates in kinds:
+                with suppress(DataDependentOutputException, DynamicOutputShapeException):
+                    optimizer.step()
+            peak = max(self.peak, live.peak - before)
+        gradients = sum(tensor_bytes(parameter) for parameter in optimizer.parameters)
+        parameters = sum(map(tensor_bytes, model.parameters()))
+        sizes = block_bytes(self.blocks)
+        return Footprint(
+            parameters=parameters,
+            outside=parameters - sum(sizes),
+            block=max(sizes, default=0),
+            vectors=sum(tensor_bytes(p) for name, p in model.named_parameters() if not is_matrix(name, p)),
+            hidden=self.hidden,
+            buffers=buffers,
+            gradients=gradients,
+            optimizer=sum(map(tensor_bytes, slots)),
+            activations=self.activations,
+            saved=self.saved,
+            passes=self.most,
+            inside=self.inside,
+            temporary=max(peak - max(self.activations, gradients), 0),
+            flops=self.flops,
+        )
+
+
+def kinds_of_update(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
+    """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
+    kinds: dict[tuple[bool, ...], int] = {}
+    for step in range(min(steps, looked_at)):
+        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.numbers(step, step).values()), step)
+    return list(kinds.values())
+
+
+def keep_unlike_pieces(tail: Tail, parameters: Sequence[Tensor]) -> None:
+    """Leaves out of an update all pieces but one of those that are alike: one is worked on after the other, so the
+    others would hold no more, and billions of parameters are many pieces."""
+    if isinstance(tail, InOrder):
+        keep_unlike_pieces(tail.first, parameters)
+        keep_unlike_pieces(tail.then, parameters)
+    elif isinstance(tail, Members):
+        for own, member in tail.tails:
+            keep_unlike_pieces(member, [parameters[i] for i in own])
+    elif isinstance(tail, InPieces):
+        tail.pieces = list({_likeness(piece, parameters): piece for piece in tail.pieces}.values())
+
+
+def _likeness(piece: Piece, parameters: Sequence[Tensor]) -> tuple[tuple[Size, int | None], ...]:
+    return tuple((parameters[i].shape, rows and rows.stop - rows.start) for i, rows in piece.spans)
+
+
+class _Marking(Around):
+    """Another objective that notes how many bytes are alive once the forward pass is over."""
+
+    def __init__(self, inner: Objective, live: StepTrace):
+        super().__init__(inner)
+        self.live, self.after_forward = live, -1
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        losses = super().losses(prediction, batch)
+        if self.after_forward < 0:  # later micro-batches have the gradients of earlier ones beside them
+            self.after_forward = self.live.now
+        return losses
+
+
+class _Passes:
+    """While open, follows forward and backward passes through blocks: what those hand on and keep, and the most that is
+    alive beside complete gradients."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], live: StepTrace):
+        self.blocks, self.live = blocks, live
+        self.hidden = self.saved = 0
+        """Bytes that a block hands to the next, at most; that all of them keep of their first forward pass."""
+        self.peak = self.peak_inside = 0
+        """The most at any time; from when the first gradient of a block is complete."""
+        self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._of_blocks = {parameter for block in blocks for parameter in block.parameters()}
+        self._complete: set[nn.Parameter] = set()
+        self._begun: set[nn.Module] = set()
+        self._ended: set[nn.Module] = set()
+        self._aside, self._is_inside = 0, False
+
+    def __enter__(self) -> Self:
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._completed) for parameter in self._learned]
+        self._hooks += [block.register_forward_pre_hook(self._begins) for block in self.blocks]
+        self._hooks += [block.register_forward_hook(self._ends) for block in self.blocks]
+        self.live.watch = self._see
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.live.watch = None
+        for hook in self._hooks:
+            hook.remove()
+
+    def _see(self, now: int) -> None:
+        self.peak = max(self.peak, now - self._aside)
+        if self._is_inside:
+            self.peak_inside = max(self.peak_inside, now - self._aside)
+
+    def _completed(self, parameter: nn.Parameter) -> None:
+        self._is_inside |= parameter in self._of_blocks
+        if parameter not in self._complete and parameter.grad is not None:
+            self._complete.add(parameter)
+            self._aside += tensor_bytes(parameter.grad)
+
+    def _begins(self, block: nn.Module, args: tuple) -> None:
+        self._is_inside = False
+        if block not in self._begun:
+            self._begun.add(block)
+            self.saved -= self.live.now
+
+    def _ends(self, block: nn.Module, args: tuple, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.hidden = max(self.hidden, tensor_bytes(hidden))
+        if block not in self._ended:
+            self._ended.add(block)
+            self.saved += self.live.now
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of all stacks; [] for a model that has none."""
+    with suppress(Refused):
+        return [block for stack in find_stacks(model).values() for block in stack]
+    return []
+
+
+def block_bytes(blocks: Sequence[nn.Module]) -> list[int]:
+    """Bytes of the parameters of each block, those that several share counted with the first."""
+    seen: set[nn.Parameter] = set()
+    sizes = []
+    for block in blocks:
+        own = set(block.parameters()) - seen
+        sizes.append(sum(map(tensor_bytes, own)))
+        seen |= own
+    return sizes

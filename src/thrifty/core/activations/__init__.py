@@ -1,1 +1,0 @@
-"""What is kept between the forward and the backward pass: what it costs, and who holds or makes it again."""

@@ -1,1 +1,0 @@
-"""Memories other than the device's, and what stands for a tensor that is there."""

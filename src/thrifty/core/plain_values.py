@@ -1,0 +1,116 @@
+"""Typed values from plain data and back: strict, with the path of what is wrong and the nearest right name.
+
+Works for frozen dataclasses whose fields are bool, int, float, str, optional ones, tuples, literals and dataclasses:
+all that recipes and techniques are made of.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.setting_bounds import hints_of
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
+    """A dataclass from a table; raises UsageError naming the path of the first thing that does not fit."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
+    hints = hints_of(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    for key in data:
+        if key not in names:
+            raise UsageError(f"unknown key {_join(path, key)!r}", fix=did_you_mean(key, names))
+    try:
+        return kind(**{key: convert(hints[key], value, _join(path, key)) for key, value in data.items()})
+    except TypeError as error:
+        raise UsageError(f"{path or kind.__name__}: {error}") from None
+
+
+def convert(kind: Any, value: Any, path: str) -> Any:
+    """One value as the type of its field; an int may stand for a float, nothing else is turned into anything."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return convert(arguments[0], value, path)
+    if origin in (Union, types.UnionType):
+        for option in arguments:
+            if option is not types.NoneType and _fits(option, value):
+                return convert(option, value, path)
+        wanted = " or ".join(_name(option) for option in arguments if option is not types.NoneType)
+        raise UsageError(f"{path} must be {wanted}, not {value!r}")
+    if origin is Literal:
+        if value not in arguments:
+            raise UsageError(f"{path} is {value!r}", fix=did_you_mean(str(value), map(str, arguments)))
+        return value
+    if origin is tuple:
+        return _convert_tuple(arguments, value, path)
+    if dataclasses.is_dataclass(kind):
+        return build(kind, value, path)  # type: ignore[type-var]
+    if not _fits(kind, value):
+        raise UsageError(f"{path} must be {_name(kind)}, not {value!r}", fix=f"for example {path} = {_EXAMPLE[kind]}")
+    return float(value) if kind is float else value
+
+
+def _convert_tuple(arguments: tuple, value: Any, path: str) -> tuple:
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{path} must be a list, not {value!r}", fix=f"write {path} = [{value}]")
+    if arguments[-1] is Ellipsis:
+        arguments = (arguments[0],) * len(value)
+    if len(arguments) != len(value):
+        raise UsageError(f"{path} must have {len(arguments)} entries, not {len(value)}")
+    pairs = enumerate(zip(arguments, value, strict=True))
+    return tuple(convert(kind, item, f"{path}[{index}]") for index, (kind, item) in pairs)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if dataclasses.is_dataclass(kind):
+        return isinstance(value, Mapping)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+_EXAMPLE = {int: "10", float: "0.1", bool: "true", str: '"text"'}
+
+
+def _name(kind: Any) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def to_data(value: Any) -> dict[str, Any]:
+    """A dataclass as a table of plain data; entries that are None are left out."""
+    return {
+        field.name: _plain(getattr(value, field.name))
+        for field in dataclasses.fields(value)
+        if field.init and getattr(value, field.name) is not None
+    }
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_data(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
+    """What differs between two tables, one line per value: `data.batch: 32 → 16`."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        here, before, after = _join(path, key), old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, here)
+        elif before != after:
+            lines.append(f"{here}: {_shown(before)} → {_shown(after)}")
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else "present" if isinstance(value, Mapping) else repr(value)

@@ -1,0 +1,47 @@
+"""Settings that depend on the run: moments of it, and its effective batch.
+
+A moment is a fraction of the whole run as a float, a number of steps as an int. `warmup: Moment = 0.05` means the first
+twentieth of the run, however long it turns out to be, and `warmup = 200` means 200 steps. `batch: EffectiveBatch = 0`
+means the run's own effective batch. Composing a run replaces both, so seams only ever see steps and examples.
+"""
+
+import dataclasses
+from typing import Annotated, Any, TypeVar
+
+from thrifty.core.errors import UsageError
+from thrifty.core.setting_bounds import Bound, hints_of
+
+Moment = Annotated[int | float, "moment of a run"]
+EffectiveBatch = Annotated[int, "effective batch of a run", Bound(least=0)]
+T = TypeVar("T")
+
+
+def in_steps(moment: int | float, steps: int) -> int:
+    return moment if isinstance(moment, int) else round(moment * steps)
+
+
+def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
+    """A copy of a dataclass with each field annotated `Moment` (or a tuple of them) in steps of a run of `steps`, and
+    each `EffectiveBatch` that is 0 replaced by `batch`."""
+    hints = hints_of(type(value))
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        current = getattr(value, field.name)
+        if hints[field.name] == Moment:
+            changes[field.name] = in_steps(current, steps)
+        elif hints[field.name] == tuple[Moment, ...]:
+            changes[field.name] = tuple(in_steps(moment, steps) for moment in current)
+        elif hints[field.name] == EffectiveBatch:
+            changes[field.name] = current or batch
+    return dataclasses.replace(value, **changes)  # type: ignore[type-var]
+
+
+def refuse_shares(value: object, name: str) -> None:
+    """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
+    hints = hints_of(type(value))
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        if hints[field.name] == Moment and isinstance(current := getattr(value, field.name), float):
+            raise UsageError(
+                f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
+                fix=f"give a number of steps, such as {field.name}=1000",
+            )

@@ -1,1 +1,0 @@
-"""Weights under masks, and models that lose heads and neurons for good."""

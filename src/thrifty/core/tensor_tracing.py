@@ -1,0 +1,160 @@
+"""Bytes alive and FLOPs of whatever runs while a trace is open; on fake tensors without memory and arithmetic."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thrifty.core.op_flops import FLOPS_OF, asked_device, call
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the cycle collector, whose moments are nobody's promise: the same count every time."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_is_settled = False
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """The cycle collector leaves alone what is there before the block. Several counts then take a moment each, where
+    going through all that is imported takes tenths of a second."""
+    global _is_settled
+    # somebody outside settled it, and will end it; the collector is asked last: it counts all that it leaves alone
+    if _is_settled or gc.get_freeze_count():
+        yield
+        return
+    _is_settled = True
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        _is_settled = False
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A trace sees what its own thread does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_open_traces: "list[StepTrace]" = []
+
+
+class StepTrace(TorchDispatchMode):
+    """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
+    and adds up the FLOPs of matrix products and attention."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.now, self.peak, self.flops = 0, 0, 0
+        self.paused = False
+        self.watch: Callable[[int], None] | None = None
+        """Told after each operation how many bytes are alive."""
+        self._alive: dict[int, int] = {}
+        """Bytes of each storage that is alive."""
+        self._watches: dict[int, weakref.finalize] = {}
+        self.know(*known)
+
+    def know(self, *tensors: Tensor) -> None:
+        """Takes note of tensors that were there before (parameters, the batch): their bytes are not the step's."""
+        for tensor in tensors:
+            self._follow(tensor.untyped_storage(), 0)
+
+    def held_besides(self, tensors: Iterable[Tensor], storages: Set[int] = frozenset()) -> int:
+        """Bytes alive, known ones included, that are none of these tensors' and in none of these storages."""
+        own = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return sum(size for key, size in self._alive.items() if key not in own and key not in storages)
+
+    def storages(self) -> Set[int]:
+        """Which are alive."""
+        return frozenset(self._alive)
+
+    def __enter__(self) -> Self:
+        _open_traces.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _open_traces.remove(self)
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if (device := asked_device(func, args)) is not None:
+            return device
+        result = call(func, args, kwargs or {})
+        if self.paused:
+            return result
+        formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        if not _sums_gradients(func):
+            self.peak = max(self.peak, self.now)
+            if self.watch is not None:
+                self.watch(self.now)
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        self._follow(storage, storage.nbytes())
+
+    def _follow(self, storage: torch.UntypedStorage, own: int) -> None:
+        """Until it is freed; `own` of its bytes are the step's."""
+        key = storage._cdata
+        if key in self._alive:
+            return
+        self._alive[key] = storage.nbytes()
+        self._watches[key] = weakref.finalize(storage, self._forget, key, own)
+        self.now += own
+
+    def _forget(self, key: int, own: int) -> None:
+        self._alive.pop(key, None)
+        self._watches.pop(key, None)
+        self.now -= own
+
+
+def _sums_gradients(func: Any) -> bool:
+    """Whether autograd adds up two gradients of one tensor. It writes over the first, if nobody else holds that, but
+    under a dispatch mode takes new memory: the first is freed before the next operation."""
+    summing = func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled()
+    return summing and torch._C._current_autograd_node() is not None
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """What runs inside the block, and leaves nothing behind, is not counted by the traces that are open already."""
+    paused = [trace for trace in _open_traces if not trace.paused]
+    for trace in paused:
+        trace.paused = True
+    try:
+        yield
+    finally:
+        for trace in paused:
+            trace.paused = False

@@ -1,0 +1,97 @@
+"""The pages of the board as text, and the parts of them that are sent again when they change."""
+
+import functools
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+
+from thrifty.dashboard.run_summary import FINISHED, RUNNING, Row
+from thrifty.reporting import run_tables
+from thrifty.reporting.color_theme import DARK, LIGHT
+from thrifty.reporting.key_figures import KeyFigures, verdict
+from thrifty.reporting.loss_curves import Point
+from thrifty.reporting.number_format import scaled, significant, whole
+from thrifty.reporting.page_templates import asset, environment
+from thrifty.reporting.run_charts import EACH, HELD_OUT, SMOOTHED, TRAINED
+from thrifty.reporting.run_record import RunRecord
+
+SORTS = {
+    "name": ("Run", lambda row: row.name, False),
+    "state": ("State", lambda row: (row.state != RUNNING, row.state == FINISHED, row.name), False),
+    "step": ("Step", lambda row: row.step, True),
+    "loss": ("Loss", lambda row: _last_if_missing(row.loss), False),
+    "held_out": ("Held-out loss", lambda row: _last_if_missing(row.held_out_loss), False),
+    "rate": ("Per second", lambda row: row.tokens_per_second or 0.0, True),
+    "updated": ("Updated", lambda row: row.updated, True),
+}
+"""Columns by which runs can be sorted: title, key, and whether the greatest comes first."""
+UNSORTED = "updated"
+SWATCHES = {EACH: "faint", SMOOTHED: "train", HELD_OUT: "held-out", TRAINED: "trained"}
+"""The palette's colour of each series."""
+
+
+def page(name: str, **values: Any) -> str:
+    """A whole page from its template."""
+    return _environment().get_template(f"{name}.html").render(**values)
+
+
+def part(template: str, name: str, *values: Any) -> str:
+    """What a macro of a template makes of some values: a part of a page."""
+    return getattr(_environment().get_template(template).module, name)(*values)
+
+
+def sorted_rows(rows: Sequence[Row], by: str) -> list[Row]:
+    _, key, reverse = SORTS[by]
+    return sorted(rows, key=key, reverse=reverse)
+
+
+def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
+    """The parts of a run's page that change while it goes on, by their names."""
+    return {
+        "verdict": part("run_parts.html", "sentence", verdict(key)),
+        "damage": part("run_parts.html", "damage", record.damage),
+        "tiles": part("run_parts.html", "tiles", run_tables.tiles(key)),
+        "timeline": part("run_parts.html", "events", run_tables.timeline(record)),
+        "techniques": part("run_parts.html", "cards", run_tables.techniques(record, key)),
+    }
+
+
+def style() -> str:
+    """All that the pages look like: the report's style, the palette, and what only the board has."""
+    colours = ["".join(f"--{name}: {colour}; " for name, colour in palette.items()) for palette in (LIGHT, DARK)]
+    light, dark = f":root {{ {colours[0]}}}", f":root {{ {colours[1]}}}"
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
+    return "\n".join((light, dark, asset("report.css"), asset("board.css", "thrifty.dashboard")))
+
+
+def script() -> str:
+    return asset("board.js", "thrifty.dashboard") + asset("copy_button.js")
+
+
+def sparkline(points: Sequence[Point]) -> str:
+    """An SVG path through the points in a box of 100 x 24; nothing for fewer than two."""
+    if len(points) < 2:
+        return ""
+    first, last = points[0].step, points[-1].step
+    low, high = min(point.value for point in points), max(point.value for point in points)
+    wide, tall = last - first or 1, high - low or 1.0
+    places = [(100 * (point.step - first) / wide, 23 - 22 * (point.value - low) / tall) for point in points]
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
+def clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _last_if_missing(value: float | None) -> float:
+    return float("inf") if value is None else value
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    made = environment("thrifty.dashboard")
+    made.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
+    made.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
+    return made

@@ -1,0 +1,229 @@
+"""What the board answers: a path and its query to a page, a part of one, or nothing. Sockets are `server`'s."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+from urllib.parse import quote
+
+from thrifty.core.secret_redaction import redact, redact_text
+from thrifty.dashboard import board_pages, live_charts
+from thrifty.dashboard.cached_files import Files
+from thrifty.dashboard.page_responses import Answer, Query, changed, figure_data
+from thrifty.dashboard.run_listing import Entry
+from thrifty.dashboard.run_summary import RUNNING, Row
+from thrifty.dashboard.run_watcher import Watch
+from thrifty.dashboard.saved_results import kept_results, outcome, tables
+from thrifty.dashboard.technique_cards import Card, card_from
+from thrifty.reporting.color_theme import chart_look, css_variable
+from thrifty.reporting.run_page import VEGA_LITE, repeat_command, scripts_policy, vega_bundle
+from thrifty.reporting.run_record import read_run
+from thrifty.reporting.run_tables import environment, predicted_parts, settings
+
+LARGEST_PAGE = 64 << 20
+"""Bytes of an offline page that is shown."""
+PATIENCE = 0.4
+"""Seconds that one answer spends on reading records; a long run is read over several."""
+FRESH = 60.0
+"""Seconds since the last record within which a run counts as moving whatever its lock says."""
+SIMULATIONS = ("cluster", "hardware")
+"""Folders of results that hold simulations."""
+SCRIPT = "text/javascript; charset=utf-8"
+Listed = tuple[str, str, str, str, str]
+"""Of a study or a comparison: name, address, about, outcome, and the address of its offline page or nothing."""
+
+
+class Site:
+    """The pages over a folder of runs and one of kept results.
+
+    `told` tells of each technique what `cards.card_from` takes, and may take seconds; `evidence` gives lines on what
+    was measured of one, by its name.
+    """
+
+    def __init__(
+        self,
+        runs: Path,
+        results: Path,
+        told: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        evidence: Callable[[str], Sequence[str]] = lambda technique: (),
+    ):
+        self.watch, self.results, self.files = Watch(runs), results, Files()
+        self.told, self.evidence = told, evidence
+        self._cards: dict[str, Card] = {}
+        self._telling = Lock()
+        self._routes: dict[str, Callable[[Query], Answer | None]] = {
+            "": self.runs_page,
+            "run": self.run_page,
+            "studies": self.studies_page,
+            "folder": self.folder_page,
+            "result": self.result_page,
+            "simulations": self.simulations_page,
+            "techniques": self.techniques_page,
+            "technique": self.technique_page,
+            "page": self.offline_page,
+            "api/runs": self.runs_now,
+            "api/run": self.run_now,
+            "board.css": lambda query: Answer(board_pages.style().encode(), "text/css; charset=utf-8"),
+            "board.js": lambda query: Answer(board_pages.script().encode(), SCRIPT),
+            "vega.js": lambda query: Answer(vega_bundle().encode(), SCRIPT, lasting=True),
+        }
+
+    def warm(self) -> None:
+        """Prepares what takes a second the first time, beside whatever is asked meanwhile."""
+        Thread(
+            target=lambda: (vega_bundle(), live_charts.specification(live_charts.Look(), ("smoothed",))), daemon=True
+        ).start()
+
+    def answer(self, path: str, query: Query) -> Answer:
+        """`path` without the token. 404 for anything that is not there."""
+        route = self._routes.get(path)
+        found = route(query) if route else None
+        return found or Answer(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+
+    def runs_page(self, query: Query) -> Answer:
+        sort = _sort(query)
+        return self._page("runs", "./", runs=board_pages.sorted_rows(self.watch.rows(), sort), sort=sort)
+
+    def runs_now(self, query: Query) -> Answer:
+        rows = board_pages.sorted_rows(self.watch.rows(), _sort(query))
+        parts = {name: board_pages.part("run_list_parts.html", name, rows) for name in ("rows", "count")}
+        moving = any(_moves(row) for row in rows)
+        return changed({"moving": moving, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
+
+    def run_page(self, query: Query) -> Answer | None:
+        entry = self._entry(query, "run")
+        if entry is None:
+            return None
+        record = read_run(entry.path, records=())
+        return self._page(
+            "run",
+            "./",
+            row=self.watch.row(entry),
+            record=record,
+            parts=predicted_parts(record),
+            settings=settings(record),
+            environment=environment(record),
+            repeat=repeat_command(record),
+            has_page=(entry.path / "report.html").is_file(),
+            look=json.dumps(chart_look(css_variable)),
+            vega=VEGA_LITE,
+        )
+
+    def run_now(self, query: Query) -> Answer | None:
+        entry = self._entry(query, "run")
+        if entry is None:
+            return None
+        row = self.watch.row(entry)
+        with self.watch.index(entry, PATIENCE) as index:
+            share = index.share
+            version = f"{index.version}-{share == 1}-{row.state}"
+
+            def told() -> dict[str, Any]:
+                parts = {"state": board_pages.part("run_parts.html", "head", row)}
+                if share < 1:  # what is said of a whole run is not said of the part that has been read
+                    return {"parts": parts}
+                record = index.record()
+                key = index.key_figures(record)
+                parts |= board_pages.run_parts(record, key)
+                return {
+                    "parts": parts,
+                    "figures": [figure_data(each) for each in live_charts.figures(index, record, key)],
+                }
+
+            return changed({"moving": _moves(row), "share": share}, query, version, told)
+
+    def studies_page(self, query: Query) -> Answer:
+        made = [self._made(entry) for entry in self.watch.entries() if entry.kind != "run"]
+        kept: dict[str, list[Listed]] = {}
+        for each in kept_results(self.results, self.files):
+            if each.group not in SIMULATIONS:
+                row = (each.name.removeprefix(f"{each.group}/"), _at("result", each.name), each.about, each.outcome, "")
+                kept.setdefault(each.group, []).append(row)
+        # what was judged comes before what was only timed
+        groups = sorted(kept.items(), key=lambda group: (group[0] == "benchmarks", group[0]))
+        return self._page("studies", "studies", made=made, groups=groups)
+
+    def _made(self, entry: Entry) -> Listed:
+        data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
+        offline = _at("page", entry.name) if (entry.path / "report.html").is_file() else ""
+        return entry.name, _at("folder", entry.name), str(data.get("about") or entry.kind), outcome(data), offline
+
+    def folder_page(self, query: Query) -> Answer | None:
+        entry = self._entry(query, "study", "comparison", "lottery")
+        if entry is None:
+            return None
+        name, _, about, _, offline = self._made(entry)
+        shown = tables(redact(self.files.json_object(entry.path / f"{entry.kind}.json")))
+        told = "" if about == entry.kind else about
+        return self._tables(name, entry.kind, told, [("", shown)], offline=offline, here="studies")
+
+    def result_page(self, query: Query) -> Answer | None:
+        kept = next((each for each in kept_results(self.results, self.files) if each.name == query.get("name")), None)
+        if kept is None:
+            return None
+        here = "simulations" if kept.group in SIMULATIONS else "studies"
+        return self._tables(kept.name, kept.group, kept.about, [("", tables(kept.data))], here=here)
+
+    def simulations_page(self, query: Query) -> Answer:
+        kept = [each for each in kept_results(self.results, self.files) if each.group in SIMULATIONS]
+        groups = [(each.name, tables(each.data)) for each in kept]
+        return self._tables("Simulations", "of hardware that is not here", "", groups, here="simulations")
+
+    def techniques_page(self, query: Query) -> Answer:
+        return self._page("techniques", "techniques", cards=list(self.cards().values()))
+
+    def technique_page(self, query: Query) -> Answer | None:
+        card = self.cards().get(query.get("name", ""))
+        if card is None:
+            return None
+        used = [row for row in self.watch.rows() if card.name in row.techniques]
+        evidence = [redact_text(line) for line in self.evidence(card.name)]
+        return self._page("technique", "techniques", card=card, evidence=evidence, used=used)
+
+    def offline_page(self, query: Query) -> Answer | None:
+        """A page as it lies in a folder, in a sandbox: of its scripts only ours run, and they fetch nothing."""
+        entry = self._entry(query)
+        page = entry.path / "report.html" if entry else None
+        if page is None or not page.is_file() or page.stat().st_size > LARGEST_PAGE:
+            return None
+        return Answer(page.read_bytes(), policy=f"sandbox allow-scripts; {scripts_policy()}")
+
+    def cards(self) -> dict[str, Card]:
+        with self._telling:
+            if not self._cards:
+                self._cards = {card.name: card for card in map(card_from, self.told())}
+            return self._cards
+
+    def _entry(self, query: Query, *kinds: str) -> Entry | None:
+        entry = self.watch.find(query.get("name", ""))
+        return entry if entry and (not kinds or entry.kind in kinds) else None
+
+    def _page(self, template: str, here: str, **values: Any) -> Answer:
+        places = {"folder": self.watch.runs, "results": self.results}
+        return Answer(board_pages.page(template, here=here, **places, **values).encode(errors="replace"))
+
+    def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> Answer:
+        empty = f"There are none in {self.results}."
+        told = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
+        return self._page("tables", here, groups=groups, **told)
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _moves(row: Row) -> bool:
+    return row.state == RUNNING or time.time() - row.updated < FRESH
+
+
+def _sort(query: Query) -> str:
+    asked = query.get("sort", "")
+    return asked if asked in board_pages.SORTS else board_pages.UNSORTED
+
+
+def _at(page: str, name: str) -> str:
+    return f"{page}?name={quote(name, errors='replace')}"

@@ -1,0 +1,182 @@
+"""A run at a glance, for the list: from the end of its records and a few places in between, whatever their length."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thrifty.core.secret_redaction import redact_text
+from thrifty.dashboard.cached_files import Files
+from thrifty.reporting.file_tail import Tail
+from thrifty.reporting.loss_curves import Point, thin
+from thrifty.reporting.run_record import number, parse_record
+from thrifty.training.run_lock import holder
+
+FROM_END = 1 << 16
+"""Bytes at the end of the records; what lies before them is not read, however much it is."""
+SAMPLES = 64
+AROUND = 1 << 12
+"""Bytes that are read where the loss is sampled."""
+RECENT = 50
+"""Steps over which tokens per second are taken."""
+
+RUNNING, FINISHED, STOPPED, WAITING = "running", "finished", "stopped", "not started"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of the list. Losses as the objective has them, `updated` in seconds since 1970; None for what is not known."""
+
+    name: str
+    about: str
+    recipe: str
+    techniques: tuple[str, ...]
+    state: str
+    reason: str
+    step: int
+    steps: int | None
+    loss: float | None
+    held_out_loss: float | None
+    tokens_per_second: float | None
+    updated: float
+    sparkline: tuple[Point, ...]
+    """The training loss at some steps, sampled: a short spike between them is not seen."""
+
+
+class Glance:
+    """Follows one run. Not for several threads at once."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder = name, folder
+        self.files = Files()
+        self.tail = Tail(folder / "records.jsonl")
+        self._sampled: tuple[int, tuple[Point, ...]] = (-1, ())
+        self._forget()
+
+    def _forget(self) -> None:
+        self.step: Mapping[str, Any] = {}
+        self.held_out: float | None = None
+        self.rates: deque[float] = deque(maxlen=RECENT)
+        self._restarts = self.tail.restarts
+
+    def look(self) -> Row:
+        """The run now. Raises nothing for files that are missing or damaged."""
+        self._follow()
+        recipe = self.files.toml(self.folder / "recipe.toml")
+        summary = self.files.json_object(self.folder / "summary.json")
+        techniques = self.files.json_object(self.folder / "explanation.json").get("techniques")
+        named = [each for each in techniques if isinstance(each, dict)] if isinstance(techniques, list) else []
+        status = str(summary.get("status", ""))
+        step = int(number(self.step.get("step")) or number(summary.get("steps")) or 0)
+        state, reason = self._state(status, step, number(summary.get("steps")) or 0)
+        rate = median(self.rates) if self.rates else None
+        loss = number(self.step.get("loss"))
+        return Row(
+            name=self.name,
+            about=redact_text(str(recipe.get("about", ""))),
+            recipe=redact_text(_in_short(recipe)),
+            techniques=tuple(redact_text(str(each.get("name", ""))) for each in named),
+            state=state,
+            reason=reason,
+            step=step,
+            steps=_steps(recipe),
+            loss=number(summary.get("loss")) if loss is None else loss,
+            held_out_loss=number(summary.get("held_out_loss")) if self.held_out is None else self.held_out,
+            tokens_per_second=rate,
+            updated=self._updated(),
+            sparkline=self._sparkline(),
+        )
+
+    def _follow(self) -> None:
+        lines = [b""]
+        while lines:
+            if self.tail.size - self.tail.offset > FROM_END:  # at the first look, and after nobody looked for long
+                self.tail.skip_to(self.tail.size - FROM_END)
+                self._forget()
+            lines = self.tail.read()
+            if self.tail.restarts != self._restarts:
+                self._forget()
+            for line in lines:
+                record = parse_record(line) or {}
+                if record.get("kind") == "step":
+                    self.step = record
+                    if (rate := number(record.get("tokens_per_second"))) is not None:
+                        self.rates.append(rate)
+                elif record.get("kind") == "evaluation":
+                    self.held_out = number(record.get("loss"))
+
+    def _state(self, status: str, step: int, summarized: float) -> tuple[str, str]:
+        """Whether it runs, and in a few words why not. A run that was killed still says that it is running."""
+        owner = holder(self.folder / "lock")
+        if owner:
+            return RUNNING, f"process {owner['pid']} on {redact_text(owner['host'])}"
+        if status == "finished" and step <= summarized:
+            return FINISHED, ""
+        if not status and not step:
+            return WAITING, ""
+        return STOPPED, {"interrupted": "by a signal", "stopped": "by an error"}.get(status, "its process is gone")
+
+    def _updated(self) -> float:
+        times = [0.0]
+        for name in ("records.jsonl", "summary.json", "recipe.toml"):
+            try:
+                times.append((self.folder / name).stat().st_mtime)
+            except OSError:
+                continue
+        return max(times)
+
+    def _sparkline(self) -> tuple[Point, ...]:
+        size = self.tail.size
+        if size != self._sampled[0]:
+            self._sampled = size, tuple(sampled_losses(self.tail.file, size))
+        return self._sampled[1]
+
+
+def sampled_losses(file: Path, size: int) -> list[Point]:
+    """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
+    found: dict[int, float] = {}
+    if not file.is_file():
+        return []
+    try:
+        with file.open("rb") as opened:
+            if size <= SAMPLES * AROUND:
+                found = _losses(opened.read(SAMPLES * AROUND))
+            else:
+                for place in range(SAMPLES):
+                    opened.seek(place * (size - AROUND) // (SAMPLES - 1))
+                    found |= _losses(opened.read(AROUND), most=1)
+    except OSError:
+        return []
+    return thin([Point(step, found[step]) for step in sorted(found)], 2 * SAMPLES)
+
+
+def _losses(content: bytes, most: int | None = None) -> dict[int, float]:
+    """Of the whole lines, at most so many."""
+    losses: dict[int, float] = {}
+    for line in content.split(b"\n"):
+        record = parse_record(line) if line.startswith(b"{") else None
+        if record and record["kind"] == "step" and (loss := number(record.get("loss"))) is not None:
+            losses[int(record["step"])] = loss
+            if len(losses) == most:
+                break
+    return losses
+
+
+def _in_short(recipe: Mapping[str, Any]) -> str:
+    """The model and the data of a recipe."""
+    model, data = recipe.get("model"), recipe.get("data")
+    parts = [
+        part.get(name)
+        for part, name in ((model, "preset"), (data, "source"))
+        if isinstance(part, dict) and isinstance(part.get(name), str)
+    ]
+    return " · ".join(str(part) for part in parts if part)
+
+
+def _steps(recipe: Mapping[str, Any]) -> int | None:
+    """How many steps the run is to make, where its budget is in steps."""
+    budget = recipe.get("budget")
+    steps = number(budget.get("steps")) if isinstance(budget, dict) else None
+    return int(steps) if steps else None

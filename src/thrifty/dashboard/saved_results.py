@@ -1,0 +1,164 @@
+"""Kept results: JSON files under results/, by the folder they lie in, as tables."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.secret_redaction import redact
+from thrifty.dashboard.cached_files import Files
+from thrifty.reporting.number_format import MISSING, scaled, significant
+from thrifty.reporting.run_record import number
+from thrifty.reporting.run_tables import Table
+
+MOST = 2_000
+"""Files that are listed."""
+COLUMNS, ROWS = 14, 400
+"""Of a table, at most."""
+DEEPEST = 3
+"""Commas in the caption of a table whose objects still get tables of their own."""
+Labelled = Sequence[tuple[str, Mapping[str, Any]]]
+FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One file of results. `name`, by which a page asks for it, is its path below the folder of results, unended."""
+
+    name: str
+    group: str
+    """studies, cluster, hardware, benchmarks, comparisons, …: the first folder on the way to it."""
+    about: str
+    outcome: str
+    """In a few words, see `outcome`."""
+    data: Mapping[str, Any]
+
+
+def kept_results(folder: Path, files: Files) -> list[Kept]:
+    """All that can be read, in the order of their names."""
+    found = []
+    for path in sorted(folder.glob("**/*.json"))[:MOST]:
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        data = redact(files.json_object(path))
+        if data:
+            about, group = str(data.get("about", "")), name.partition("/")[0]
+            found.append(Kept(name, group, about, outcome(data), data))
+    return found
+
+
+def tables(data: Mapping[str, Any]) -> list[Table]:
+    """Whatever a file of results holds, as tables: of a study its means and what was expected; of anything else the
+    lists and mappings of like things in it, at most a few hundred rows of each."""
+    study = "summary" in data and "definition" in data
+    made = list(_study(data)) if study else list(_found(data, ""))
+    facts = _object(data.get("environment")) or data
+    rows = [(name, _cell(facts[name])) for name in FACTS if facts.get(name) is not None]
+    return [*made, Table("Measured on", ("What", "Value"), rows)] if rows else made
+
+
+def _study(data: Mapping[str, Any]) -> Iterator[Table]:
+    expected = [each for each in _list(data.get("expectations")) if isinstance(each, dict)]
+    if expected:
+        rows = [
+            (
+                _cell(each.get("sentence")),
+                _cell(each.get("verdict")),
+                f"{each.get('held')} of {each.get('seeds')} seeds",
+            )
+            for each in expected
+        ]
+        yield Table("What was expected", ("Expectation", "Outcome", "Held in"), rows)
+    numbers = {case: found for case, found in _object(data["summary"]).items() if isinstance(found, dict)}
+    every = list(dict.fromkeys(name for found in numbers.values() for name in found))
+    names = every[:COLUMNS]
+    rows = [[case, *(_estimate(found.get(name)) for name in names)] for case, found in list(numbers.items())[:ROWS]]
+    note = f"Means over seeds, ± half of the 95 % interval. {_left_out(every[COLUMNS:], len(numbers))}".strip()
+    yield Table("Means by case", ["Case", *names], rows, frozenset(range(1, len(names) + 1)), note)
+
+
+def _estimate(found: Any) -> str:
+    if not isinstance(found, dict):
+        return MISSING
+    mean, half = number(found.get("mean")), number(found.get("half_width"))
+    if mean is None:
+        return "never"
+    return significant(mean) if half is None else f"{significant(mean)} ± {significant(half)}"
+
+
+def _found(data: Mapping[str, Any], path: str) -> Iterator[Table]:
+    """Lists of objects and objects of objects become tables; deeper ones tables of their own."""
+    single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
+    if single:
+        yield Table(path or "Numbers", ("What", "Value"), single[:ROWS], note=_left_out((), len(single)))
+    for name, value in data.items():
+        caption = f"{path}, {name}" if path else name
+        inner = list(value.items()) if isinstance(value, dict) else list(enumerate(_list(value), start=1))
+        objects = [(str(label), each) for label, each in inner if isinstance(each, dict)]
+        if name in ("environment", "definition"):
+            continue
+        if not objects:
+            yield from _found(value, caption) if isinstance(value, dict) else ()
+            continue
+        is_deep = len(objects) < len(inner) or any(_is_deep(each) for _, row in objects for each in row.values())
+        if is_deep and isinstance(value, dict) and path.count(",") < DEEPEST:
+            yield from _found(value, caption)
+        else:
+            yield _rows(caption, objects, labelled=isinstance(value, dict))
+
+
+def _rows(caption: str, objects: Labelled, labelled: bool) -> Table:
+    """A row for each object, of what has no more objects in it."""
+    named = list(dict.fromkeys(column for _, row in objects for column in row))
+    columns = [column for column in named if not any(_is_deep(row.get(column)) for _, row in objects)][:COLUMNS]
+    rows = [
+        [*([label] if labelled else []), *(_cell(row.get(column)) for column in columns)]
+        for label, row in objects[:ROWS]
+    ]
+    numeric = {place for place, column in enumerate(columns, start=labelled) if _is_numeric(objects, column)}
+    note = _left_out([column for column in named if column not in columns], len(objects))
+    return Table(caption, [*([""] if labelled else []), *columns], rows, frozenset(numeric), note)
+
+
+def _left_out(columns: Sequence[str], rows: int) -> str:
+    """What a table does not show, in words."""
+    left = [", ".join(columns)] if columns else []
+    left += [f"{rows - ROWS:,} more rows"] if rows > ROWS else []
+    return f"Not shown: {'; '.join(left)}." if left else ""
+
+
+def _is_deep(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(each, dict | list) for each in value))
+
+
+def _is_numeric(objects: Labelled, column: str) -> bool:
+    return all(number(row[column]) is not None for _, row in objects if row.get(column) is not None)
+
+
+def outcome(data: Mapping[str, Any]) -> str:
+    """Of a study how many of its expectations hold, of a comparison the verdict on each arm, of others their status."""
+    verdicts = [each.get("verdict") for each in _list(data.get("expectations")) if isinstance(each, dict)]
+    if verdicts:
+        return f"{verdicts.count('holds')} of {len(verdicts)} expectations hold"
+    judged = _object(_object(data.get("outcome")).get("arms"))
+    words = {label: _object(_object(arm).get("verdict")).get("verdict") for label, arm in judged.items()}
+    return "; ".join(f"{label}: {word}" for label, word in words.items() if word) or str(data.get("status", ""))
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: MISSING}[value]
+    if isinstance(value, int | float):
+        finite = number(value)
+        large = finite is not None and abs(finite) >= 1e6
+        return scaled(finite) if large else f"{value:,}" if isinstance(value, int) else significant(finite)
+    if isinstance(value, list):
+        return ", ".join(_cell(each) for each in value)
+    return str(value)

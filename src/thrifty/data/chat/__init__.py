@@ -1,0 +1,1 @@
+"""Conversations: templates, sources, packing."""

@@ -1,0 +1,205 @@
+"""Conversations ready to learn answers from: tokenised once and kept in the cache, then given as rows.
+
+The prepared folder is that of plain text (see `prepare`), with two differences: a stored token also says whether it
+belongs to an answer and whether a conversation begins with it, and the chat template lies beside the tokenizer.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.chat.chat_tokenizer import (
+    TURNS,
+    ChatTokenizer,
+    Encoded,
+    read_chat_tokenizer,
+    template_source,
+    with_template,
+)
+from thrifty.data.chat.conversation_packing import (
+    ANSWER,
+    BEGINS,
+    Conversations,
+    HeldOutConversations,
+    Rows,
+    Weighed,
+    arranged,
+)
+from thrifty.data.chat.conversation_sources import ConversationSource, conversations, open_conversations
+from thrifty.data.data_cache import building, file_sha256
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.text.text_data import TextData, say_on_stderr, text_data
+from thrifty.data.text.token_cache import (
+    TOKENIZER,
+    TRAINING_TEXT,
+    Prepared,
+    check_settings,
+    prepared_once,
+    write_manifest,
+)
+from thrifty.data.text.token_files import unigram_entropy
+from thrifty.data.tokenizer import train_tokenizer
+from thrifty.data.train_split import Part, Split, plan_split
+
+FORMAT = 1
+AT_ONCE = 1_000
+"""Conversations tokenised together."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What is learned of conversations, and how they are laid out."""
+
+    everything: bool = False
+    """Every token, and not only those of answers."""
+    by_tokens: bool = True
+    """Every token counts alike; otherwise every conversation."""
+    together: bool = True
+    """As many conversations to a row as fit; otherwise one."""
+    template: str = ""
+    """A chat template by name or file; empty takes the tokenizer's own."""
+
+
+def open_instructions(
+    settings: DataSettings, seed: int, learning: Learning, say: Callable[[str], None] = say_on_stderr
+) -> TextData:
+    """Open the conversations of a recipe; the first time, they are tokenised and kept in the cache.
+
+    Raises UsageError where the source or a setting is not what it must be, or there is less than one batch.
+    """
+    prepared = prepare_instructions(settings, learning.template, say)
+    tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
+    learned = {part: Conversations(prepared.tokens(part), settings.length, learning.everything) for part in Part}
+    if not all(map(len, learned.values())):
+        raise UsageError(
+            f"no answer in {settings.source} begins within data.length = {settings.length} tokens",
+            fix="raise data.length",
+        )
+    rows = {part: _rows(each, settings, seed, tokenizer, learning) for part, each in learned.items()}
+    train = rows[Part.TRAIN]
+    if len(train) < settings.batch:
+        raise UsageError(
+            f"{settings.source} fills {len(train)} rows to train on, fewer than one batch of {settings.batch}",
+            fix=f"lower data.batch to at most {len(train)}",
+        )
+    if train.conversations.cut:
+        say(f"{train.conversations.cut:.1%} of the conversations are longer than data.length and are cut")
+    held_out = HeldOutConversations(rows[Part.HELD_OUT], learning.together)
+    return text_data(prepared, Weighed(Epochs(train, settings.batch, seed)), held_out, tokenizer)
+
+
+def _rows(
+    learned: Conversations, settings: DataSettings, seed: int, tokenizer: ChatTokenizer, learning: Learning
+) -> Rows:
+    places = arranged(learned.sizes - 1, settings.length, seed, learning.together)
+    return Rows(learned, places, settings.length, tokenizer.end_of_text, learning.by_tokens)
+
+
+def prepare_instructions(settings: DataSettings, template: str, say: Callable[[str], None]) -> Prepared:
+    """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
+    check_settings(settings, TURNS)
+    source = open_conversations(settings.source)
+    given = read_chat_tokenizer(Path(settings.tokenizer).expanduser(), template) if settings.tokenizer else None
+    if given is None:
+        depends = ["trained", settings.vocabulary, template_source(template)]
+    else:
+        depends = [file_sha256(Path(given.name)), given.template.source, dict(given.template.words)]
+    key = json.dumps(["conversations", FORMAT, source.identity(), settings.held_out, *depends])
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    return prepared_once(digest, settings.source, lambda folder: _build(settings, source, given, template, folder), say)
+
+
+def documents(source: ConversationSource) -> Iterator[str]:
+    """Each conversation as one text, by which it is divided into the parts."""
+    for messages in conversations(source):
+        yield json.dumps(messages, ensure_ascii=False)
+
+
+def _build(
+    settings: DataSettings, source: ConversationSource, given: ChatTokenizer | None, template: str, folder: Path
+) -> None:
+    split = plan_split(documents(source), settings.held_out, settings.source)
+    if split.longest is not None:
+        raise UsageError(
+            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out",
+            fix="give more conversations, or raise data.held_out",
+        )
+    tokenizer = given or _trained(settings, source, split, template)
+    with building(folder) as aside:
+        tokenizer.save(aside / TOKENIZER)
+        counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)
+        train, held_out = (counted[part] for part in Part)
+        manifest = {
+            "format": FORMAT,
+            "source": settings.source,
+            "tokenizer": settings.tokenizer or "byte-level BPE trained on the training conversations",
+            "vocabulary": tokenizer.vocabulary,
+            "type": "<u4",
+            "documents": {part: each.conversations for part, each in counted.items()},
+            "tokens": {part: each.tokens for part, each in counted.items()},
+            "answer_tokens": {part: int(each.answers.sum()) for part, each in counted.items()},
+            "unigram_entropy": unigram_entropy(train.answers, held_out.answers),
+            "bytes_per_token": held_out.bytes / held_out.tokens,
+        }
+        write_manifest(aside, manifest)
+
+
+def _trained(settings: DataSettings, source: ConversationSource, split: Split, template: str) -> ChatTokenizer:
+    sample = split.sample(documents(source), TRAINING_TEXT)
+    texts = (message["content"] for text in sample for message in json.loads(text))
+    plain = train_tokenizer(texts, settings.vocabulary, TURNS)
+    return with_template(plain, template_source(template))
+
+
+class _Counted:
+    """What one part holds; `answers` counts every token of the vocabulary in its answers."""
+
+    def __init__(self, vocabulary: int):
+        self.conversations = self.tokens = self.bytes = 0
+        self.answers = np.zeros(vocabulary, np.int64)
+
+
+def _write(
+    parts: Iterable[tuple[Part, str]], tokenizer: ChatTokenizer, name: str, folder: Path
+) -> dict[Part, _Counted]:
+    """The conversations of each part, tokenised, as PART.bin in a folder."""
+    counted = {part: _Counted(tokenizer.vocabulary) for part in Part}
+    with ExitStack() as stack:
+        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in Part}
+        numbered = enumerate(parts, start=1)
+        while group := list(islice(numbered, AT_ONCE)):
+            pieces = [_pieces(tokenizer, text, f"{name}, conversation {number}") for number, (_, text) in group]
+            for (_, (part, text)), encoded in zip(group, tokenizer.encode_pieces(pieces), strict=True):
+                words = stored(encoded)
+                files[part].write(words.tobytes())
+                count = counted[part]
+                count.conversations += 1
+                count.tokens += len(words)
+                count.bytes += sum(len(message["content"].encode()) for message in json.loads(text))
+                answers = np.array(encoded.tokens)[np.array(encoded.answer)]
+                count.answers += np.bincount(answers, minlength=len(count.answers))
+    return counted
+
+
+def _pieces(tokenizer: ChatTokenizer, text: str, where: str) -> list:
+    try:
+        return tokenizer.pieces(json.loads(text))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.what}", fix=error.fix) from None
+
+
+def stored(encoded: Encoded) -> np.ndarray:
+    """A conversation as it is kept, up to the end of its last answer."""
+    answer = np.array(encoded.answer)
+    stop = int(np.flatnonzero(answer)[-1]) + 1
+    words = np.array(encoded.tokens[:stop], np.uint32) | np.where(answer[:stop], np.uint32(ANSWER), np.uint32(0))
+    words[0] |= np.uint32(BEGINS)
+    return words

@@ -1,0 +1,220 @@
+"""Conversations as tokens, with the tokens of the answers marked.
+
+Where an answer begins is found by rendering: the conversation before it with the prompt for an answer, then with the
+answer, of which the first must begin the second. There the tokens are cut, so that an answer is learned behind exactly
+the tokens that a chat will put before it. The spelling of a special token inside a message is text like any other.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from thrifty.core.errors import Refused, UsageError, did_you_mean
+from thrifty.data.chat.chat_template import NAMED, ChatTemplate, Message
+from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+PARTS = ("bos_token", "eos_token", "pad_token", "unk_token")
+TURNS = ("<|im_start|>", "<|im_end|>")
+"""The special tokens of ChatML, which a tokenizer that is trained for conversations has."""
+_MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Unicode's noncharacters, meant for use inside a program: one that no message holds marks places in messages."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a conversation: text, or the number of a special token that the template put there."""
+
+    content: str | int
+    answer: bool
+    """Whether it belongs to an answer, the token that ends it included."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    tokens: list[int]
+    answer: list[bool]
+    """Which of the tokens belong to answers."""
+
+
+class ChatTokenizer(TextTokenizer):
+    """A tokenizer with the template by which conversations are written.
+
+    Raises Refused for a tokenizer that cuts a text in another way behind a special token than by itself, and for a
+    template that ends answers with no special token: whoever learned from it would not know how to stop.
+    """
+
+    def __init__(self, inner: Tokenizer, template: ChatTemplate, name: str = "the tokenizer"):
+        super().__init__(inner, name)
+        numbers = {number: inner.id_to_token(number) for number in self.special}
+        self.spelled = {word: number for number, word in numbers.items()}
+        longest_first = sorted(self.spelled, key=len, reverse=True)
+        self._special_words = re.compile("|".join(map(re.escape, longest_first)))
+        end = {"eos_token": inner.id_to_token(self.end_of_text)}
+        self.template = ChatTemplate(template.source, end | dict(template.words))
+        self._check_pieces()
+        self.end_of_turn = self._find_end_of_turn()
+        """The special token that ends an answer."""
+
+    def pieces(self, messages: Sequence[Message], prompt: bool = False) -> list[Piece]:
+        """The conversation in pieces, cut at special tokens and where answers begin and end; with `prompt` up to where
+        the next answer begins. Raises UsageError where the template writes an earlier turn anew in a later one."""
+        mark = self._unused_mark(messages)
+        marked = [{key: self._mark(text, mark) for key, text in message.items()} for message in messages]
+        whole = self.template.render(marked, prompt)
+        found, done = [], 0
+        for begin, end in self._answers(marked, whole):
+            found += self._cut(whole[done:begin], mark, False)
+            answer = list(self._cut(whole[begin:end], mark, True))
+            found += _ended(answer)
+            done = end
+        return [*found, *self._cut(whole[done:], mark, False)]
+
+    def encode_pieces(self, conversations: Iterable[Sequence[Piece]]) -> Iterator[Encoded]:
+        """The tokens of each conversation."""
+        listed = list(conversations)
+        texts = [piece.content for pieces in listed for piece in pieces if isinstance(piece.content, str)]
+        encoded = iter(self.encode_batch(texts))
+        for pieces in listed:
+            tokens: list[int] = []
+            answer: list[bool] = []
+            for piece in pieces:
+                numbers = [piece.content] if isinstance(piece.content, int) else next(encoded)
+                tokens += numbers
+                answer += [piece.answer] * len(numbers)
+            yield Encoded(tokens, answer)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """What a model is given to answer the last of these messages."""
+        return next(self.encode_pieces([self.pieces(messages, prompt=True)])).tokens
+
+    def save(self, path: Path) -> None:
+        """tokenizer.json, and beside it the template and the spelling of special tokens, as transformers reads them."""
+        super().save(path)
+        words = dict(self.template.words) | {"eos_token": self.inner.id_to_token(self.end_of_turn)}
+        path.with_name(TEMPLATE_FILE).write_text(self.template.source, encoding="utf-8")
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        path.with_name(CONFIG_FILE).write_text(json.dumps(kind | words, indent=2) + "\n", encoding="utf-8")
+
+    def _answers(self, marked: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
+        """Where answers begin and end in the whole."""
+        for place, message in enumerate(marked):
+            if message["role"] != "assistant":
+                continue
+            before = self.template.render(marked[:place], prompt=True)
+            after = self.template.render(marked[: place + 1]) if place + 1 < len(marked) else whole
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UsageError(
+                    "the chat template writes earlier turns in another way once later ones are there, so that no one "
+                    "text shows every answer as it is given",
+                    fix="give conversations of one question and one answer, or set objective.template = chatml",
+                )
+            yield len(before), len(after)
+
+    def _mark(self, text: str, mark: str) -> str:
+        return self._special_words.sub(lambda found: mark + found[0], text)
+
+    def _cut(self, text: str, mark: str, answer: bool) -> Iterator[Piece]:
+        """Text in pieces at its special tokens, but for those that are marked as some message's own words."""
+        start = 0
+        for found in self._special_words.finditer(text):
+            if found.start() > 0 and text[found.start() - 1] == mark:
+                continue
+            if found.start() > start:
+                yield Piece(text[start : found.start()].replace(mark, ""), answer)
+            yield Piece(self.spelled[found[0]], answer)
+            start = found.end()
+        if start < len(text):
+            yield Piece(text[start:].replace(mark, ""), answer)
+
+    def _unused_mark(self, messages: Sequence[Message]) -> str:
+        held = "".join(text for message in messages for text in message.values())
+        unused = next((mark for mark in _MARKS if mark not in held), None)
+        if unused is None:
+            raise UsageError("a message holds every noncharacter of Unicode", fix="remove those from the text")
+        return unused
+
+    def _find_end_of_turn(self) -> int:
+        pieces = self.pieces([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        for piece in reversed(pieces):
+            if piece.answer and isinstance(piece.content, int):
+                return piece.content
+        raise Refused(
+            f"the chat template ends an answer with no special token of {self.name}",
+            fix="set objective.template = alpaca, which needs an end of text only",
+        )
+
+    def _check_pieces(self) -> None:
+        word, number = next(iter(self.spelled.items()))
+        for text in ("a b", "\na b"):
+            self.inner.encode_special_tokens = False
+            whole = self.inner.encode(word + text, add_special_tokens=False).ids
+            self.inner.encode_special_tokens = True
+            if whole != [number, *self.encode(text)]:
+                raise Refused(
+                    f"{self.name} cuts a text in another way behind {word} than by itself, so that conversations "
+                    "cannot be put together from pieces",
+                    fix="use a byte-level tokenizer, as SmolLM2, Llama 3 and Qwen have",
+                )
+
+
+def _ended(answer: list[Piece]) -> list[Piece]:
+    """What the template writes behind the token that ends a turn is no part of the answer."""
+    last = max((place for place, piece in enumerate(answer) if isinstance(piece.content, int)), default=len(answer))
+    return [*answer[: last + 1], *(Piece(piece.content, False) for piece in answer[last + 1 :])]
+
+
+def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokenizer:
+    """The tokenizer of a file with a template: one of NAMED, the path of a Jinja file, or with nothing said the one
+    that lies beside the tokenizer; where there is none, chatml if the tokenizer has its special tokens, and alpaca if
+    not. Raises UsageError where a file is not what it must be."""
+    plain = read_tokenizer(tokenizer_json)
+    words, own = _beside(tokenizer_json)
+    return with_template(plain, template_source(template) or own or "", words, str(tokenizer_json))
+
+
+def with_template(
+    plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
+) -> ChatTokenizer:
+    """A tokenizer with this template, or where it is empty with the one that suits its special tokens."""
+    if not source:
+        source = NAMED["chatml" if all(plain.inner.token_to_id(word) is not None for word in TURNS) else "alpaca"]
+    return ChatTokenizer(plain.inner, ChatTemplate(source, words or {}), name)
+
+
+def template_source(template: str) -> str:
+    """The template of this name or in this file; nothing where nothing is said."""
+    if template in NAMED or not template:
+        return NAMED.get(template, "")
+    path = Path(template).expanduser()
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    raise UsageError(
+        f"objective.template is {template!r}: neither a known template nor a file", fix=did_you_mean(template, NAMED)
+    )
+
+
+def _beside(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
+    """The special words and the template that lie beside a tokenizer, as transformers keeps them."""
+    config: dict[str, Any] = {}
+    path = tokenizer_json.with_name(CONFIG_FILE)
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{path} is not readable JSON: {error}", fix="fetch the file again") from None
+    spelled = {part: config.get(part) for part in PARTS}
+    words = {part: word["content"] if isinstance(word, dict) else word for part, word in spelled.items() if word}
+    template = tokenizer_json.with_name(TEMPLATE_FILE)
+    if template.is_file():
+        return words, template.read_text(encoding="utf-8")
+    own = config.get("chat_template")
+    if isinstance(own, list):  # several by name, as some tokenizers have
+        own = next((each["template"] for each in own if each.get("name") == "default"), None)
+    return words, own

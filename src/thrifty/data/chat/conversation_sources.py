@@ -1,0 +1,182 @@
+"""Conversations to learn answers from: read from the forms in which instruction data are passed around.
+
+    {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
+                        a "content" may also be parts of text, [{"type": "text", "text": "…"}]
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT
+    {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; no input needed
+    {"prompt": "…", "completion": "…"}
+
+One per line of a .jsonl file, or all in one list of a .json file.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
+from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
+from thrifty.data.chat.chat_template import Message
+from thrifty.data.download.dataset_download import DOCUMENTS, damage, origin
+from thrifty.data.text.document_sources import FileSource
+from thrifty.data.text.python_sources import described_functions, python_files
+from thrifty.data.text.text_readers import check_characters, json_rows
+
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+"""What speakers are called, and their roles."""
+FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
+
+
+class ConversationSource(Protocol):
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Each conversation in one of the forms above, with where it stands; always in the same order."""
+        ...
+
+    def identity(self) -> str:
+        """A hash that changes when the rows may have changed."""
+        ...
+
+
+def conversations(source: ConversationSource) -> Iterator[list[Message]]:
+    """The messages of each row up to the last answer; rows without one are passed over.
+
+    Raises UsageError, with the number of the line, for what is in none of the forms.
+    """
+    for where, row in source.rows():
+        messages = read_messages(row, where)
+        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and each["content"].strip()]
+        if answers:
+            yield messages[: answers[-1] + 1]
+
+
+def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
+    """A row of any form as messages."""
+    if "messages" in row or "conversations" in row:
+        form = "messages" if "messages" in row else "conversations"
+        turns = row[form]
+        if not isinstance(turns, list):
+            raise UsageError(f"{where}: {form!r} holds {type(turns).__name__}, not a list", fix="write a list of turns")
+        return [_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
+    if "instruction" in row and "output" in row:
+        asked = _asked(_text(row, "instruction", where), _text(row, "input", where))
+        system = _text(row, "system", where)
+        opening = [{"role": "system", "content": system}] if system else []
+        return [*opening, asked, {"role": "assistant", "content": _text(row, "output", where)}]
+    if "prompt" in row and "completion" in row:
+        sides = (("user", "prompt"), ("assistant", "completion"))
+        return [{"role": role, "content": _text(row, key, where)} for role, key in sides]
+    raise UsageError(f"{where}: no conversation, but {', '.join(row) or 'nothing'}", fix=f"give {FORMS}")
+
+
+def _turn(turn: Any, where: str) -> Message:
+    keys = ("role", "content") if isinstance(turn, Mapping) and "role" in turn else ("from", "value")
+    if not isinstance(turn, Mapping) or not all(key in turn for key in keys):
+        raise UsageError(f"{where}: not a message", fix='write {"role": "user", "content": "..."}')
+    speaker = turn[keys[0]]
+    if not isinstance(speaker, str) or speaker not in ROLES:
+        raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
+    return {"role": ROLES[speaker], "content": _text({keys[1]: _joined(turn[keys[1]])}, keys[1], where)}
+
+
+def _joined(content: Any) -> Any:
+    """A turn that is given in parts, as one text if all of them are text: [{"type": "text", "text": "…"}]."""
+    parts = content if isinstance(content, list) else []
+    texts = [each["text"] for each in parts if isinstance(each, Mapping) and isinstance(each.get("text"), str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else content
+
+
+def _asked(instruction: str, given: str) -> Message:
+    """An Alpaca row's question. Templates that set the input apart find both by name."""
+    if not given.strip():
+        return {"role": "user", "content": instruction}
+    return {"role": "user", "content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
+
+
+def _text(row: Mapping[str, Any], key: str, where: str) -> str:
+    text = row.get(key)
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: {key!r} holds {type(text).__name__}, not text", fix="write it as a text")
+    check_characters(text, f"{where}: {key!r}")
+    return text
+
+
+@dataclass(frozen=True)
+class ConversationFile:
+    """A .jsonl file, or a .json file that is one list."""
+
+    path: Path
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        yield from json_rows(self.path) if self.path.suffix.lower() == ".jsonl" else _json_list(self.path)
+
+    def identity(self) -> str:
+        return FileSource((self.path,)).identity()
+
+
+def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not valid JSON ({error})", fix="give a list of objects, or a .jsonl file") from None
+    if not isinstance(rows, list):
+        raise UsageError(f"{path}: a JSON {type(rows).__name__}, not a list", fix="give a list of objects")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UsageError(f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix=f"give {FORMS}")
+        yield f"{path}, row {number}", row
+
+
+@dataclass(frozen=True)
+class FetchedConversations:
+    """A set that `thrifty data get` brought into the cache. Raises IntegrityError where it is damaged."""
+
+    name: str
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        entry = entries()[self.name]
+        if found := damage(entry):
+            raise IntegrityError(f"{entry.folder}: {found}", fix=f"thrifty data get {self.name}")
+        yield from json_rows(entry.folder / DOCUMENTS)
+
+    def identity(self) -> str:
+        return origin(entries()[self.name])["files"][DOCUMENTS]
+
+
+@dataclass(frozen=True)
+class PythonFunctions:
+    """Functions of the running environment: their source is the answer to what their docstring says."""
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for path in python_files():
+            for number, (asked, answer) in enumerate(described_functions(path), start=1):
+                yield f"{path}, function {number}", {"prompt": asked, "completion": answer}
+
+    def identity(self) -> str:
+        return "functions " + FileSource(python_files()).identity()
+
+
+def open_conversations(source: str) -> ConversationSource:
+    """What `source` names: a known set of conversations first, then a .jsonl or .json file.
+
+    Raises UsageError where it names nothing of that kind.
+    """
+    known = entries().get(source)
+    if known is not None and known.kind != "chats":
+        raise UsageError(
+            f"{source} is a {known.kind}, not a set of conversations",
+            fix=f"name one of {', '.join(name for name, entry in entries().items() if entry.kind == 'chats')}",
+        )
+    if source == PYTHON_FUNCTIONS:
+        return PythonFunctions()
+    if known is not None:
+        if not known.present:
+            raise UsageError(f"the set {source!r} is not on this machine yet", fix=f"thrifty data get {source}")
+        return FetchedConversations(source)
+    path = Path(source).expanduser()
+    if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
+        what = "is no .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
+        raise UsageError(f"{source} {what} of conversations", fix=f"give a file of rows with {FORMS}")
+    return ConversationFile(path)

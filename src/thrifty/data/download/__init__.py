@@ -1,0 +1,1 @@
+"""Named data sets: from a registry to a verified folder."""

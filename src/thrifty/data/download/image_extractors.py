@@ -1,0 +1,91 @@
+"""From the members of a package to images: one small function per named set, as `extracting.py` has them for text.
+
+Each takes the members' contents by name and gives the names of the labels and every image with its part and label.
+Nothing of a package is ever run.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from thrifty.core.errors import IntegrityError
+from thrifty.data.images.image_decoding import pillow
+from thrifty.data.train_split import Part
+
+Image = tuple[Part, np.ndarray, int]
+"""The part, pixels uint8 (c, h, w), the label's number."""
+
+
+class ImageSet(NamedTuple):
+    labels: tuple[str, ...]
+    images: Iterator[Image]
+
+
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+DIGITS = tuple("0123456789")
+
+
+def cifar10(members: Mapping[str, bytes]) -> ImageSet:
+    """Six PNG files with an image of 32 x 32 x 3 in each row, and two JSON lists of labels."""
+    batches = {Part.TRAIN: [f"data_batch_{number}.png" for number in range(1, 6)], Part.HELD_OUT: ["test_batch.png"]}
+    lists = {Part.TRAIN: "train_lables.json", Part.HELD_OUT: "test_lables.json"}
+
+    def images() -> Iterator[Image]:
+        for part, names in batches.items():
+            labels = iter(json.loads(members[lists[part]]))
+            for name in names:
+                rows = png_rows(members[name]).reshape(-1, 32, 32, 3).transpose(0, 3, 1, 2)
+                for pixels in rows:
+                    yield part, pixels, next(labels)
+
+    return ImageSet(CIFAR10, images())
+
+
+def fashion_mnist(members: Mapping[str, bytes]) -> ImageSet:
+    return ImageSet(FASHION, _mnist({name.removesuffix(".gz"): gzip.decompress(raw) for name, raw in members.items()}))
+
+
+def mnist(members: Mapping[str, bytes]) -> ImageSet:
+    return ImageSet(DIGITS, _mnist(members))
+
+
+def _mnist(members: Mapping[str, bytes]) -> Iterator[Image]:
+    for part, prefix in ((Part.TRAIN, "train"), (Part.HELD_OUT, "t10k")):
+        pixels = idx_array(members[f"{prefix}-images-idx3-ubyte"])
+        labels = idx_array(members[f"{prefix}-labels-idx1-ubyte"])
+        for image, label in zip(pixels, labels, strict=True):
+            yield part, image[None], int(label)
+
+
+def idx_array(content: bytes) -> np.ndarray:
+    """An array of bytes in MNIST's format IDX: a magic number that ends in the number of dims, their sizes, the data.
+
+    Raises IntegrityError for anything else.
+    """
+    dims = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
+    sizes = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
+    data = np.frombuffer(content[4 + 4 * dims :], np.uint8)
+    if not dims or len(data) != sizes.prod():
+        raise IntegrityError(
+            "a file is no array of bytes in the format IDX", fix="use the pinned version of the package"
+        )
+    return data.reshape(sizes)
+
+
+def png_rows(content: bytes) -> np.ndarray:
+    """The pixels (h, w, 3) of a PNG file whose sha256 is known, however large."""
+    from io import BytesIO
+
+    image = pillow()
+    limit, image.MAX_IMAGE_PIXELS = image.MAX_IMAGE_PIXELS, None
+    try:
+        with image.open(BytesIO(content), formats=["PNG"]) as opened:
+            return np.asarray(opened.convert("RGB"))
+    finally:
+        image.MAX_IMAGE_PIXELS = limit

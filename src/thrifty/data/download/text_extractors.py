@@ -1,0 +1,158 @@
+"""From the members of a package to documents: one small function per named set.
+
+Each takes the members' contents by name, in sorted order, and gives the documents, or the rows of conversations.
+Nothing of a package is ever run: Python is parsed for its literals, archives are read as streams.
+"""
+
+import ast
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html.parser import HTMLParser
+from itertools import groupby
+
+from thrifty.data.text.passage_split import passages
+
+Members = Mapping[str, bytes]
+
+
+def chapters(members: Members) -> Iterator[str]:
+    """A pythonbible module: one document per chapter, without the brackets around words the translators supplied."""
+    (source,) = members.values()
+    text, starts, ends = _bible(source)
+    for _, verses in groupby(sorted(starts), key=lambda verse: verse // 1000):
+        chapter = list(verses)
+        yield re.sub(r"[\[\]]", "", text[starts[chapter[0]] : ends[chapter[-1]]]).strip()
+
+
+def modern_verses(members: Members) -> Iterator[dict[str, str]]:
+    """Two pythonbible modules, an old translation and then a modern one: a row for each verse that both have."""
+    old, modern = (_verses(source) for source in members.values())
+    for verse in sorted(old.keys() & modern.keys()):
+        if old[verse] and modern[verse]:
+            yield {"prompt": f"Rewrite in modern English: {old[verse]}", "completion": modern[verse]}
+
+
+def _verses(source: bytes) -> dict[int, str]:
+    """Each verse on one line, without brackets and with plain apostrophes."""
+    text, starts, ends = _bible(source)
+    plain = str.maketrans({"[": None, "]": None, "`": "'"})
+    return {verse: " ".join(text[starts[verse] : ends[verse]].translate(plain).split()) for verse in starts}
+
+
+def _bible(source: bytes) -> tuple[str, dict[int, int], dict[int, int]]:
+    """The text of a pythonbible module, and where each verse starts and ends in it.
+
+    It calls Bible(version, text, starts, ends, ...) with offsets keyed by verse: book * 1e6 + chapter * 1e3 + verse.
+    """
+    call = next(
+        node
+        for node in ast.walk(ast.parse(source.decode()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Bible"
+    )
+    text, starts, ends = (ast.literal_eval(argument) for argument in call.args[1:4])
+    return text, starts, ends
+
+
+def whole_files(members: Members) -> Iterator[str]:
+    """One document per member."""
+    for content in members.values():
+        yield content.decode("utf-8-sig").replace("\r\n", "\n").strip()
+
+
+def book_chapters(members: Members) -> Iterator[str]:
+    """One book in one member: a document per chapter, cut where a line begins with CHAPTER."""
+    (text,) = members.values()
+    for chapter in re.split(r"(?m)^(?=CHAPTER )", text.decode("utf-8-sig").replace("\r\n", "\n")):
+        if chapter.strip():
+            yield chapter.strip()
+
+
+def flattened_novels(members: Members) -> Iterator[str]:
+    """Novels, one per line, whose line ends became spaces: their passages, without the distributor's licence."""
+    (text,) = members.values()
+    for novel in text.decode("utf-8-sig").splitlines():
+        paragraphs = re.split(r" {3,}", novel)
+        spaced = (line for paragraph in paragraphs for line in (re.sub(r" +", " ", paragraph).strip(), ""))
+        yield from (passage for passage in passages(spaced) if "Project Gutenberg" not in passage)
+
+
+def review_table(members: Members) -> Iterator[str]:
+    """A CSV table: its column `text`, with HTML line breaks as line ends."""
+    (table,) = members.values()
+    csv.field_size_limit(10**8)
+    for row in csv.DictReader(io.StringIO(table.decode())):
+        yield _with_line_ends(row["text"])
+
+
+def review_list(members: Members) -> Iterator[str]:
+    """A JSON list of objects: their field `t`, each text once."""
+    (listing,) = members.values()
+    for text in dict.fromkeys(row["t"] for row in json.loads(listing)):
+        yield _with_line_ends(text)
+
+
+def dialogues(members: Members) -> Iterator[str]:
+    """Chat logs: one document per dialogue, one line per message, the speakers named A, B, …"""
+    (logs,) = members.values()
+    for dialogue in json.loads(logs).values():
+        names: dict[str, str] = {}
+        said = []
+        for message in (message for turn in dialogue["messages"] for message in turn):
+            speaker = names.setdefault(message["sender"], chr(ord("A") + len(names)))
+            said.append(f"{speaker}: {message['text'].strip()}")
+        if said:
+            yield "\n".join(said)
+
+
+def service_descriptions(members: Members) -> Iterator[str]:
+    """Gzipped JSON descriptions of web services: for each, its `documentation` texts not seen before, without HTML."""
+    seen: set[str] = set()
+    for content in members.values():
+        fresh = []
+        for text in _documentation(json.loads(gzip.decompress(content))):
+            if text not in seen:
+                seen.add(text)
+                fresh.append(text)
+        if fresh:
+            yield "\n".join(fresh)
+
+
+def _documentation(node: object) -> Iterator[str]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "documentation" and isinstance(value, str):
+                if text := _without_html(value):
+                    yield text
+            else:
+                yield from _documentation(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _documentation(value)
+
+
+class _Text(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        self.parts.append(data)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("p", "li", "br", "dt", "dd"):
+            self.parts.append(" ")
+
+
+def _without_html(html: str) -> str:
+    parser = _Text()
+    parser.feed(html)
+    parser.close()
+    return " ".join("".join(parser.parts).split())
+
+
+def _with_line_ends(text: str) -> str:
+    return re.sub(r"\s*<br\s*/?>\s*", "\n", text).strip()

@@ -1,0 +1,163 @@
+"""Examples gone through again and again: which of them a step trains on is a pure function of (seed, step)."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import replace
+from typing import Protocol, Self, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import Batch, BatchSource, Choice, Inventory
+from thrifty.core.errors import Refused
+from thrifty.kernels.example_rng import example_keys
+from thrifty.kernels.keyed_permutation import permuted
+
+HELD_OUT_KEY = 0x48454C44
+"""Held-out examples are the same for every seed, so that runs can be compared."""
+HASHED_AT_ONCE = 1 << 22
+"""Elements of an array that are read for a fingerprint at a time."""
+
+
+class Examples(Protocol):
+    """A number of examples, any of which can be had by itself."""
+
+    def __len__(self) -> int: ...
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """The examples at these places (b,), each field with b rows."""
+        ...
+
+
+@runtime_checkable
+class Numbered(Protocol):
+    """Examples whose numbers depend on nothing but themselves, so that some can be chosen by number."""
+
+    def inventory(self) -> Inventory: ...
+
+
+def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
+    """A hash of arrays, memory-mapped or not, and of what else is said of them."""
+    digest = hashlib.sha256(repr((also, [(array.dtype.str, array.shape) for array in arrays])).encode())
+    for array in arrays:
+        flat = array.reshape(-1)
+        for start in range(0, len(flat), HASHED_AT_ONCE):
+            digest.update(np.ascontiguousarray(flat[start : start + HASHED_AT_ONCE]).data)
+    return digest.hexdigest()
+
+
+class Epochs(BatchSource):
+    """Training examples, each of weight 1 / batch.
+
+    Every epoch goes through all examples once, in its own order; a batch may reach across the border of two epochs.
+    """
+
+    def __init__(self, contents: Examples, batch: int, seed: int):
+        self.contents, self.batch, self.seed = contents, batch, seed
+        self._choice: Choice | None = None
+
+    @property
+    def examples(self) -> int:
+        """Examples in one epoch."""
+        return len(self.contents) if self._choice is None else len(self._choice.kept)
+
+    @property
+    def choice(self) -> Choice | None:
+        return self._choice
+
+    def only(self, choice: Choice) -> Self:
+        self.inventory()
+        if len(choice.kept) < self.batch:
+            raise Refused(
+                f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
+                fix=f"keep more, or --set data.batch={max(len(choice.kept), 1)}",
+            )
+        changed = copy(self)
+        changed._choice = Choice(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
+        return changed
+
+    def inventory(self) -> Inventory:
+        if not isinstance(self.contents, Numbered):
+            return super().inventory()
+        whole = self.contents.inventory()
+        if self._choice is None:
+            return whole
+        kept = self._choice.kept
+        labels = None if whole.labels is None else whole.labels[kept]
+        return replace(
+            whole, count=len(kept), fingerprint=fingerprint(kept.numpy(), also=whole.fingerprint), labels=labels
+        )
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """The places in the contents of the examples of these numbers (b,), 0 … `examples` - 1."""
+        return numbers if self._choice is None else self._choice.kept.numpy()[numbers]
+
+    def one_by_one(self, batch: int) -> Iterator[Batch]:
+        """Every example once in its own order, as it is judged and not as it is changed for training; at most `batch`
+        at a time, their weights summing to 1 over all of them together."""
+        for start in range(0, self.examples, batch):
+            part = self.places(np.arange(start, min(start + batch, self.examples)))
+            yield Batch(self.judged_fields(part), torch.full((len(part),), 1 / self.examples))
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        """The examples at these places (b,) as they are judged."""
+        return self.contents.fields(chosen)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        numbers = step * self.batch + np.arange(start, stop)
+        epochs, positions = numbers // self.examples, numbers % self.examples
+        chosen = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            chosen[here] = permuted(positions[here], self.examples, self.seed, int(epoch))
+        weight = torch.full((stop - start,), 1 / self.batch)
+        return Batch(self.fields(self.places(chosen), numbers), weight)
+
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        """The examples at these places (b,), which are the run's examples of these numbers (b,)."""
+        return self.contents.fields(chosen)
+
+
+class HeldOutExamples:
+    """Examples for evaluation: the same for every seed, and the first of few are the first of many."""
+
+    def __init__(self, contents: Examples):
+        self.contents = contents
+        self.shape: Callable[[Batch], Batch] = lambda batch: batch
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    def shaped(self, shape: Callable[[Batch], Batch]) -> Self:
+        """The same with something made of each batch before it is given out."""
+        changed = copy(self)
+        changed.shape = shape
+        return changed
+
+    def batches(self, examples: int, batch: int) -> Iterator[Batch]:
+        """The first `examples` (all, if there are fewer) in batches of at most `batch`.
+
+        The weights sum to 1 over all of them together, so that weighted losses add up to the mean.
+        """
+        total = min(examples, len(self))
+        chosen = permuted(np.arange(total), len(self), HELD_OUT_KEY)
+        for start in range(0, total, batch):
+            part = chosen[start : start + batch]
+            yield self.shape(Batch(self.fields(part), torch.full((len(part),), 1 / total)))
+
+    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return self.contents.fields(chosen)
+
+
+class HeldOutByKey(HeldOutExamples):
+    """The same with a "key" (b,) for each example, from which whatever is drawn of it is drawn alike every time."""
+
+    def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return with_held_out_keys(super().fields(chosen), chosen)
+
+
+def with_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
+    """The fields of the examples at these places (b,), and their keys."""
+    return {**fields, "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}

@@ -1,0 +1,149 @@
+"""Training examples as a person can look at them: pictures, or text, with their labels and files."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import Choice
+from thrifty.core.errors import Refused
+from thrifty.core.model_spec import Ends, ImageEnds, PairEnds
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.images.image_arrays import ImageArrays, brightened
+from thrifty.data.run_data import RunData
+from thrifty.data.text.text_data import TextData
+from thrifty.data.text.text_pairs import Pairs
+from thrifty.data.text.token_windows import Windows
+from thrifty.kernels.image_resizing import resize
+
+LARGEST = 64
+"""Pixels of a picture's side; of larger images a smaller version is shown."""
+LARGEST_SEEN = 128
+"""The same of what a model makes of an image, which a person wants to see patch by patch."""
+EACH = 12
+"""How many examples of each kind a run keeps for its report."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    number: int
+    """Of the example in the training part of its data, from 0."""
+    picture: str = ""
+    """An address that holds the picture; empty for text."""
+    text: str = ""
+    label: str = ""
+    file: str = ""
+
+
+def shown(data: RunData, numbers: Sequence[int]) -> list[Shown]:
+    """The training examples of these numbers. Raises Refused where there is no way to show them."""
+    contents = data.train.contents if isinstance(data.train, Epochs) else None
+    places = np.array(numbers, np.int64)
+    if not len(places):
+        return []
+    if isinstance(contents, ImageArrays):
+        pictures = map(picture, contents.shown(places))
+        names = data.ends.labels if isinstance(data.ends, ImageEnds) else ()
+        labels = [names[label] if names else "" for label in contents.labels[places].tolist()]
+        files = [contents.names[place] if contents.names else "" for place in places.tolist()]
+        return [Shown(*each) for each in zip(numbers, pictures, [""] * len(places), labels, files, strict=True)]
+    if isinstance(contents, Windows) and isinstance(data, TextData):
+        return [
+            Shown(number, text=data.tokenizer.decode(tokens))
+            for number, tokens in zip(numbers, contents.at(places).tolist(), strict=True)
+        ]
+    if isinstance(contents, Pairs) and isinstance(data, TextData):
+        rows = contents.fields(places)
+        sides = zip(numbers, rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
+        return [
+            Shown(number, text=" → ".join(data.tokenizer.decode(_filled(side, contents.end_of_text)) for side in both))
+            for number, *both in sides
+        ]
+    raise Refused("examples of this kind cannot be shown", fix="look at images or text")
+
+
+def _filled(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end)] if end in tokens else tokens
+
+
+def pictures(images: Tensor, ends: Ends) -> list[str]:
+    """Images (b, c, h, w) as a model is given them, as addresses that hold pictures of them. Raises Refused where the
+    data of a run are no images."""
+    own = ends.images if isinstance(ends, PairEnds) else ends
+    if not isinstance(own, ImageEnds):
+        raise Refused("there are no images in these data", fix="look at images")
+    return [picture(image, LARGEST_SEEN) for image in brightened(images.float().cpu(), own)]
+
+
+def picture(image: Tensor, largest: int = LARGEST) -> str:
+    """An image (c, h, w) of 0 … 1 as an address that holds a PNG of it, no side longer than `largest` pixels: colours
+    of three channels, grey of any other number, of which the first is shown."""
+    _, height, width = image.shape
+    if max(height, width) > largest:
+        scale = largest / max(height, width)
+        image = resize(image[None], max(round(height * scale), 1), max(round(width * scale), 1))[0]
+    colours = image if len(image) == 3 else image[:1]
+    pixels = (colours.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    """A PNG file of uint8 pixels (h, w, c), c being 1 or 3 (W3C, Portable Network Graphics, sections 5 and 11)."""
+    height, width, channels = pixels.shape
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    lines = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1)
+    return b"".join(
+        (
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", header),
+            chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)),
+            chunk(b"IEND", b""),
+        )
+    )
+
+
+def selection(data: RunData, choice: Choice) -> dict[str, Any]:
+    """What a run that trains on some of its examples keeps for its report: counts by label, and examples of those that
+    are kept and of those that are left out, the hardest first."""
+    there = data.train.inventory()
+    kept = torch.zeros(there.count, dtype=torch.bool)
+    kept[choice.kept] = True
+    names = data.ends.labels if isinstance(data.ends, ImageEnds) else ()
+    rows: list[tuple[str, int, int]] = []
+    if there.labels is not None:
+        for number, name in enumerate(names):
+            own = there.labels == number
+            rows.append((name, int(own.sum()), int((own & kept).sum())))
+    groups = {"kept": kept, "left out": ~kept}
+    return {
+        "examples": there.count,
+        "kept": len(choice.kept),
+        "labels": rows,
+        "shown": {name: _spread(data, own, choice.scores) for name, own in groups.items()},
+    }
+
+
+def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str, Any]]:
+    """Some of these examples: the hardest and the easiest, or without scores some that lie equally far apart."""
+    numbers = own.nonzero().squeeze(1)
+    if scores is not None:
+        numbers = numbers[scores[numbers].argsort(descending=True, stable=True)]
+    if len(numbers) > 2 * EACH:
+        ends = torch.cat([numbers[:EACH], numbers[-EACH:]])
+        numbers = ends if scores is not None else numbers[torch.linspace(0, len(numbers) - 1, 2 * EACH).long()]
+    try:
+        found = shown(data, numbers.tolist())
+    except Refused:  # a report goes without
+        return []
+    told = [None] * len(found) if scores is None else scores[numbers].tolist()
+    return [{**asdict(each), "score": score} for each, score in zip(found, told, strict=True)]

@@ -1,0 +1,1 @@
+"""Images: decoding, arrays, folders, augmentation, digits."""

@@ -1,0 +1,214 @@
+"""Training images changed at random, each a pure function of its key: no generator, no order, no rank has a part in it.
+
+Crops and flips as for CIFAR since He et al. 2015; operations on colours and geometry after RandAugment (Cubuk et al.
+2019, arXiv 1909.13719), without its equalize and sharpness; erasing (Zhong et al. 2017, arXiv 1708.04896); mixup (Zhang
+et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899), whose other image is any of the training
+set, not one of the same batch: then no rank must see another's images.
+
+Images are float (b, c, h, w) of 0 … 1, keys uint64 (b,). Whatever is drawn for one purpose does not depend on whether
+another is switched on.
+"""
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thrifty.core.recipe import Augmentation
+from thrifty.kernels.example_rng import drawn, fractions
+
+PER_PURPOSE = 64
+"""Numbers of a key that belong to each purpose; an operation takes two, and `Augmentation` allows no more of them."""
+ERASED = (0.02, 1 / 3)
+"""The share of an image that is erased, from and to."""
+NARROWEST = 0.3
+"""Width over height of what is erased, at the least; at the most its reciprocal."""
+
+
+class Purpose(IntEnum):
+    CROP = 0
+    FLIP = 1
+    OPERATION = 2
+    ERASE = 3
+    MIX = 4
+    PARTNER = 5
+    CAPTION = 6
+
+
+def uniform(keys: np.ndarray, purpose: Purpose, count: int) -> Tensor:
+    """Uniform numbers in [0, 1), float64 (b, count)."""
+    return torch.from_numpy(fractions(drawn(keys, count, skip=PER_PURPOSE * purpose)))
+
+
+def partners(keys: np.ndarray, images: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which of all training images each is mixed with (b,), and the key by which that one is changed (b,)."""
+    numbers = drawn(keys, 2, skip=PER_PURPOSE * Purpose.PARTNER)
+    return (numbers[:, 0] % np.uint64(images)).astype(np.int64), numbers[:, 1].copy()
+
+
+def changed(images: Tensor, keys: np.ndarray, how: Augmentation, fill: tuple[float, ...]) -> Tensor:
+    """What is done with each image by itself; `fill` is the colour that stands where there is nothing."""
+    colour = torch.tensor(fill).view(1, -1, 1, 1)
+    if how.crop or how.flip:
+        images = moved(images, keys, how.crop, how.flip)
+    if how.operations:
+        images = operated(images, keys, how.operations, how.magnitude, colour)
+    return erased(images, keys, how.erase, colour) if how.erase else images
+
+
+def moved(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
+    """Moved by up to `crop` pixels each way, black coming in, and mirrored for every other key."""
+    h, w = images.shape[-2:]
+    padded = F.pad(images, (crop,) * 4).numpy()
+    places = (uniform(keys, Purpose.CROP, 2) * (2 * crop + 1)).long().tolist()
+    mirrored = (uniform(keys, Purpose.FLIP, 1)[:, 0] < 0.5).tolist()
+    found = np.empty(images.shape, padded.dtype)
+    # a slice for each image is some ten times as fast as one indexing of all by tensors
+    for number, (top, left) in enumerate(places):
+        piece = padded[number, :, top : top + h, left : left + w]
+        found[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
+    return torch.from_numpy(found)
+
+
+def erased(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:
+    """A rectangle of each of a share of the images, of random size and place, in one colour."""
+    h, w = images.shape[-2:]
+    chance, area, aspect, top, left = uniform(keys, Purpose.ERASE, 5).unbind(1)
+    area = (ERASED[0] + area * (ERASED[1] - ERASED[0])) * h * w
+    aspect = torch.exp((2 * aspect - 1) * math.log(1 / NARROWEST))
+    high = (area / aspect).sqrt().round().clamp(1, h)
+    wide = (area * aspect).sqrt().round().clamp(1, w)
+    inside = rectangles((top * (h - high + 1)).floor(), (left * (w - wide + 1)).floor(), high, wide, h, w)
+    return torch.where(inside & (chance < share).view(-1, 1, 1, 1), colour, images)
+
+
+def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w: int) -> Tensor:
+    """Which pixels are in each rectangle (b,): boolean (b, 1, h, w)."""
+    y, x = torch.arange(h), torch.arange(w)
+    rows = (y >= top[:, None]) & (y < (top + high)[:, None])
+    columns = (x >= left[:, None]) & (x < (left + wide)[:, None])
+    return rows[:, None, :, None] & columns[:, None, None, :]
+
+
+def mixed(images: Tensor, others: Tensor, keys: np.ndarray, how: Augmentation) -> tuple[Tensor, Tensor]:
+    """Each image with another one in it, and the share (b,) that is left of the image's own. Where mixup and CutMix are
+    both on, every other key takes CutMix."""
+    coin, amount, middle_y, middle_x = uniform(keys, Purpose.MIX, 4).unbind(1)
+    h, w = images.shape[-2:]
+    cut = coin < (0.5 if how.mixup and how.cutmix else 1.0 if how.cutmix else 0.0)
+    blended = _beta(amount, how.mixup or 1.0)
+    side = (1 - _beta(amount, how.cutmix or 1.0)).sqrt()
+    high, wide = (side * h).round(), (side * w).round()
+    top, left = (middle_y * h).floor() - (high / 2).floor(), (middle_x * w).floor() - (wide / 2).floor()
+    inside = rectangles(top, left, high, wide, h, w)
+    pasted = torch.where(inside, others, images)
+    weight = blended.float().view(-1, 1, 1, 1)
+    together = others + weight * (images - others)
+    own = torch.where(cut, 1 - inside.double().mean((1, 2, 3)), blended)
+    return torch.where(cut.view(-1, 1, 1, 1), pasted, together), own.float()
+
+
+def _beta(uniform: Tensor, shape: float) -> Tensor:
+    """Uniform numbers as ones of the distribution Beta(shape, shape)."""
+    from scipy.special import betaincinv  # takes a tenth of a second, and only mixed images need it
+
+    return torch.from_numpy(betaincinv(shape, shape, uniform.numpy()))
+
+
+def operated(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
+    """So many operations on each image, one after the other, each drawn among all; signed ones go either way."""
+    which, sign = uniform(keys, Purpose.OPERATION, 2 * operations).chunk(2, dim=1)
+    chosen = (which * len(OPERATIONS)).long()
+    strengths = magnitude * torch.where(sign < 0.5, -1.0, 1.0)
+    images = images.clone()
+    for turn in range(operations):
+        for number, operation in enumerate(OPERATIONS):
+            rows = (chosen[:, turn] == number).nonzero()[:, 0]
+            if len(rows):
+                strength = strengths[rows, turn].float().view(-1, 1, 1, 1)
+                images[rows] = operation(images[rows], strength, colour)
+    return images
+
+
+Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Images (b, c, h, w), strengths (b, 1, 1, 1) from -1 to 1, and the colour that stands where there is nothing."""
+
+
+def grey(images: Tensor) -> Tensor:
+    """Brightness as it is seen (ITU-R BT.601) of images in RGB, the mean of other channels: (b, 1, h, w)."""
+    if images.shape[1] != 3:
+        return images.mean(1, keepdim=True)
+    return (images * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
+
+
+def away_from(other: Tensor, images: Tensor, strength: Tensor) -> Tensor:
+    """Images moved towards another image for strengths below 0 and away from it for those above."""
+    return (other + (1 + 0.9 * strength) * (images - other)).clamp(0, 1)
+
+
+def same(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    return images
+
+
+def brightness(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    return away_from(torch.zeros_like(images), images, strength)
+
+
+def contrast(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    return away_from(grey(images).double().mean((2, 3), keepdim=True).float(), images, strength)
+
+
+def saturation(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    return away_from(grey(images), images, strength)
+
+
+def stretch(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    """Each channel from its darkest to its brightest pixel made to go from 0 to 1."""
+    least, most = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
+    return torch.where(most > least, (images - least) / (most - least).clamp(min=1e-6), images)
+
+
+def posterize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    """Fewer levels: 256 at strength 0, 16 at 1."""
+    levels = 2 ** (8 - 4 * strength.abs()).round()
+    return (images * levels).floor().clamp(max=levels - 1) / (levels - 1)
+
+
+def solarize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    """What is brighter than 1 - strength turned into its negative."""
+    return torch.where(images > 1 - strength.abs(), 1 - images, images)
+
+
+def rotate(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    angle = strength * math.radians(30)
+    return warped(images, colour, (angle.cos(), -angle.sin()), (angle.sin(), angle.cos()))
+
+
+def shear_x(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    one, none = torch.ones_like(strength), torch.zeros_like(strength)
+    return warped(images, colour, (one, 0.3 * strength), (none, one))
+
+
+def shear_y(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
+    one, none = torch.ones_like(strength), torch.zeros_like(strength)
+    return warped(images, colour, (one, none), (0.3 * strength, one))
+
+
+def warped(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
+    """Each pixel taken from where two lines of a matrix, (b, 1, 1, 1) each, say; coordinates from the middle."""
+    h, w = images.shape[-2:]
+    y = ((torch.arange(h) + 0.5) * 2 / h - 1).view(1, h, 1)
+    x = ((torch.arange(w) + 0.5) * 2 / w - 1).view(1, 1, w)
+    (xx, xy), (yx, yy) = ((a[:, 0], b[:, 0]) for a, b in (to_x, to_y))
+    grid = torch.stack((xx * x + xy * y, yx * x + yy * y), dim=-1)
+    return F.grid_sample(images - colour, grid, align_corners=False) + colour
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    same, brightness, contrast, saturation, stretch, posterize, solarize, rotate, shear_x, shear_y,
+)  # fmt: skip
+"""What `operated` chooses from; moving is what crops do."""

@@ -1,0 +1,73 @@
+"""Handwritten digits: 1,797 real images of 8 x 8 pixels with their labels, shipped with Thrifty.
+
+Optical Recognition of Handwritten Digits, by E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
+https://doi.org/10.24432/C50P49, licensed under Creative Commons Attribution 4.0 International
+(https://creativecommons.org/licenses/by/4.0/). These are the images of its test file, which scikit-learn ships as well;
+the file format was changed, no pixel was. They are of 13 people, by whom the splits here do not divide.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.data.epoch_sampler import Epochs
+from thrifty.kernels.keyed_permutation import permuted
+
+TRAIN = 1300
+"""Images to train on; the other 497 are for testing."""
+SPLIT_KEY = 0x44494749
+BRIGHTEST = 16
+STORED = Path(__file__).with_name("digits.safetensors")
+
+
+class Labelled(NamedTuple):
+    """Images (n, 8, 8), float32 in [0, 1], and their labels (n,), int64 in 0 … 9."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@cache
+def digits() -> Labelled:
+    """All 1,797 of them."""
+    stored = load_file(STORED)
+    return Labelled(stored["images"].float() / BRIGHTEST, stored["labels"].long())
+
+
+@cache
+def _places(split: str) -> np.ndarray:
+    """Where the images of a split are: the same on every machine, for every seed."""
+    total = len(digits().labels)
+    shuffled = permuted(np.arange(total), total, SPLIT_KEY)
+    parts = {"train": shuffled[:TRAIN], "test": shuffled[TRAIN:]}
+    if split not in parts:
+        raise UsageError(f"the digits have no split {split!r}", fix=did_you_mean(split, parts))
+    return parts[split]
+
+
+class DigitImages:
+    """The images of a split, each to be had by itself."""
+
+    def __init__(self, split: Literal["train", "test"]):
+        images, labels = digits()
+        self.images, self.labels = images[_places(split)], labels[_places(split)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        rows = torch.from_numpy(indices)
+        return {"inputs": self.images[rows], "labels": self.labels[rows]}
+
+
+class Digits(Epochs):
+    """Digits in epochs, a pure function of (seed, step): {"inputs": (b, 8, 8), "labels": (b,)}."""
+
+    def __init__(self, split: Literal["train", "test"], batch: int, seed: int = 0):
+        super().__init__(DigitImages(split), batch, seed)

@@ -1,0 +1,235 @@
+"""Images ready to learn from: what a recipe's data settings lead to where they name images."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.errors import UsageError
+from thrifty.core.model_spec import ImageEnds
+from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.data.catalogue import Entry, entries
+from thrifty.data.data_cache import file_sha256
+from thrifty.data.download.dataset_download import origin
+from thrifty.data.download.image_extractors import DIGITS as DIGIT_LABELS
+from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, HeldOutExamples, with_held_out_keys
+from thrifty.data.images.augmentation import mixed, partners
+from thrifty.data.images.digits import BRIGHTEST as BRIGHTEST_DIGIT
+from thrifty.data.images.digits import STORED as STORED_DIGITS
+from thrifty.data.images.digits import DigitImages
+from thrifty.data.images.image_arrays import Channels, ImageArrays, normalized, open_arrays
+from thrifty.data.images.image_folder import prepare_folder
+from thrifty.data.images.image_listing import has_image_files, image_share
+from thrifty.data.run_metadata import keep_images
+from thrifty.data.text.token_cache import check_settings, read_manifest
+from thrifty.data.train_split import Part
+from thrifty.kernels.example_rng import example_keys
+
+DIGITS = "digits"
+LABELS = "labels"
+"""What stands for the labels' names in a data's identity."""
+
+
+def holds_images(source: str) -> bool:
+    """Whether a source is a known set of images, with labels or captions, or a folder with some in it."""
+    if source == DIGITS or (source in entries() and entries()[source].kind in ("images", "pairs")):
+        return True
+    path = Path(source).expanduser()
+    return source not in entries() and path.is_dir() and has_image_files(path)
+
+
+def holds_mainly_images(source: str) -> bool:
+    """Whether a source is hardly meant as text: a known set of images, or a folder most of whose files are called like
+    images, a licence or a list beside them."""
+    path = Path(source).expanduser()
+    return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
+
+
+class TrainingImages(Epochs):
+    """Images in epochs, changed as the recipe says: a pure function of (seed, number of the example in the run).
+
+    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}; labels are distributions (b, v) where images are mixed, and
+    there are none where the images have none. The key is random bits of the example's own in this run (see `draws`).
+    """
+
+    contents: ImageArrays
+
+    def __init__(self, contents: ImageArrays, batch: int, seed: int, how: Augmentation | None = None):
+        super().__init__(contents, batch, seed)
+        self.how = how
+
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        keys = example_keys(self.seed, numbers)
+        return {**self._fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return with_held_out_keys(super().judged_fields(chosen), chosen)
+
+    def _fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
+        if self.how is None:
+            return self.contents.fields(chosen)
+        ends = self.contents.ends
+        images = self.contents.changed(chosen, keys, self.how)
+        if not ends.labels:
+            return {"inputs": normalized(images, ends)}
+        labels = self.contents.labels_of(chosen)
+        if self.how.mixup or self.how.cutmix:
+            other, other_keys = partners(keys, self.examples)
+            other = self.places(other)
+            others = self.contents.changed(other, other_keys, self.how)
+            images, own = mixed(images, others, keys, self.how)
+            one, another = (
+                torch.nn.functional.one_hot(each, len(ends.labels)).float()
+                for each in (labels, self.contents.labels_of(other))
+            )
+            labels = another + own[:, None] * (one - another)
+        return {"inputs": normalized(images, ends), "labels": labels}
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """See `run_data.RunData`."""
+
+    source: str
+    train: BatchSource
+    held_out: HeldOutExamples
+    ends: ImageEnds
+    identity: Mapping[str, str]
+    parts: Mapping[Part, ImageArrays]
+    frequencies_entropy: float | None = None
+    """Nats per held-out image for who answers by how frequent each label is in training; None without labels."""
+    left_out: int = 0
+    """Image files that cannot be read."""
+    named: tuple[str, ...] = ()
+    """The first thousand of them, each with the reason."""
+
+    counted_as = 1
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        known = {} if self.frequencies_entropy is None else {"label_entropy": self.frequencies_entropy}
+        return {"unit": "images", **known}
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "train_images": len(self.parts[Part.TRAIN]),
+            "held_out_images": len(self.parts[Part.HELD_OUT]),
+            "labels": list(self.ends.labels),
+            "side": self.ends.side,
+            "channels": self.ends.channels,
+            "label_entropy": self.frequencies_entropy,
+            "left_out": self.left_out,
+            "named": list(self.named),
+        }
+
+    def keep(self, folder: Path) -> None:
+        keep_images(folder, self.ends)
+
+    def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
+        if before.get(LABELS) != self.identity[LABELS]:
+            raise UsageError(
+                "the fork's labels are not the old run's: its outputs would mean something else",
+                fix="name the images' folders as before, or start a new run",
+            )
+
+
+def open_images(
+    settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None], labelled: bool = True
+) -> ImageData:
+    """Open the images of a recipe; those of a folder are decoded once and kept in the cache.
+
+    `side` is that of a folder's images in pixels where the settings do not say. Without `labelled` there need be no
+    labels, and none are given out. Raises UsageError where the source or a setting is not what it must be, or there
+    are fewer images than one batch.
+    """
+    check_settings(settings, special=())
+    _refuse_settings_of_text(settings)
+    _refuse_mixing(settings, labelled)
+    parts, identity, said = _open(settings, settings.size or side, say, labelled)
+    if not labelled:
+        parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
+    train, held_out = (parts[part] for part in Part)
+    if len(train) < settings.batch:
+        raise UsageError(
+            f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
+            fix=f"lower data.batch to at most {len(train)}",
+        )
+    labels = train.ends.labels
+    return ImageData(
+        source=settings.source,
+        train=TrainingImages(train, settings.batch, seed, settings.augment),
+        held_out=HeldOutByKey(held_out),
+        ends=train.ends,
+        identity={**identity, LABELS: "/".join(labels)},
+        parts=parts,
+        frequencies_entropy=_entropy(train.labels, held_out.labels, len(labels)) if labels else None,
+        left_out=said.get("left_out", 0),
+        named=tuple(said.get("named", ())),
+    )
+
+
+Opened = tuple[dict[Part, ImageArrays], dict[str, str], dict[str, Any]]
+"""The arrays, the sha256 of their files, and what else was said when they were made."""
+
+
+def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], labelled: bool) -> Opened:
+    if settings.source == DIGITS:
+        return _digits(settings.size), {STORED_DIGITS.name: file_sha256(STORED_DIGITS)}, {}
+    if settings.source in entries():
+        return _fetched(entries()[settings.source], settings.size, labelled)
+    if side is None:
+        raise UsageError(
+            "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
+        )
+    folder = prepare_folder(Path(settings.source).expanduser(), side, settings.held_out, say, labelled)
+    manifest = read_manifest(folder)
+    return open_arrays(folder).parts, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
+
+
+def _fetched(entry: Entry, side: int | None, labelled: bool) -> Opened:
+    if labelled and entry.kind == "pairs":
+        raise UsageError(f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrast")
+    if not entry.present:
+        raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
+    return open_arrays(entry.folder, side).parts, origin(entry)["files"], {}
+
+
+def _digits(side: int | None) -> dict[Part, ImageArrays]:
+    splits = {Part.TRAIN: DigitImages("train"), Part.HELD_OUT: DigitImages("test")}
+    pixels = {part: (split.images * BRIGHTEST_DIGIT).byte().numpy()[:, None] for part, split in splits.items()}
+    channels = Channels()
+    for image in pixels[Part.TRAIN]:
+        channels.add(image)
+    size = pixels[Part.TRAIN].shape[-1]
+    ends = ImageEnds(DIGIT_LABELS, side or size, 1, *channels.statistics(BRIGHTEST_DIGIT))
+    return {
+        part: ImageArrays(pixels[part], split.labels.numpy(), ends, BRIGHTEST_DIGIT) for part, split in splits.items()
+    }
+
+
+def _entropy(train: np.ndarray, held_out: np.ndarray, labels: int) -> float:
+    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
+    share, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
+    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + labels)))
+
+
+def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
+    how = settings.augment
+    if how is not None and not labelled and (how.mixup or how.cutmix):
+        name = "mixup" if how.mixup else "cutmix"
+        raise UsageError(
+            f"data.augment.{name} mixes labels of images, and the objective learns from none",
+            fix=f"leave data.augment.{name} out",
+        )
+
+
+def _refuse_settings_of_text(settings: DataSettings) -> None:
+    if settings.tokenizer:
+        raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
+    if settings.size is not None and settings.size < 1:
+        raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")

@@ -1,0 +1,144 @@
+"""A folder of images, decoded once into arrays and kept in the cache; for each label it has a folder of its own.
+
+Where the folder has parts of its own (train, and val or test), those are taken; otherwise images are held out by the
+hash of their file. Files that cannot be decoded are left out, counted, and the first few of them named. Who needs no
+labels takes images that lie anywhere; if all lie in folders of labels, the same arrays serve with and without.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.data.data_cache import building
+from thrifty.data.images.image_arrays import names_file, write_arrays
+from thrifty.data.images.image_decoding import Undecodable, decode, pillow
+from thrifty.data.images.image_listing import (
+    GIVEN,
+    LeftOut,
+    folders_in,
+    given_parts,
+    has_image_files,
+    images_below,
+    is_image_name,
+    part_by_hash,
+    printable,
+    state_of,
+)
+from thrifty.data.text.token_cache import built_once, read_manifest, write_manifest
+from thrifty.data.train_split import Part
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    path: Path
+    label: str
+    """Empty where it lies in no folder of a label."""
+    part: Part | None
+    """None where the hash of the file decides."""
+
+
+def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
+    """The image files of a folder, sorted.
+
+    Raises UsageError where there are none, and with `labelled` where they do not lie in folders of two labels or more.
+    """
+    found = list(_listed(folder, labelled))
+    if not labelled:
+        if not found:
+            raise UsageError(f"{folder}: there are no images", fix="give a folder of .png, .jpg or .webp files")
+        return found
+    labels = sorted({file.label for file in found})
+    if not found:
+        lying = "images lie in the folder itself" if has_image_files(folder) else "there are no images"
+        raise UsageError(
+            f"{folder}: {lying}, and none in a folder that is called like its label",
+            fix=f"put them into folders such as {folder.name}/cat and {folder.name}/dog",
+        )
+    if set(labels) <= GIVEN.keys():
+        raise UsageError(
+            f"{folder}: {' and '.join(labels)} would be the labels, and those are names of parts",
+            fix=f"give {folder / labels[0]} by itself, or put two parts there: train, and val or test",
+        )
+    if len(labels) == 1:
+        raise UsageError(
+            f"{folder}: all images have the label {labels[0]!r}, so there is nothing to tell apart",
+            fix="give a folder with a folder of images for each of two labels or more, or an objective that needs none",
+        )
+    return found
+
+
+def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:
+    """The arrays of a folder's images, `side` pixels high and wide; decoded where they are not in the cache, or where
+    a file has another name, size or time of change than it had.
+
+    Raises UsageError as `image_files` does, and where no image of a label can be read.
+    """
+    pillow()
+    files = image_files(folder, labelled)
+    listing = [str(folder.absolute()), state_of(file.path.absolute() for file in files), [file.label for file in files]]
+    key = json.dumps(["images", FORMAT, side, held_out, *listing])
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    what = f"the images of {folder}"
+    built = built_once(digest, what, lambda into: _build(folder, files, side, held_out, into, say), say)
+    manifest = read_manifest(built)
+    if labelled and manifest["unread"]:
+        raise UsageError(
+            f"{folder}: not one image of the label {manifest['unread'][0]!r} can be read",
+            fix="give it images that can, or remove its folder",
+        )
+    refuse_empty(str(folder), manifest["images"], held_out)
+    return built
+
+
+def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
+    for part, root in given_parts(folder):
+        if not labelled:
+            lying = sorted(path for path in root.iterdir() if is_image_name(path.name) and not path.is_dir())
+            yield from (ImageFile(path, "", part) for path in lying)
+        for label, inner in folders_in(root).items():
+            yield from (ImageFile(path, printable(label), part) for path in images_below(inner))
+
+
+def _build(
+    folder: Path, files: list[ImageFile], side: int, held_out: float, into: Path, say: Callable[[str], None]
+) -> None:
+    labels, left_out = sorted({file.label for file in files}), LeftOut()
+    used: Counter[str] = Counter()
+    names: dict[Part, list[str]] = {part: [] for part in Part}
+
+    def images() -> Iterator[tuple[Part, np.ndarray, int]]:
+        for file in files:
+            try:
+                pixels = decode(file.path, side)
+                part = file.part or part_by_hash(file.path, held_out)
+            except (Undecodable, OSError) as error:
+                left_out.add(file.path.relative_to(folder), error)
+                continue
+            used[file.label] += 1
+            names[part].append(printable(str(file.path.relative_to(folder))))
+            yield part, pixels, labels.index(file.label)
+
+    with building(into) as aside:
+        counts = write_arrays(aside, labels, images())
+        for part, own in names.items():
+            (aside / names_file(part)).write_text(json.dumps(own), encoding="utf-8")
+        if left_out.count:
+            say(f"{left_out.count} of {len(files)} image files are left out: {left_out}")
+        unread = [label for label in labels if not used[label]]
+        about = {"source": printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
+        write_manifest(aside, {"format": FORMAT, "images": counts, **about, "unread": unread})
+
+
+def refuse_empty(source: str, counts: Mapping[str, int], held_out: float) -> None:
+    """Raises UsageError where there is no image to train on, or none is held out."""
+    if not counts[Part.TRAIN] or not counts[Part.HELD_OUT]:
+        what = "to train on" if not counts[Part.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
+        raise UsageError(f"{source}: no image is left {what}", fix="give more images, or raise data.held_out")

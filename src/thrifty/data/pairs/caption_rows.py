@@ -1,0 +1,169 @@
+"""Captions of images: tokenised once, and given out as rows of equal length. In a folder of the cache:
+
+train.bin, held_out.bin                 tokens of all captions
+train_counts.bin, held_out_counts.bin   int32 (n,), how many captions each image has
+train_ends.bin, held_out_ends.bin       int64 (m,), where each caption ends
+tokenizer.json                          the tokenizer they were made with
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.data_cache import building, file_sha256
+from thrifty.data.images.augmentation import PER_PURPOSE, Purpose
+from thrifty.data.pairs.captioned_arrays import captions_file, read_captions, tidied
+from thrifty.data.text.token_cache import TOKENIZER, Prepared, prepared_once, write_manifest
+from thrifty.data.text.token_files import token_type
+from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
+from thrifty.data.train_split import Part
+from thrifty.kernels.example_rng import drawn
+
+FORMAT = 1
+COUNT, END = np.dtype("<i4"), np.dtype("<i8")
+TOGETHER = 4096
+"""Images whose captions are tokenised at once."""
+START_OF_TEXT = "<|startoftext|>"
+"""What CLIP's own tokenizer puts in front of a text; a tokenizer that is trained has no such token."""
+
+
+def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> Prepared:
+    """The captions in a folder as tokens, kept in the cache; a tokenizer is trained on those to train on unless the
+    settings name one."""
+    given = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
+    if given is None:
+        tokenizer = f"trained {settings.vocabulary}"
+    else:
+        tokenizer = file_sha256(given) if given.is_file() else ""
+    texts = [file_sha256(folder / captions_file(part)) for part in Part]
+    key = hashlib.blake2b(json.dumps(["captions", FORMAT, tokenizer, *texts]).encode(), digest_size=16).hexdigest()
+    vocabulary = settings.vocabulary
+    return prepared_once(key, f"{source}'s captions", lambda into: _build(folder, given, vocabulary, into), say)
+
+
+def _build(folder: Path, given: Path | None, vocabulary: int, into: Path) -> None:
+    if given is not None:
+        tokenizer = read_tokenizer(given)
+    else:
+        texts = (text for own in read_captions(folder, Part.TRAIN) for text in own)
+        tokenizer = train_tokenizer(texts, vocabulary)
+    with building(into) as aside:
+        tokenizer.save(aside / TOKENIZER)
+        written = {part: _write(read_captions(folder, part), tokenizer, aside, part) for part in Part}
+        about = {"format": FORMAT, "type": token_type(tokenizer), "vocabulary": tokenizer.vocabulary}
+        write_manifest(aside, {**about, "captions": written})
+
+
+def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path, part: Part) -> int:
+    """The files of a part; returns how many captions there are."""
+    counts, ends, end = [], [], 0
+    with (folder / f"{part}.bin").open("wb") as file:
+        while group := list(islice(captions, TOGETHER)):
+            counts += map(len, group)
+            for tokens in tokenizer.encode_batch([text for own in group for text in own]):
+                file.write(np.array(tokens, token_type(tokenizer)).tobytes())
+                end += len(tokens)
+                ends.append(end)
+    (folder / f"{part}_counts.bin").write_bytes(np.array(counts, COUNT).tobytes())
+    (folder / f"{part}_ends.bin").write_bytes(np.array(ends, END).tobytes())
+    return len(ends)
+
+
+@dataclass(frozen=True)
+class Captions:
+    """The captions of one part's images, any of which can be had by itself, as rows of `length` tokens."""
+
+    tokens: np.ndarray
+    """Of all captions, one after the other."""
+    firsts: np.ndarray
+    """The number of each image's first caption (n,)."""
+    counts: np.ndarray
+    """Captions of each image (n,), at least one."""
+    ends: np.ndarray
+    """Where each caption's tokens end (m,)."""
+    tokenizer: TextTokenizer
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each caption (m,)."""
+        return np.diff(self.ends, prepend=0)
+
+    @property
+    def cut(self) -> float:
+        """The share of captions that are longer than a row."""
+        return float((self.sizes > room(self.tokenizer, self.length)).mean())
+
+    def said(self, image: int) -> list[str]:
+        """All captions of an image, as its tokens say them."""
+        places = range(self.firsts[image], self.firsts[image] + self.counts[image])
+        begins = (self.ends[place - 1] if place else 0 for place in places)
+        rows = (self.tokens[begin : self.ends[place]] for begin, place in zip(begins, places, strict=True))
+        return [self.tokenizer.decode(row.tolist()) for row in rows]
+
+    def fields(self, indices: np.ndarray, keys: np.ndarray | None = None) -> dict[str, Tensor]:
+        """{"tokens": int64 (b, length), "keep": bool (b, length)} of these images (b,): of each the first caption, or
+        with keys uint64 (b,) the one that its key draws."""
+        chosen = self.firsts[indices]
+        if keys is not None:
+            numbers = drawn(keys, 1, skip=PER_PURPOSE * Purpose.CAPTION)[:, 0]
+            chosen = chosen + (numbers % self.counts[indices].astype(np.uint64)).astype(np.int64)
+        begins = np.where(chosen > 0, self.ends[chosen - 1], 0)
+        return _rows(self.tokens, begins, self.ends[chosen] - begins, self.tokenizer, self.length)
+
+
+def open_captions(prepared: Prepared, part: Part, length: int) -> Captions:
+    counts = np.fromfile(prepared.folder / f"{part}_counts.bin", COUNT)
+    ends = np.fromfile(prepared.folder / f"{part}_ends.bin", END)
+    tokens = prepared.tokens(part) if ends[-1] else np.zeros(0, prepared.manifest["type"])
+    firsts = np.cumsum(counts) - counts
+    return Captions(tokens, firsts, counts, ends, prepared.tokenizer, length)
+
+
+def caption_rows(texts: list[str], tokenizer: TextTokenizer, length: int) -> dict[str, Tensor]:
+    """The rows that these texts are as captions, as a model is given them in training."""
+    encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([tidied(text) for text in texts])]
+    sizes = np.array([len(tokens) for tokens in encoded], np.int64)
+    return _rows(np.concatenate([*encoded, np.zeros(0, np.int64)]), np.cumsum(sizes) - sizes, sizes, tokenizer, length)
+
+
+def room(tokenizer: TextTokenizer, length: int) -> int:
+    """Tokens of a caption that a row has room for. Raises UsageError where that is none."""
+    left = length - 1 - (_start(tokenizer) is not None)
+    if left < 1:
+        raise UsageError(f"data.length is {length}: a caption has no room", fix="--set data.length=32")
+    return left
+
+
+def _start(tokenizer: TextTokenizer) -> int | None:
+    return tokenizer.inner.token_to_id(START_OF_TEXT)
+
+
+def _rows(
+    tokens: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tokenizer: TextTokenizer, length: int
+) -> dict[str, Tensor]:
+    """Captions that begin at these places of a stream (b,): [the start of text,] the caption, cut if need be, and the
+    end of text, which also fills the row up."""
+    start, end = _start(tokenizer), tokenizer.end_of_text
+    sizes = np.minimum(sizes, room(tokenizer, length))
+    before = 0 if start is None else 1
+    offsets = np.arange(length) - before
+    inside = (offsets >= 0) & (offsets < sizes[:, None])
+    places = np.where(inside, begins[:, None] + offsets, 0)
+    rows = np.full(inside.shape, end, np.int64)
+    rows[inside] = tokens[places[inside]]
+    if start is not None:
+        rows[:, 0] = start
+    return {"tokens": torch.from_numpy(rows), "keep": torch.from_numpy(offsets <= sizes[:, None])}

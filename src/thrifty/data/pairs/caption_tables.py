@@ -1,0 +1,233 @@
+"""Rows of images with captions out of .jsonl, .tsv and .parquet files.
+
+A row has its image under one of `IMAGES` or `CONTENTS`: a path, relative to the table's folder or absolute; the file's
+bytes, in JSON as base64; or, as data sets of the Hugging Face hub have it, {"bytes": ..., "path": ...}. It has its
+caption, or a list of several, under the column that was named, or one of `CAPTIONS`; and may say its part as "split".
+Several rows of one image are several captions of it. Nothing is ever fetched from an address.
+"""
+
+import base64
+import binascii
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.data.images.image_listing import GIVEN, is_image_name
+from thrifty.data.text.text_readers import check_characters, json_rows, lines
+from thrifty.data.train_split import Part
+
+TABLES = (".jsonl", ".tsv", ".parquet")
+IMAGES = ("image", "image_path", "path", "file_name", "filename", "filepath", "file")
+CONTENTS = ("bytes", "image_bytes", "base64", "image_base64")
+CAPTIONS = ("caption", "captions", "text", "texts", "title", "description")
+SPLIT = "split"
+
+
+@dataclass(frozen=True)
+class Row:
+    """An image and what is said of it. `image` is None where there is only a caption; `why` says what is wrong."""
+
+    name: str
+    image: Path | bytes | None
+    captions: tuple[str, ...] = ()
+    part: Part | None = None
+    why: str = ""
+    outside: bool = False
+    """Whether an absolute path leads out of the table's folder."""
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is one of these, judged by its first row: tables of text have paths in them too."""
+    if path.suffix.lower() not in TABLES:
+        return False
+    try:
+        _, row = next(_dictionaries(path, ""))
+    except (UsageError, StopIteration):
+        return False
+    key = _first(row, (*IMAGES, *CONTENTS))
+    if key is None or _first(row, CAPTIONS) is None:
+        return False
+    value = row[key]
+    if isinstance(value, str) and key in IMAGES and not value.startswith("data:image/"):
+        return is_image_name(Path(value).name)
+    return isinstance(value, str | bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path"}))
+
+
+def table_rows(path: Path, column: str = "") -> Iterator[Row]:
+    """The rows of a table; `column` is that of the captions, where it is none of the known names.
+
+    Raises UsageError with the place of a row that is no pair: a column that is not there, another kind of value, a path
+    that leads out of the folder, a part that is none.
+    """
+    for where, row in _dictionaries(path, column):
+        yield _row(row, column, where, path.parent)
+
+
+def table_paths(path: Path, column: str = "") -> Iterator[Path]:
+    """The image files that a table names."""
+    if path.suffix.lower() == ".parquet" and not _names_files(path):
+        return
+    yield from (row.image for row in table_rows(path, column) if isinstance(row.image, Path))
+
+
+def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Row:
+    key, named = _first(row, (*IMAGES, *CONTENTS)), _captions_column(row, column)
+    if key is None or named is None:
+        _refuse_columns(row, key, column, where)
+    captions, part = _captions(row[named], where), _part(row.get(SPLIT), where)
+    value = row[key]
+    held = key in CONTENTS
+    if isinstance(value, dict):
+        held = bool(value.get("bytes"))
+        value = value["bytes"] if held else value.get("path")
+    name = value if isinstance(value, str) and key in IMAGES and len(value) < 200 else where.rpartition("/")[2]
+    if value is None:
+        return Row(name, None, captions, part)
+    if isinstance(value, bytes):
+        return Row(name, value, captions, part)
+    if not isinstance(value, str):
+        raise UsageError(
+            f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
+        )
+    check_characters(value if isinstance(value, str) else "", f"{where}: the image")
+    if held or value.startswith("data:"):
+        content = _decoded(value)
+        return Row(name, content, captions, part, why="" if content else "its base64 is damaged")
+    return _of_path(value, root, Row(name, None, captions, part), where)
+
+
+def _of_path(value: str, root: Path, row: Row, where: str) -> Row:
+    if "://" in value or "\0" in value:
+        why = "an address, and nothing is fetched" if "://" in value else "its path holds a NUL character"
+        return Row(row.name, None, row.captions, row.part, why)
+    path = Path(os.path.normpath(value))
+    if path.is_absolute():
+        outside = Path(os.path.abspath(root)) not in path.parents
+        return Row(row.name, path, row.captions, row.part, outside=outside)
+    if path.parts[:1] == ("..",):
+        raise UsageError(
+            f"{where}: the image {value!r} lies outside of {root}",
+            fix="put it below that folder, or give its absolute path if it is meant",
+        )
+    return Row(row.name, root / path, row.captions, row.part)
+
+
+def _captions(value: Any, where: str) -> tuple[str, ...]:
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise UsageError(
+                f"{where}: a caption is {type(text).__name__}, not text", fix="set data.column to a text one"
+            )
+        check_characters(text, f"{where}: the caption")
+    return tuple(texts)
+
+
+def _part(value: Any, where: str) -> Part | None:
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or value not in GIVEN:
+        raise UsageError(f"{where}: {SPLIT!r} is {value!r}, which is no part", fix=did_you_mean(str(value), GIVEN))
+    return GIVEN[value]
+
+
+def _decoded(text: str) -> bytes:
+    """The bytes of base64, or of a data URI; none where it is damaged."""
+    try:
+        return base64.b64decode(text.rpartition(",")[2], validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+def _captions_column(row: Mapping[str, Any], column: str) -> str | None:
+    return (column if column in row else None) if column else _first(row, CAPTIONS)
+
+
+def _refuse_columns(row: Mapping[str, Any], image: str | None, column: str, where: str) -> NoReturn:
+    if image is None:
+        lacking, fix = "image", f"call the image's column one of {', '.join((*IMAGES, *CONTENTS))}"
+    elif column:
+        lacking, fix = repr(column), "set data.column to the one that holds the captions"
+    else:
+        lacking, fix = "caption", f"set data.column, or call the captions' column one of {', '.join(CAPTIONS)}"
+    raise UsageError(f"{where}: no column {lacking}; there are: {', '.join(sorted(row)) or 'none'}", fix=fix)
+
+
+def _dictionaries(path: Path, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if path.suffix.lower() == ".jsonl":
+        return json_rows(path)
+    return _parquet(path, column) if path.suffix.lower() == ".parquet" else _tab_separated(path, column)
+
+
+def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """With a heading, or else of two columns, image and caption."""
+    heading: list[str] | None = None
+    for number, line in lines(path):
+        if not line.strip():
+            continue
+        values = line.split("\t")
+        if heading is None:
+            names = [value.strip() if value == column else value.strip().lower() for value in values]
+            titled = _first(dict.fromkeys(names), (*IMAGES, *CONTENTS))
+            heading = names if titled else [IMAGES[0], column or CAPTIONS[0]]
+            if titled:
+                continue
+        if len(values) != len(heading):
+            raise UsageError(
+                f"{path}, line {number}: {len(values)} columns, where there should be {len(heading)}",
+                fix=f"write: {', tab, '.join(heading)}",
+            )
+        yield f"{path}, line {number}", dict(zip(heading, values, strict=True))
+
+
+def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Only the columns that are needed are read."""
+    arrow, parquet = _arrow(path)
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            there = dict.fromkeys(file.schema_arrow.names)
+            image = _first(there, (*IMAGES, *CONTENTS))
+            caption = _captions_column(there, column)
+            if image is None or caption is None:
+                _refuse_columns(there, image, column, str(path))
+            wanted = [name for name in (image, caption, SPLIT) if name in there]
+            for rows in file.iter_batches(batch_size=64, columns=wanted):
+                for row in rows.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
+        ) from None
+
+
+def _names_files(path: Path) -> bool:
+    """Whether a Parquet file's images may be paths, not the files themselves."""
+    arrow, parquet = _arrow(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            image = _first(dict.fromkeys(file.schema_arrow.names), (*IMAGES, *CONTENTS))
+            kind = None if image is None else file.schema_arrow.field(image).type
+            return kind is not None and not arrow.types.is_binary(kind) and not arrow.types.is_large_binary(kind)
+    except arrow.ArrowException:
+        return False  # it is said when rows are read
+
+
+def _arrow(path: Path) -> tuple[ModuleType, ModuleType]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            f"reading {path} needs pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
+        ) from None
+    return arrow, parquet

@@ -1,0 +1,46 @@
+"""Images with captions in a folder: the arrays of `image_arrays.py`, and beside them for each part
+
+train_captions.jsonl, held_out_captions.jsonl   a line for each image: the list of its captions
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thrifty.data.images.image_arrays import write_arrays
+from thrifty.data.train_split import Part
+
+
+def tidied(text: str) -> str:
+    """A caption on one line: white space and control characters become single spaces."""
+    return " ".join("".join(" " if unicodedata.category(sign) == "Cc" else sign for sign in text).split())
+
+
+def captions_file(part: Part) -> str:
+    return f"{part}_captions.jsonl"
+
+
+def write_captioned(folder: Path, images: Iterable[tuple[Part, np.ndarray, list[str]]], **also: Any) -> dict[Part, int]:
+    """Images with their parts and captions as the files of a folder, see `write_arrays`. The list of an image's
+    captions may grow until all images have come."""
+    captions: dict[Part, list[list[str]]] = {part: [] for part in Part}
+
+    def pixels() -> Iterator[tuple[Part, np.ndarray, int]]:
+        for part, image, own in images:
+            captions[part].append(own)
+            yield part, image, 0
+
+    counts = write_arrays(folder, (), pixels(), **also)
+    for part, rows in captions.items():
+        lines = (json.dumps(own, ensure_ascii=False) + "\n" for own in rows)
+        (folder / captions_file(part)).write_text("".join(lines), encoding="utf-8")
+    return counts
+
+
+def read_captions(folder: Path, part: Part) -> Iterator[list[str]]:
+    with (folder / captions_file(part)).open(encoding="utf-8") as file:
+        yield from map(json.loads, file)

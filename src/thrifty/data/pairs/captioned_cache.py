@@ -1,0 +1,120 @@
+"""Images with captions of a user's own files, decoded once into a folder of the cache; what cannot be used is left out,
+counted and named: images without a caption, captions without an image, and what cannot be read.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.core.recipe import DataSettings
+from thrifty.data.data_cache import building
+from thrifty.data.images.image_decoding import Undecodable, decode, pillow
+from thrifty.data.images.image_folder import refuse_empty
+from thrifty.data.images.image_listing import LeftOut, part_by_hash, printable
+from thrifty.data.pairs.caption_tables import Row
+from thrifty.data.pairs.captioned_arrays import tidied, write_captioned
+from thrifty.data.pairs.captioned_sources import CaptionedSource
+from thrifty.data.text.token_cache import built_once, read_manifest, write_manifest
+from thrifty.data.train_split import Part
+
+FORMAT = 1
+
+
+def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int, say: Callable[[str], None]) -> Path:
+    """The arrays and captions of a source, images `side` pixels high and wide; decoded where they are not in the cache.
+
+    Raises UsageError where no image with a caption is left.
+    """
+    pillow()
+    key = json.dumps(["image pairs", FORMAT, side, settings.held_out, settings.column, source.identity()])
+    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    what = f"the images and captions of {settings.source}"
+    built = built_once(digest, what, lambda into: _build(source, settings, side, into, say), say)
+    manifest = read_manifest(built)
+    why = _in_words(manifest["left_out"])
+    refuse_empty(settings.source + (f" ({why})" if why else ""), manifest["images"], settings.held_out)
+    return built
+
+
+def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Path, say: Callable[[str], None]) -> None:
+    reading = Reading(source, side, settings.held_out)
+    with building(into) as aside:
+        counts = write_captioned(aside, reading.images())
+        found = {kind: left_out.count for kind, left_out in reading.left_out.items() if left_out.count}
+        named = [name for left_out in reading.left_out.values() for name in left_out.named]
+        for kind, left_out in reading.left_out.items():
+            if left_out.count:
+                say(f"left out, {kind}: {left_out.count} ({left_out})")
+        if reading.outside:
+            first, count = printable(str(reading.outside[0])), len(reading.outside)
+            say(f"{count} of the images lie outside of the table's folder, by their absolute paths; the first: {first}")
+        about = {"source": printable(settings.source), "images": counts, "left_out": found, "named": named}
+        write_manifest(aside, {"format": FORMAT, **about})
+
+
+def _in_words(left_out: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
+
+
+class Reading:
+    """One pass over a source: every image once, with all its captions when the pass is over, and what is left out."""
+
+    def __init__(self, source: CaptionedSource, side: int, held_out: float):
+        self.source, self.side, self.share = source, side, held_out
+        self.captions: dict[Path | bytes, list[str]] = {}
+        self.parts: dict[Path | bytes, Part] = {}
+        self.no_image, self.no_caption, self.unreadable = LeftOut(), LeftOut(), LeftOut()
+        self.outside: list[Path] = []
+
+    @property
+    def left_out(self) -> dict[str, LeftOut]:
+        return {
+            "captions without an image": self.no_image,
+            "images without a caption": self.no_caption,
+            "images or captions that cannot be read": self.unreadable,
+        }
+
+    def images(self) -> Iterator[tuple[Part, np.ndarray, list[str]]]:
+        bare: dict[Path | bytes, str] = {}
+        broken: set[Path | bytes] = set()
+        for row in self.source.rows():
+            own = [text for each in row.captions if (text := tidied(each))]
+            if row.why:
+                self.unreadable.add(row.name, row.why)
+            elif row.image is None:
+                self.no_image.add(row.name, "no image")
+            elif (image := _known_by(row.image)) in broken:
+                continue
+            elif not own:
+                bare.setdefault(image, row.name)
+            elif row.part and self.parts.get(image, row.part) is not row.part:
+                self.unreadable.add(row.name, f"its image is in the other part, {self.parts[image]}, already")
+            elif (known := self.captions.get(image)) is not None:
+                known += [text for text in own if text not in known]
+            elif (pixels := self._decoded(row, row.image)) is not None:
+                self.captions[image] = list(dict.fromkeys(own))
+                self.outside += [row.image] if row.outside and isinstance(row.image, Path) else []
+                self.parts[image] = row.part or part_by_hash(row.image, self.share)
+                yield self.parts[image], pixels, self.captions[image]
+            else:
+                broken.add(image)
+        for image, name in bare.items():
+            if image not in self.captions:
+                self.no_caption.add(name, "no caption")
+
+    def _decoded(self, row: Row, image: Path | bytes) -> np.ndarray | None:
+        try:
+            if isinstance(image, Path) and not image.exists():
+                self.no_image.add(row.name, "no such file")
+                return None
+            return decode(image, self.side)
+        except (Undecodable, OSError) as error:
+            self.unreadable.add(row.name, error)
+            return None
+
+
+def _known_by(image: Path | bytes) -> Path | bytes:
+    return hashlib.blake2b(image, digest_size=16).digest() if isinstance(image, bytes) else image

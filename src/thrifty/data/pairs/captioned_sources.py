@@ -1,0 +1,163 @@
+"""Where images with captions come from: a folder, or a table whose rows say which image goes with which text.
+
+A folder has a table in it (captions.jsonl, captions.tsv, captions.parquet, metadata.jsonl), or captions.txt with a line
+for each image in the order of their names, or beside each image a text file of its name with a caption on each line.
+It may hold such folders called train, and val or test. A table's row names an image by its path, or holds it.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from thrifty.core.errors import UsageError
+from thrifty.data.images.image_listing import (
+    files_below,
+    given_parts,
+    has_image_files,
+    images_below,
+    printable,
+    state_of,
+)
+from thrifty.data.pairs.caption_tables import TABLES, Row, is_table, table_paths, table_rows
+from thrifty.data.text.text_readers import lines
+
+NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")
+IN_ORDER = "captions.txt"
+ANY_COLUMN = "text"
+"""What `data.column` is unless set: then a caption may stand in any of the columns that are known."""
+
+
+class CaptionedSource(Protocol):
+    """What gives images with captions."""
+
+    def rows(self) -> Iterator[Row]:
+        """Every image with captions, and what lacks the one or the other; always in the same order."""
+        ...
+
+    def identity(self) -> str:
+        """A hash that changes when the rows may have changed."""
+        ...
+
+
+def holds_captioned(source: str) -> bool:
+    """Whether a path is a table of images with captions, or a folder of images with captions."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return has_image_files(path) and any(_has_captions(root) for _, root in given_parts(path))
+    return path.is_file() and is_table(path)
+
+
+def open_captioned(source: str, column: str) -> CaptionedSource:
+    """Raises UsageError where the path is none of what this file reads; `column` is that of a table's captions."""
+    path, wanted = Path(os.path.abspath(Path(source).expanduser())), "" if column == ANY_COLUMN else column
+    if path.is_file() and path.suffix.lower() in TABLES:
+        return CaptionTable(path, wanted)
+    if path.is_dir() and has_image_files(path) and any(_has_captions(root) for _, root in given_parts(path)):
+        return CaptionedFolder(path, wanted)
+    if path.is_dir():
+        what = "images, but no captions" if has_image_files(path) else "no images"
+        raise UsageError(
+            f"{path}: {what}", fix='put captions.jsonl there, with lines such as {"image": "a.jpg", "caption": "..."}'
+        )
+    if path.is_file():
+        raise UsageError(f"{path}: cannot read captions from {path.suffix} files", fix="give .jsonl, .tsv or .parquet")
+    raise UsageError(f"{source}: no such file or folder", fix="check data.source, or see `thrifty data list`")
+
+
+@dataclass(frozen=True)
+class CaptionTable:
+    """A .jsonl, .tsv or .parquet file; images' paths are relative to its folder."""
+
+    path: Path
+    column: str = ""
+
+    def rows(self) -> Iterator[Row]:
+        return table_rows(self.path, self.column)
+
+    def identity(self) -> str:
+        return state_of([self.path, *table_paths(self.path, self.column)])
+
+
+@dataclass(frozen=True)
+class CaptionedFolder:
+    """A folder, or folders of parts in it, each with its captions in one of the ways."""
+
+    path: Path
+    column: str = ""
+
+    def rows(self) -> Iterator[Row]:
+        for part, root in given_parts(self.path):
+            for row in self._rows_of(root):
+                yield row if part is None else replace(row, part=part)
+
+    def identity(self) -> str:
+        outside = (path for table in self._tables() for path in table_paths(table, self.column))
+        return state_of([self.path.absolute(), *files_below(self.path), *outside])
+
+    def _tables(self) -> Iterator[Path]:
+        yield from (table for _, root in given_parts(self.path) if (table := _table_in(root)))
+
+    def _rows_of(self, root: Path) -> Iterator[Row]:
+        if table := _table_in(root):
+            named = set()
+            for row in table_rows(table, self.column):
+                named.add(row.image)
+                yield row
+            yield from (Row(_name(path, root), path) for path in images_below(root) if path not in named)
+        elif _is_list(root):
+            yield from _in_order(root)
+        else:
+            yield from _beside(root)
+
+
+def _has_captions(root: Path) -> bool:
+    return bool(_table_in(root)) or _is_list(root) or any(_caption_of(path).is_file() for path in images_below(root))
+
+
+def _table_in(root: Path) -> Path | None:
+    return next((path for name in NAMED_TABLES if (path := root / name).is_file()), None)
+
+
+def _is_list(root: Path) -> bool:
+    """Whether captions.txt is a list of captions, not that of an image of this name."""
+    path = root / IN_ORDER
+    return path.is_file() and not any(_caption_of(image) == path for image in images_below(root))
+
+
+def _in_order(root: Path) -> Iterator[Row]:
+    images = list(images_below(root))
+    captions = [text for _, text in lines(root / IN_ORDER)]
+    if len(images) != len(captions):
+        raise UsageError(
+            f"{root / IN_ORDER} has {len(captions)} lines and {root} has {len(images)} images",
+            fix="give each image its line, or name both in captions.tsv: image, tab, caption",
+        )
+    for path, text in zip(images, captions, strict=True):
+        yield Row(_name(path, root), path, (text,))
+
+
+def _beside(root: Path) -> Iterator[Row]:
+    used = set()
+    for path in images_below(root):
+        caption = _caption_of(path)
+        used.add(caption)
+        if not caption.is_file():
+            yield Row(_name(path, root), path)
+            continue
+        try:
+            yield Row(_name(path, root), path, tuple(text for _, text in lines(caption)))
+        except UsageError as error:
+            yield Row(_name(caption, root), path, why=error.what.partition(": ")[2])
+    for path in files_below(root):
+        if path.suffix.lower() == ".txt" and path not in used:
+            yield Row(_name(path, root), None)
+
+
+def _caption_of(image: Path) -> Path:
+    return image.with_suffix(".txt")
+
+
+def _name(path: Path, root: Path) -> str:
+    return printable(str(path.relative_to(root)))

@@ -1,0 +1,200 @@
+"""Images with captions ready to learn from: what a recipe's data settings lead to where an objective learns from pairs.
+
+Everything is decoded once and kept in the cache. What is held out is what the source says, else goes by the hash of the
+image file, so that copies are on the same side.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import BatchSource, Inventory
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.model_spec import PairEnds, TextEnds
+from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.data.catalogue import entries
+from thrifty.data.download.dataset_download import origin
+from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
+from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
+from thrifty.data.pairs.caption_rows import Captions, open_captions, prepare_captions
+from thrifty.data.pairs.captioned_cache import prepare_captioned
+from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
+from thrifty.data.run_metadata import keep_images
+from thrifty.data.text.token_cache import TOKENIZER, check_settings, read_manifest
+from thrifty.data.tokenizer import TextTokenizer
+from thrifty.data.train_split import Part
+from thrifty.kernels.example_rng import example_keys
+
+
+def holds_image_pairs(source: str) -> bool:
+    """Whether a source is a known set of images with captions, or a file or folder of them."""
+    return entries()[source].kind == "pairs" if source in entries() else holds_captioned(source)
+
+
+@dataclass(frozen=True)
+class CaptionedImages:
+    """The images of one part, each with a caption (see `epochs.Examples`)."""
+
+    images: ImageArrays
+    captions: Captions
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """{"inputs": (b, c, h, w), "tokens": (b, t), "keep": (b, t)}: images as they are, with their first captions."""
+        return {**self.images.fields(indices), **self.captions.fields(indices)}
+
+    def inventory(self) -> Inventory:
+        return Inventory(len(self), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        captions = self.captions
+        return fingerprint(self.images.pixels, captions.tokens, captions.ends, captions.counts, also=captions.length)
+
+
+class TrainingPairs(Epochs):
+    """Images in epochs, changed as the recipe says, each with one of its captions: a pure function of (seed, number of
+    the example in the run).
+
+    {"inputs": (b, c, h, w), "tokens": int64 (b, t), "keep": bool (b, t), "key": int64 (b,)}. A caption ends with the
+    end of text, which also fills the row up; "keep" is False on the filling.
+    """
+
+    contents: CaptionedImages
+
+    def __init__(self, contents: CaptionedImages, batch: int, seed: int, how: Augmentation | None = None):
+        super().__init__(contents, batch, seed)
+        self.how = how
+
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        keys, images = example_keys(self.seed, numbers), self.contents.images
+        how, own = self.how, keys.view(np.uint64)
+        shown = images.shown(chosen) if how is None else images.changed(chosen, own, how)
+        captions = self.contents.captions.fields(chosen, own)
+        return {"inputs": normalized(shown, images.ends), **captions, "key": torch.from_numpy(keys)}
+
+    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return with_held_out_keys(super().judged_fields(chosen), chosen)
+
+
+@dataclass(frozen=True)
+class PairData:
+    """See `run_data.RunData`."""
+
+    source: str
+    train: BatchSource
+    held_out: HeldOutByKey
+    ends: PairEnds
+    tokenizer: TextTokenizer
+    identity: Mapping[str, str]
+    parts: Mapping[Part, CaptionedImages]
+    left_out: Mapping[str, int]
+    """How many files or rows are left out, by the reason."""
+    named: tuple[str, ...] = ()
+    """The first of them, each with the reason."""
+
+    counted_as = 1
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"unit": "images"}
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "train_images": len(self.parts[Part.TRAIN]),
+            "held_out_images": len(self.parts[Part.HELD_OUT]),
+            "train_captions": len(self.parts[Part.TRAIN].captions.ends),
+            "side": self.ends.images.side,
+            "channels": self.ends.images.channels,
+            "vocabulary": self.ends.text.vocabulary,
+            "length": self.ends.text.length,
+            "left_out": sum(self.left_out.values()),
+            "named": list(self.named),
+        }
+
+    def keep(self, folder: Path) -> None:
+        keep_images(folder, self.ends.images)
+        self.tokenizer.save(folder / TOKENIZER)
+
+    def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
+        if before.get(TOKENIZER) != self.identity[TOKENIZER]:
+            raise UsageError(
+                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
+                fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
+            )
+
+
+def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
+    """Open the images with captions of a recipe; the first time, images are decoded and captions tokenised.
+
+    `side` is that of images in pixels where neither the settings nor a known set say. Raises UsageError where the
+    source or a setting is not what it must be, or there are fewer pairs than one batch.
+    """
+    check_settings(settings, special=())
+    _refuse_settings(settings)
+    folder, identity, said = _open(settings, settings.size or side, say)
+    prepared = prepare_captions(folder, settings, settings.source, say)
+    images = open_arrays(folder, settings.size).parts
+    parts = {
+        part: CaptionedImages(arrays, open_captions(prepared, part, settings.length)) for part, arrays in images.items()
+    }
+    train = parts[Part.TRAIN]
+    if len(train) < settings.batch:
+        raise UsageError(
+            f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
+            fix=f"lower data.batch to at most {len(train)}",
+        )
+    if train.captions.cut:
+        say(f"{train.captions.cut:.1%} of the captions are longer than data.length = {settings.length} and are cut")
+    hashes = {name: file["sha256"] for name, file in prepared.manifest["files"].items()}
+    return PairData(
+        source=settings.source,
+        train=TrainingPairs(train, settings.batch, seed, settings.augment),
+        held_out=HeldOutByKey(parts[Part.HELD_OUT]),
+        ends=PairEnds(train.images.ends, TextEnds(prepared.manifest["vocabulary"], settings.length)),
+        tokenizer=prepared.tokenizer,
+        identity={f"images/{name}": sha256 for name, sha256 in identity.items()} | hashes,
+        parts=parts,
+        left_out=said.get("left_out", {}),
+        named=tuple(said.get("named", ())),
+    )
+
+
+def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) -> tuple[Path, dict, dict]:
+    """The folder of arrays and captions, the sha256 of its files, and what was said when they were made."""
+    if settings.source in entries():
+        entry = entries()[settings.source]
+        if entry.kind != "pairs":
+            pairs = [each.name for each in entries().values() if each.kind == "pairs"]
+            raise UsageError(f"{entry.name} has no images with captions", fix=did_you_mean(entry.name, pairs))
+        if not entry.present:
+            raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
+        return entry.folder, origin(entry)["files"], {}
+    source = open_captioned(settings.source, settings.column)
+    if side is None:
+        raise UsageError(
+            "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
+        )
+    folder = prepare_captioned(source, settings, side, say)
+    manifest = read_manifest(folder)
+    return folder, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
+
+
+def _refuse_settings(settings: DataSettings) -> None:
+    how = settings.augment
+    for name in ("mixup", "cutmix"):
+        if how is not None and getattr(how, name):
+            raise UsageError(
+                f"data.augment.{name} mixes labels of images, and captions cannot be mixed",
+                fix=f"leave data.augment.{name} out",
+            )
+    if settings.size is not None and settings.size < 1:
+        raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")

@@ -1,0 +1,36 @@
+"""What a run folder keeps of its data, by which a trained model is used: a tokenizer, or labels and sizes of images, or
+of images with captions both."""
+
+import json
+from pathlib import Path
+
+from thrifty.core.errors import IntegrityError
+from thrifty.core.model_spec import Ends, ImageEnds, PairEnds, TextEnds
+from thrifty.data.text.token_cache import TOKENIZER
+from thrifty.data.tokenizer import read_tokenizer
+
+LABELS = "images.json"
+
+
+def keep_images(folder: Path, ends: ImageEnds) -> None:
+    (folder / LABELS).write_text(json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def kept_ends(folder: Path, length: int) -> Ends:
+    """What a run folder says of its model's inputs and outputs; `length` is that of the run's examples of text.
+
+    Raises IntegrityError where what it says of images is damaged, UsageError where it holds neither.
+    """
+    path = folder / LABELS
+    images = path.is_file()
+    if images and not (folder / TOKENIZER).is_file():
+        return _kept_images(path)
+    text = TextEnds(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    return PairEnds(_kept_images(path), text) if images else text
+
+
+def _kept_images(path: Path) -> ImageEnds:
+    try:
+        return ImageEnds.from_data(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{path} is damaged: {error}", fix="bring the file back, or train again") from None

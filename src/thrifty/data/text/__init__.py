@@ -1,0 +1,1 @@
+"""Text: sources, readers, token cache, windows, pairs of texts."""

@@ -1,0 +1,186 @@
+"""Documents of a source, one at a time: a file, a folder, a known set, or a data set of the Hugging Face hub.
+
+`open_source` finds out what was named; a `Source` can be read as often as needed and says when its contents changed.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
+from thrifty.data.catalogue import PYTHON_STDLIB, Entry, entries
+from thrifty.data.download.dataset_download import DOCUMENTS, damage, origin
+from thrifty.data.text.python_sources import python_files
+from thrifty.data.text.text_readers import (
+    check_column,
+    json_lines,
+    looks_binary,
+    parquet_rows,
+    text_passages,
+    whole_text,
+)
+
+HUB = "hub:"
+TABLES = {".jsonl": json_lines, ".parquet": parquet_rows}
+UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
+
+
+class Source(Protocol):
+    """Where documents come from."""
+
+    def documents(self) -> Iterator[str]:
+        """Every document, none of them blank; always in the same order."""
+        ...
+
+    def identity(self) -> str:
+        """A hash that changes when the documents may have changed."""
+        ...
+
+
+def open_source(source: str, column: str = "text") -> Source:
+    """What `source` names: a known set first, then a path (write ./kjv for a folder called kjv), or hub:owner/name.
+
+    Raises UsageError where it names nothing that can be read.
+    """
+    if source.startswith(HUB):
+        return HubSource(source.removeprefix(HUB), column)
+    if source in entries():
+        return _named(entries()[source])
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return FileSource(_files_below(path), column, folder=True)
+    if path.is_file():
+        if path.suffix.lower() in UNREAD:
+            raise UsageError(f"{path}: cannot read {path.suffix} files", fix="convert it to .jsonl, .parquet or .txt")
+        return FileSource((path,), column)
+    raise _nothing_there(source)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Files read in this order: .jsonl and .parquet row by row, any other file as text."""
+
+    files: tuple[Path, ...]
+    column: str = "text"
+    folder: bool = False
+    """Whether each text file is one document; a text file given by itself is cut into passages."""
+
+    def documents(self) -> Iterator[str]:
+        for path in self.files:
+            if table := TABLES.get(path.suffix.lower()):
+                yield from table(path, self.column)
+            else:
+                yield from whole_text(path) if self.folder else text_passages(path)
+
+    def identity(self) -> str:
+        """From each file's path, size and time of change: quick for any amount of text."""
+        states = ((path.absolute(), path.stat()) for path in self.files)
+        listing = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
+        return _hash("\n".join(listing))
+
+
+@dataclass(frozen=True)
+class FetchedSet:
+    """A set that `thrifty data get` brought into the cache. Raises IntegrityError where its files are damaged."""
+
+    entry: Entry
+
+    def documents(self) -> Iterator[str]:
+        if found := damage(self.entry):
+            raise IntegrityError(f"{self.entry.folder}: {found}", fix=f"thrifty data get {self.entry.name}")
+        return json_lines(self.entry.folder / DOCUMENTS, "text")
+
+    def identity(self) -> str:
+        return origin(self.entry)["files"][DOCUMENTS]
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """The training split of a data set by its name on the Hugging Face hub, or of a local folder of that name."""
+
+    dataset: str
+    column: str
+
+    def documents(self) -> Iterator[str]:
+        try:
+            import datasets
+        except ImportError:
+            raise UsageError(
+                f"{HUB}{self.dataset} needs the datasets package, which is not installed",
+                fix="pip install 'thrifty[hub]'",
+            ) from None
+        try:
+            rows = datasets.load_dataset(self.dataset, split="train")
+        except Exception as error:  # the library raises errors of a dozen packages; all mean that the set cannot be had
+            raise UsageError(
+                f"{HUB}{self.dataset} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",
+                fix="check the name, that it has a split called train, and that the hub can be reached",
+            ) from error
+        check_column(self.column, rows.column_names, HUB + self.dataset)
+        for number, row in enumerate(rows.select_columns(self.column)):
+            text = row[self.column]
+            if text is not None and not isinstance(text, str):
+                raise UsageError(
+                    f"{HUB}{self.dataset}, row {number}: column {self.column!r} holds {type(text).__name__}, not text",
+                    fix="set data.column to a text one",
+                )
+            if text and text.strip():
+                yield text
+
+    def identity(self) -> str:
+        """The name alone: what was prepared once is used without asking the network again."""
+        return _hash(HUB + self.dataset)
+
+
+_NO_TEXT = {
+    "model": ("a pretrained model", "name a text set: see `thrifty data list`"),
+    "chats": ("a set of conversations", "set objective.name = answer"),
+    "images": (
+        "a set of images",
+        "set objective.name = classify, and a model of images such as model.preset = vit-nano",
+    ),
+    "pairs": (
+        "a set of images with captions",
+        "set objective.name = contrast, and a model of both such as model.preset = clip-nano",
+    ),
+}
+"""Kinds of entries that are no text, and what to do about each."""
+
+
+def _named(entry: Entry) -> Source:
+    if entry.name == PYTHON_STDLIB:
+        return FileSource(python_files(), folder=True)
+    if entry.kind != "text":
+        what, fix = _NO_TEXT[entry.kind]
+        raise UsageError(f"{entry.name} is {what}, not text", fix=fix)
+    if not entry.present:
+        raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
+    return FetchedSet(entry)
+
+
+def _files_below(folder: Path) -> tuple[Path, ...]:
+    """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet)."""
+    found: list[Path] = []
+    for root, inner, names in os.walk(folder):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        found += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
+    text = tuple(path for path in found if path.suffix.lower() in TABLES or not looks_binary(path))
+    if not text:
+        kinds = f"{len(found)} binary files" if found else "no files"
+        raise UsageError(f"{folder}: {kinds} and no text", fix="give a folder of .txt, .jsonl or .parquet files")
+    return text
+
+
+def _nothing_there(source: str) -> UsageError:
+    path = Path(source)
+    if path.suffix or len(path.parts) > 1:
+        return UsageError(f"{source}: no such file or folder", fix="check data.source")
+    texts = [entry.name for entry in entries().values() if entry.kind == "text"]
+    return UsageError(f"{source!r} is neither a file, a folder nor a known set", fix=did_you_mean(source, texts))
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

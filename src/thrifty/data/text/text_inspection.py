@@ -1,0 +1,90 @@
+"""`thrifty data look`: what a source holds, before anything is trained on it."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from thrifty.core.recipe import DataSettings
+from thrifty.data.text.document_sources import open_source
+from thrifty.data.text.token_cache import prepare
+from thrifty.data.text.token_windows import Windows
+from thrifty.data.train_split import Part
+from thrifty.kernels.keyed_permutation import permuted
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many documents have at least `low` and fewer than `high` tokens."""
+
+    low: int
+    high: int
+    documents: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """Counts are by part: "train" and "held_out"."""
+
+    source: str
+    folder: str
+    split: str
+    documents: dict[str, int]
+    bytes: dict[str, int]
+    tokens: dict[str, int]
+    vocabulary: int
+    bytes_per_token: float
+    unigram_entropy: float
+    """Nats per held-out token under the training frequencies of single tokens."""
+    duplicates: float
+    """Share of documents whose exact text came before."""
+    near_duplicates: dict | None
+    """What was left out as being nearly the same as what came before (`near_duplicates.Distinct.report`)."""
+    lengths: list[Lengths]
+    examples: list[str]
+    """Decoded training examples, as a model would see them."""
+
+
+def look(settings: DataSettings, examples: int, say: Callable[[str], None]) -> Look:
+    """Prepare the source if need be and describe it. Raises UsageError as `open_data` does."""
+    prepared = prepare(settings, say)
+    manifest, tokenizer = prepared.manifest, prepared.tokenizer
+    train = prepared.tokens(Part.TRAIN)
+    windows = Windows(train, min(settings.length, len(train) - 1))
+    chosen = permuted(np.arange(min(examples, len(windows))), len(windows), 0)
+    lengths = [document_lengths(prepared.tokens(part), tokenizer.end_of_text) for part in Part]
+    return Look(
+        source=settings.source,
+        folder=str(prepared.folder),
+        split=manifest["split"],
+        documents=manifest["documents"],
+        bytes=manifest["bytes"],
+        tokens=manifest["tokens"],
+        vocabulary=manifest["vocabulary"],
+        bytes_per_token=manifest["bytes_per_token"],
+        unigram_entropy=manifest["unigram_entropy"],
+        duplicates=_duplicates(settings),
+        near_duplicates=manifest.get("near_duplicates"),
+        lengths=histogram(np.concatenate(lengths)),
+        examples=[tokenizer.decode(window.tolist()) for window in windows.at(chosen)],
+    )
+
+
+def document_lengths(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
+    """Tokens of each document in a stream, its end of text not counted."""
+    return np.diff(np.flatnonzero(tokens == end_of_text), prepend=-1) - 1
+
+
+def histogram(lengths: np.ndarray) -> list[Lengths]:
+    """Counted between powers of two, from the shortest to the longest."""
+    powers = np.frexp(lengths)[1]  # a length of 2^(p-1) … 2^p - 1 has power p; 0 has power 0
+    counts = np.bincount(powers)
+    first = int(np.flatnonzero(counts)[0])
+    return [Lengths((1 << p) // 2, 1 << p, int(counts[p])) for p in range(first, len(counts))]
+
+
+def _duplicates(settings: DataSettings) -> float:
+    texts = open_source(settings.source, settings.column).documents()
+    digests = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+    return 1 - len(set(digests)) / len(digests)

@@ -1,0 +1,126 @@
+"""Pairs of texts, a source and a target to be made of it: read from a .tsv or .jsonl file, given as padded examples."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import Inventory
+from thrifty.core.errors import UsageError
+from thrifty.data.epoch_sampler import fingerprint
+from thrifty.data.text.document_sources import FileSource
+from thrifty.data.text.text_readers import check_characters, json_rows, lines
+
+SIDES = ("source", "target")
+SEPARATOR = "\0"
+"""Between source and target where a pair is one document; no text of a pair holds it."""
+
+
+def holds_pairs(source: str) -> bool:
+    """Whether a recipe's data source is a file of pairs: a .tsv, or a .jsonl whose first row has both sides."""
+    path = Path(source).expanduser()
+    if not path.is_file() or path.suffix.lower() not in (".tsv", ".jsonl"):
+        return False
+    return path.suffix.lower() == ".tsv" or _is_pair(next((line for _, line in lines(path) if line.strip()), ""))
+
+
+def _is_pair(line: str) -> bool:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return isinstance(row, dict) and all(side in row for side in SIDES)
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """A .tsv file of two columns (a first line "source, tab, target" is a heading), or a .jsonl file of rows with
+    "source" and "target". Pairs of which one side is blank are passed over.
+
+    Raises UsageError, with the number of the line, where a line is no pair.
+    """
+
+    path: Path
+
+    def documents(self) -> Iterator[str]:
+        read = _tab_separated if self.path.suffix.lower() == ".tsv" else _json_pairs
+        for where, pair in read(self.path):
+            if any(SEPARATOR in text for text in pair):
+                raise UsageError(f"{where}: a NUL character in the text", fix="remove it")
+            if all(text.strip() for text in pair):
+                yield SEPARATOR.join(pair)
+
+    def identity(self) -> str:
+        return "pairs " + FileSource((self.path,)).identity()
+
+
+def _tab_separated(path: Path) -> Iterator[tuple[str, list[str]]]:
+    for number, line in lines(path):
+        pair = line.split("\t")
+        if not line.strip() or (number == 1 and pair == list(SIDES)):
+            continue
+        if len(pair) != len(SIDES):
+            raise UsageError(
+                f"{path}, line {number}: {len(pair)} columns, where a pair has two", fix="write: source, tab, target"
+            )
+        yield f"{path}, line {number}", pair
+
+
+def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
+    for where, row in json_rows(path):
+        pair = [row.get(side) for side in SIDES]
+        if not all(isinstance(text, str | None) for text in pair) or not all(side in row for side in SIDES):
+            raise UsageError(f"{where}: no pair", fix='write {"source": "...", "target": "..."} per line')
+        texts = [text or "" for text in pair]
+        for side, text in zip(SIDES, texts, strict=True):
+            check_characters(text, f"{where}: {side!r}")
+        yield where, texts
+
+
+class Pairs:
+    """A stream of tokens, each source and each target followed by the end of text, as examples of equal length.
+
+    {"source": (b, s), "source_keep": bool (b, s), "tokens": (b, t+1), "counted": bool (b, t)} with s = t = `length`.
+    "tokens" is the target with the end of text in front, where a decoder starts. What is longer is cut; what is shorter
+    is filled up with the end of text, which is not kept and not counted.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, end_of_text: int):
+        self.tokens, self.length, self.end_of_text = tokens, length, end_of_text
+        ends = np.flatnonzero(tokens == end_of_text) + 1
+        begins = np.concatenate(([0], ends))[:-1]
+        self.begins, self.sizes = begins.reshape(-1, 2), (ends - begins).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    @property
+    def cut(self) -> float:
+        """The share of pairs that are longer than an example, on either side."""
+        return float((self.sizes > self.length).any(axis=1).mean())
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        source, source_keep = self._side(indices, 0)
+        target, counted = self._side(indices, 1)
+        start = np.full((len(indices), 1), self.end_of_text)
+        rows = {"source": source, "source_keep": source_keep, "tokens": np.hstack((start, target)), "counted": counted}
+        return {name: torch.from_numpy(values) for name, values in rows.items()}
+
+    def inventory(self) -> Inventory:
+        return Inventory(len(self), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.tokens, also=self.length)
+
+    def _side(self, indices: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """One side of these pairs (b, length) with its end of text, and where it is no filling."""
+        offsets = np.arange(self.length)
+        kept = offsets < self.sizes[indices, side, None]
+        places = np.where(kept, self.begins[indices, side, None] + offsets, 0)
+        return np.where(kept, self.tokens[places].astype(np.int64), self.end_of_text), kept

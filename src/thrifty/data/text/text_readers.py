@@ -1,0 +1,138 @@
+"""Reading text out of files, one document at a time, with errors that name the file and the line."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError
+from thrifty.data.text.passage_split import passages
+
+BINARY_PROBE = 8192
+
+
+def looks_binary(path: Path) -> bool:
+    """Whether the file's first bytes hold a NUL, the rule by which git tells binary files."""
+    with path.open("rb") as file:
+        return b"\0" in file.read(BINARY_PROBE)
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 file with their numbers from 1, without line ends.
+
+    Raises UsageError at a NUL byte or at bytes that are not UTF-8.
+    """
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if b"\0" in raw:
+                raise UsageError(f"{path}, line {number}: binary data, not text", fix="give a file of UTF-8 text")
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{path}, line {number}: byte 0x{raw[error.start]:02x} is not UTF-8 text",
+                    fix=f"save it as UTF-8, for instance: iconv -f LATIN1 -t UTF-8 {path.name} > utf8-{path.name}",
+                ) from None
+            yield number, text.rstrip("\r\n")
+
+
+def whole_text(path: Path) -> Iterator[str]:
+    """The file as one document; nothing where it holds only white space."""
+    text = "\n".join(line for _, line in lines(path)).strip("\n")
+    if text.strip():
+        yield text
+
+
+def text_passages(path: Path) -> Iterator[str]:
+    """The file's passages (see `passages`)."""
+    return passages(line for _, line in lines(path))
+
+
+def json_lines(path: Path, column: str) -> Iterator[str]:
+    """One document per line of a .jsonl file, the text under `column`; rows where it is null or blank are passed over.
+
+    Raises UsageError at a line that is no JSON object, or lacks the column, or has something else than text in it.
+    """
+    for where, row in json_rows(path):
+        text = _column(row, column, where)
+        if text.strip():
+            yield text
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The JSON objects of a .jsonl file, each with where it stands; blank lines are passed over.
+
+    Raises UsageError at a line that is something else.
+    """
+    for number, line in lines(path):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, _json_object(line, where)
+
+
+def parquet_rows(path: Path, column: str) -> Iterator[str]:
+    """One document per row of a .parquet file; rows whose text is null or blank are passed over.
+
+    Raises UsageError where pyarrow is absent, the file is damaged, or the column is missing or holds no text.
+    """
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UsageError(
+            f"reading {path} needs pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            check_column(column, schema.names, str(path))
+            kind = schema.field(column).type
+            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
+                raise UsageError(
+                    f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a text one"
+                )
+            for rows in file.iter_batches(batch_size=1024, columns=[column]):
+                yield from (text for text in rows.column(0).to_pylist() if text and text.strip())
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
+        ) from None
+
+
+def check_column(column: str, columns: list[str], where: str) -> None:
+    if column not in columns:
+        raise UsageError(
+            f"{where}: no column {column!r}; there are: {', '.join(sorted(columns)) or 'none'}",
+            fix="set data.column to the one that holds the text",
+        )
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON ({error})", fix="each line must be one JSON object") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: a JSON {type(row).__name__}, not an object", fix='write {"text": "..."} per line')
+    return row
+
+
+def _column(row: dict[str, Any], column: str, where: str) -> str:
+    check_column(column, list(row), where)
+    text = row[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UsageError(
+            f"{where}: column {column!r} holds {type(text).__name__}, not text", fix="set data.column to a text one"
+        )
+    check_characters(text, f"{where}: column {column!r}")
+    return text
+
+
+def check_characters(text: str, what: str) -> None:
+    """Raises UsageError for half of a surrogate pair, which JSON can spell and no encoding can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} holds half of a surrogate pair", fix="repair the line") from None

@@ -1,0 +1,189 @@
+"""A model split over ranks that compute it together: layer by layer as its plan says, and what cannot be split."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from thrifty.core.errors import Refused
+from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, Splitting
+from thrifty.distributed.tensor_parallel_plan import Style, split_plan
+from thrifty.distributed.tensor_parallel_rng import Region, drops
+from thrifty.modeling.embeddings import find_head, token_tables
+from thrifty.modeling.module_surgery import find_stacks, is_under, note
+from thrifty.modeling.parameter_kinds import fused_slices
+from thrifty.modeling.residual_branches import in_width, is_transposed, out_width, part_of_attention
+
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+HEAD_COUNTS = (
+    "heads", "kv_heads", "n_head", "n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_key_value_heads",
+    "num_attention_heads", "all_head_size", "split_size",
+)  # fmt: skip
+"""By what attributes attention modules may know how much of everything there is; each rank has its part."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One layer of the plan: the slices of a column layer's outputs, or of a row layer's inputs, and what each must be
+    a multiple of."""
+
+    name: str
+    layer: nn.Module
+    style: Style
+    sizes: tuple[int, ...]
+    unit: int
+
+    @property
+    def gives_parts(self) -> bool:
+        """Whether a row layer is to take what it gives; a table of numbers for heads goes elsewhere."""
+        return self.style == "column" and not isinstance(self.layer, nn.Embedding)
+
+    def check(self, ranks: int) -> None:
+        for size in self.sizes:
+            if size % (ranks * self.unit):
+                what = f"{size // self.unit} heads" if self.unit > 1 else f"{size} numbers"
+                best = math.gcd(ranks, *(each // self.unit for each in self.sizes))
+                raise Refused(
+                    f"{self.name}: {what} cannot be divided equally among {ranks} ranks",
+                    fix=f"a mesh of tensor={best}, or a model with a multiple of {ranks}",
+                )
+
+
+def split_model(model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), along_tokens: bool = False) -> Splitting:
+    """Split a model in place over a mesh of one axis; `given` and the styles as in `split_plan`. Raises Refused, with
+    the model as it was, where that is not possible."""
+    plan, stacks = split_plan(model, given), find_stacks(model)
+    blocks = {block for stack in stacks.values() for block in stack}
+    owners: dict[str, list[Split]] = {}
+    for split in _splits(model, plan):
+        split.check(mesh.size())
+        owners.setdefault(split.name.rpartition(".")[0], []).append(split)
+    for name, own in owners.items():
+        _refuse_unpaired(name, own)
+        if model.get_submodule(name) not in blocks:
+            _refuse_strays(model, name, plan)
+    splitting = Splitting(mesh, TOKENS if along_tokens else WHOLE)
+    for name, own in owners.items():
+        owner = model.get_submodule(name)
+        _split_owner(splitting, owner, own, in_stream=owner in blocks)
+    for layer in _along_vocabulary(model, mesh.size()):
+        splitting.vocabulary(layer)
+    splitting.exchange(model)
+    for name, parameter in model.named_parameters():
+        style = next((style for module, style in plan.items() if is_under(name, module)), None)
+        of_tokens = along_tokens and style != "whole" and any(is_under(name, stack) for stack in stacks)
+        if not isinstance(parameter, DTensor) and (style == "summed" or of_tokens):
+            splitting.summed.add(name)
+    if along_tokens:
+        for stack in stacks.values():
+            splitting.along_tokens(list(stack), draws=any(map(drops, stack)))
+    between = ", and tokens between them" if along_tokens else ""
+    note(f"{sum(map(len, owners.values()))} layers over {mesh.size()} ranks{between}")
+    return splitting
+
+
+def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[Split]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    cuts = dict(zip(parameters, fused_slices([*parameters], [*parameters.values()]), strict=True))
+    found = []
+    for name, style in plan.items():
+        layer = model.get_submodule(name)
+        if style not in ("column", "row"):
+            continue
+        if getattr(getattr(layer, "weight", None), "ndim", 0) != 2 or "forward" in vars(layer):
+            raise Refused(
+                f"{name} is a {type(layer).__name__} that is not computed from its weight alone",
+                fix="leave out the technique that changed it, or name other layers in plan",
+            )
+        cut = cuts[f"{name}.weight"]
+        if style == "row":
+            sizes: tuple[int, ...] = (in_width(layer),)
+        elif isinstance(layer, nn.Embedding):
+            sizes = (layer.embedding_dim,)
+        else:
+            sizes = tuple(getattr(layer, "parts", {}).values()) or (cut.sizes if cut else (out_width(layer),))
+        found.append(Split(name, layer, style, sizes, _unit(model, name, plan)))
+    return found
+
+
+def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
+    """What each slice must be a multiple of: a head, where a layer belongs to an attention."""
+    owner, _, _ = name.rpartition(".")
+    beside = [part_of_attention(other) for other in plan if other.rpartition(".")[0] == owner]
+    if not any(beside):
+        return 1
+    module = model.get_submodule(owner)
+    for attribute in HEAD_WIDTHS:
+        if isinstance(width := getattr(module, attribute, None), int):
+            return 3 * width if part_of_attention(name) == "query_key_value" else width
+    raise Refused(f"it cannot be told how wide a head of {owner} is", fix=f"give it an attribute {HEAD_WIDTHS[0]}")
+
+
+def _refuse_strays(model: nn.Module, owner: str, plan: Mapping[str, Style]) -> None:
+    for path, _ in model.get_submodule(owner).named_parameters():
+        name = f"{owner}.{path}"
+        if not any(is_under(name, module) for module in plan):
+            raise Refused(
+                f"{name} is used among split layers, and nothing says on what",
+                fix=f'plan = ["{name.rpartition(".")[0]}=summed"] if on a rank\'s own part, or "=whole"',
+            )
+
+
+def _refuse_unpaired(owner: str, own: Sequence[Split]) -> None:
+    columns = [split for split in own if split.gives_parts]
+    rows = [split for split in own if split.style == "row"]
+    made = {size for split in columns for size in (split.sizes[0], split.sizes[0] // 3)}
+    if any(row.sizes[0] not in made for row in rows) or (columns and not rows):
+        raise Refused(
+            f"{owner}: what {', '.join(split.name for split in columns) or 'no layer'} gives in parts is not what "
+            f"{', '.join(split.name for split in rows) or 'a layer'} takes in parts",
+            fix="name in plan the layers that are split by column and by row",
+        )
+    for split in own:
+        if split.style == "column" and set(dict(split.layer.named_parameters())) - {"weight", "bias"}:
+            raise Refused(f"{split.name} has more than a weight and a bias", fix="leave out what was added to it")
+
+
+def _split_owner(splitting: Splitting, owner: nn.Module, own: Sequence[Split], in_stream: bool) -> None:
+    """The layers that one module holds: column layers, and row layers that take what those give."""
+    is_region = any(split.gives_parts for split in own)
+    draws_apart = is_region and splitting.stream is WHOLE and drops(owner)
+    region = Region(splitting.mesh.get_local_rank()) if draws_apart else None
+    if is_region and not in_stream:
+        splitting.entrance(owner)
+    for split in own:
+        if split.style == "row":
+            splitting.row(split.layer, region)
+        else:
+            if in_stream:
+                splitting.entrance(split.layer)
+            splitting.column(split.layer, split.sizes, region)
+    if region is not None:
+        splitting.closing(owner, region)
+    for attribute in HEAD_COUNTS if any(split.unit > 1 for split in own) else ():
+        if isinstance(count := getattr(owner, attribute, None), int):
+            splitting.count(owner, attribute, count)
+
+
+def _along_vocabulary(model: nn.Module, ranks: int) -> list[nn.Module]:
+    """The tables of tokens and the head, unless something stands against it; then they stay whole, as do those that
+    share their weight."""
+    head = find_head(model)
+    ends: dict[str, nn.Module] = {**token_tables(model), **(dict([head]) if head else {})}
+    against = {name: reason for name, layer in ends.items() if (reason := _against(layer, ranks))}
+    kept = {id(ends[name].weight) for name in against}
+    for name, reason in against.items():
+        note(f"{name} stays whole: {reason}")
+    return [layer for layer in ends.values() if id(layer.weight) not in kept]
+
+
+def _against(layer: nn.Module, ranks: int) -> str:
+    rows = layer.weight.shape[0]
+    if "forward" in vars(layer) or set(dict(layer.named_parameters())) - {"weight", "bias"} or is_transposed(layer):
+        return "it is not computed from its weight alone"
+    if getattr(layer, "padding_idx", None) is not None or getattr(layer, "max_norm", None) is not None:
+        return "its table treats some tokens apart"
+    return "there are too few tokens" if -(-rows // ranks) * (ranks - 1) >= rows else ""

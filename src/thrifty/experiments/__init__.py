@@ -1,0 +1,1 @@
+"""Studies: framework, tasks, scoring, lottery tickets, past results."""

@@ -1,0 +1,44 @@
+"""A trained model that the user names, to embed the examples with."""
+
+from pathlib import Path
+
+from torch import nn
+
+from thrifty.core.errors import UsageError
+from thrifty.core.model_spec import ImageEnds
+from thrifty.core.recipe import ModelSettings, Recipe
+from thrifty.data.data_cache import file_sha256
+from thrifty.data.run_data import RunData
+from thrifty.data.run_metadata import kept_ends
+from thrifty.data.text.token_cache import TOKENIZER
+from thrifty.models import build_for
+from thrifty.training.trained_model import restore
+
+
+def named_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
+    """The model of a run folder, or of one in Hugging Face layout, for a recipe's data.
+
+    Raises UsageError where it takes other inputs than these data give.
+    """
+    if not (folder / "recipe.toml").is_file():
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"{folder} is no run folder and no model folder", fix="--embed-with runs/NAME")
+        return build_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
+    there, here = kept_ends(folder, recipe.data.length), data.ends
+    if isinstance(there, ImageEnds) and isinstance(here, ImageEnds):
+        if (there.side, there.channels) != (here.side, here.channels):
+            raise UsageError(
+                f"{folder} takes images of {there.side} pixels and {there.channels} channels, and these have "
+                f"{here.side} and {here.channels}",
+                fix=f"--set data.size={there.side}",
+            )
+    elif type(there) is not type(here):
+        raise UsageError(
+            f"{folder} was trained on another kind of data than {recipe.data.source}",
+            "name another model to embed with",
+        )
+    elif file_sha256(folder / TOKENIZER) != data.identity.get(TOKENIZER):
+        raise UsageError(
+            f"{folder} was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
+        )
+    return restore(folder)[0]

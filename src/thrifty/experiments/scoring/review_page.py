@@ -1,0 +1,164 @@
+"""`thrifty data look --scores`: a page of the examples that a person should look at."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+import altair as alt
+import torch
+import vl_convert
+from torch import Tensor
+
+from thrifty.core.errors import Refused
+from thrifty.core.recipe import Recipe
+from thrifty.core.score_file import Scores
+from thrifty.data.example_previews import Shown, shown
+from thrifty.data.run_data import RunData
+from thrifty.data.text.text_data import say_on_stderr
+from thrifty.experiments.scoring.score_selection import by_label
+from thrifty.experiments.scoring.scoring_methods import METHODS
+from thrifty.experiments.scoring.scoring_run import Say
+from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.reporting.color_theme import LIGHT, chart_look
+from thrifty.reporting.example_gallery import Card, card
+from thrifty.reporting.number_format import duration, percent, scaled, significant
+from thrifty.reporting.page_templates import template
+from thrifty.techniques.data_selection.prune import Prune
+from thrifty.training.run_setup import open_examples
+
+EACH = 24
+"""Cards of a section."""
+OF_A_LABEL = 8
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+
+
+def open_scored(scores: Scores, source: str, say: Say = say_on_stderr) -> RunData:
+    """The data that examples were scored of, from this source. Raises Refused where it is other data."""
+    tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
+    recipe: Recipe = recipe_from_data(tables)
+    _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
+    there = data.train.inventory()
+    if there.fingerprint != scores.facts.fingerprint:
+        raise Refused(
+            f"the scores are of {len(scores):,} other examples than the {there.count:,} that {source} has to train on",
+            fix=f"look at {recipe.data.source}, which was scored, or score this: thrifty data score",
+        )
+    return data
+
+
+def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None) -> str:
+    """The page as text; with `prune` also what it keeps. The same scores and data give the same page."""
+    order = scores.scores.argsort(descending=True, stable=True)
+    kept = None if prune is None else _kept(scores, prune)
+    facts = scores.facts
+    runs = f"{len(scores.runs)} run{'s' if len(scores.runs) > 1 else ''}"
+    trained = f" of {facts.steps:,} steps" if facts.steps else ""
+    return template("scores.html", "thrifty.experiments").render(
+        source=source,
+        method=facts.method,
+        about=METHODS[facts.method].about if facts.method in METHODS else "",
+        told=f"{len(scores):,} training examples, {runs}{trained}; {scaled(facts.flops, 'FLOP')} and "
+        f"{duration(facts.seconds)} spent on scoring",
+        histogram=_histogram(scores.scores, kept),
+        suspects=_suspects(scores, data),
+        labels=_suspects_by_label(scores, data),
+        ends=[("highest", _cards(scores, data, order[:EACH])), ("lowest", _cards(scores, data, order.flip(0)[:EACH]))],
+        border=_border(scores, data, order, kept),
+        kept=None if prune is None else _told(prune, scores, kept),
+        rows=[] if kept is None else by_label(scores, kept.nonzero().squeeze(1)),
+    )
+
+
+def _kept(scores: Scores, prune: Prune) -> Tensor:
+    """Whether each example is kept (n,)."""
+    kept = torch.zeros(len(scores), dtype=torch.bool)
+    kept[prune.kept(scores.scores, scores.labels)] = True
+    return kept
+
+
+def _told(prune: Prune, scores: Scores, kept: Tensor | None) -> str:
+    order = prune.chosen_order(len(scores), scores.labels)
+    settings = {"keep": prune.keep, "order": order, "offset": prune.offset, "floor": prune.floor}
+    words = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return f"{int(kept.sum()) if kept is not None else 0:,} of {len(scores):,} examples are kept: {words}."
+
+
+def suspicious(scores: Scores) -> Tensor:
+    """The numbers of examples of which the runs believe another label, the most suspicious first."""
+    if scores.guesses is None or scores.labels is None:
+        return torch.empty(0, dtype=torch.int64)
+    suspicion = scores.guesses.suspicion(scores.labels)
+    order = suspicion.argsort(descending=True, stable=True)
+    return order[suspicion[order] > 0]
+
+
+def _suspects(scores: Scores, data: RunData) -> list[Card]:
+    return _cards(scores, data, suspicious(scores)[:EACH])
+
+
+def _suspects_by_label(scores: Scores, data: RunData) -> list[tuple[str, int, list[Card]]]:
+    """For each label the most suspicious examples that carry it, and how many there are."""
+    numbers, found = suspicious(scores), []
+    if scores.labels is None:
+        return []
+    own = scores.labels[numbers]
+    for label in own.unique().tolist():
+        these = numbers[own == label]
+        found.append((scores.label(label), len(these), _cards(scores, data, these[:OF_A_LABEL])))
+    return found
+
+
+def _border(scores: Scores, data: RunData, order: Tensor, kept: Tensor | None) -> list[tuple[str, list[Card]]]:
+    """Examples on both sides of each place where, ordered by score, what is kept and what is not meet."""
+    if kept is None:
+        return []
+    by_score = kept[order]
+    found = []
+    for name, first in (("Kept, with the highest scores", True), ("Kept, with the lowest scores", False)):
+        numbers = order[by_score] if first else order[by_score].flip(0)
+        found.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
+    for name, first in (("Left out, with the highest scores", True), ("Left out, with the lowest scores", False)):
+        numbers = order[~by_score] if first else order[~by_score].flip(0)
+        found.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
+    return [(name, cards) for name, cards in found if cards]
+
+
+def _cards(scores: Scores, data: RunData, numbers: Tensor) -> list[Card]:
+    return [_card(scores, each) for each in shown(data, numbers.tolist())]
+
+
+def _card(scores: Scores, example: Shown) -> Card:
+    guesses, labels, number = scores.guesses, scores.labels, example.number
+    remarks: Sequence[str] = (f"score {significant(float(scores.scores[number]))}",)
+    title = example.label
+    if guesses is not None and labels is not None:
+        predicted, own = int(guesses.predicted[number]), float(guesses.own[number])
+        if predicted != int(labels[number]):
+            title = f"{example.label}, or {scores.label(predicted)}?"
+            believed = percent(float(guesses.confidence[number]))
+            remarks = (*remarks, f"{scores.label(predicted)}: {believed}, {example.label}: {percent(own)}")
+        else:
+            remarks = (*remarks, f"{example.label}: {percent(own)}")
+    return card(asdict(example), title, tuple(remarks))
+
+
+def _histogram(scores: Tensor, kept: Tensor | None) -> str:
+    """How many examples have which score, as an address that holds a picture."""
+    least, most = float(scores.min()), float(scores.max())
+    edges = torch.linspace(least, most if most > least else least + 1, 41)
+    place = torch.bucketize(scores, edges[1:-1])
+    groups = {"all": torch.ones_like(scores, dtype=torch.bool)} if kept is None else {"kept": kept, "left out": ~kept}
+    rows = [
+        {"from": float(edges[i]), "to": float(edges[i + 1]), "examples": count, "group": name}
+        for name, own in groups.items()
+        for i, count in enumerate(place[own].bincount(minlength=40).tolist())
+    ]
+    x = alt.X("from:Q", bin="binned", title="score")
+    chart = alt.Chart(alt.Data(values=rows)).mark_bar().encode(x=x, x2="to:Q", y=alt.Y("examples:Q", stack=True))
+    if kept is not None:
+        colour = alt.Scale(domain=list(groups), range=[LIGHT["train"], LIGHT["held-out"]])
+        chart = chart.encode(color=alt.Color("group:N", title=None, scale=colour))
+    spec = {**chart.properties(width=820, height=180).to_dict(), "background": LIGHT["surface"], "padding": 12}
+    look = chart_look(LIGHT.__getitem__, font="sans-serif")
+    svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=look, allowed_base_urls=[])
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

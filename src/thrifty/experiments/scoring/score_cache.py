@@ -1,0 +1,41 @@
+"""Scores of finished runs in the cache, each under a hash of all that it depends on."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from thrifty.core.cache_dir import cache_folder
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.score_file import Facts, Scores, read_scores, scores_bytes
+from thrifty.training.atomic_files import NO_ROOM, Durable
+
+
+def kept_place(facts: Facts, clusters: int, seed: int) -> Path:
+    """Where the scores of a run with these facts and this seed are kept."""
+    depends = [facts.method, facts.recipe_sha256, facts.fingerprint, facts.steps, facts.steps_of_recipe, clusters]
+    key = hashlib.blake2b(json.dumps([*depends, facts.thrifty]).encode(), digest_size=16).hexdigest()
+    return cache_folder() / "scores" / key / f"seed-{seed}.safetensors"
+
+
+def kept_scores(place: Path) -> Scores | None:
+    """The scores that are there; None where there are none, or they are damaged: they are made again."""
+    if not place.is_file():
+        return None
+    try:
+        return read_scores(place)
+    except IntegrityError:
+        return None
+
+
+def write_scores(path: Path, scores: Scores) -> str:
+    """Writes a file of scores as a whole, or not at all; returns its sha256."""
+    files, aside = Durable(), path.with_name(f".{path.name}.partial")
+    try:
+        files.make_folders(path.parent)
+        written = files.write_file(aside, [scores_bytes(scores)])
+        files.rename(aside, path)
+        files.sync_folder(path.parent)
+    except OSError as error:
+        fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
+        raise ThriftyError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
+    return written.sha256

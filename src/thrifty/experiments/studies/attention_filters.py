@@ -1,0 +1,210 @@
+"""Attention filters: what a small language model and a small ViT lose to each, by the share of pairs that is kept.
+
+Papers    Ham et al. 2021, ELSA (ISCA); Ham et al. 2020, A3 (HPCA); Lu et al. 2021, Sanger (MICRO); Qu et al. 2022, DOTA
+          (ASPLOS); Wang et al. 2021, SpAtten (HPCA); You et al. 2023, ViTCoD (HPCA); Beltagy et al. 2020, Longformer
+          (arXiv 2004.05150); Zaheer et al. 2020, BigBird (2007.14062).
+Note      the papers filter trained models of 128 to 4096 tokens, some without training on; here models of 64 bytes and
+          of 17 patches are trained with their filter, after a tenth of plain attention where the paper starts so.
+          Density is measured of what attention gave: the share of visible pairs with a weight, over all blocks, heads
+          and held-out examples. Seconds say nothing of a filter: in software every one of them looks at all pairs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.technique import Technique
+from thrifty.data.text.token_windows import HeldOut
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.tasks.image_task import train_on_images
+from thrifty.experiments.tasks.language_task import decayed_adamw, llama, source_text, train_on_bytes
+from thrifty.techniques.attention.a3 import A3
+from thrifty.techniques.attention.block_sparse import BlockSparse
+from thrifty.techniques.attention.dota import Dota
+from thrifty.techniques.attention.elsa import Elsa
+from thrifty.techniques.attention.sanger import Sanger
+from thrifty.techniques.attention.spatten import Spatten
+from thrifty.techniques.attention.vitcod import Vitcod
+from thrifty.techniques.attention.window import Window
+
+FILTERS: Mapping[str, type[Technique]] = {
+    "window": Window, "block-sparse": BlockSparse, "ELSA": Elsa, "A3": A3, "Sanger": Sanger, "DOTA": Dota,
+    "SpAtten": Spatten, "ViTCoD": Vitcod,
+}  # fmt: skip
+PLAIN = "plain"
+SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "window": {"wide": {"window": 16, "block": 16}, "narrow": {"window": 4, "block": 16}},
+    "block-sparse": {
+        "wide": {"block": 4, "near": 0, "first": 1, "drawn": 1},
+        "narrow": {"block": 4, "near": 0, "first": 1, "drawn": 0},
+    },
+    "ELSA": {"wide": {"p": 1.0}, "narrow": {"p": 4.0}},
+    "A3": {"wide": {"rounds": 0.5, "percent": 5.0}, "narrow": {"rounds": 0.125, "percent": 10.0}},
+    "Sanger": {"wide": {"threshold": 0.02}, "narrow": {"threshold": 0.1}},
+    "DOTA": {"wide": {"density": 0.25}, "narrow": {"density": 0.0625}},
+    "SpAtten": {
+        "wide": {"tokens": 0.7, "heads": 1.0, "values": 0.6},
+        "narrow": {"tokens": 0.3, "heads": 0.75, "values": 0.3},
+    },
+    "ViTCoD": {"wide": {"cut": 0.7}, "narrow": {"cut": 0.3}},
+}
+
+
+def weights_of(core: Any, q: Tensor, k: Tensor) -> Tensor:
+    """The weights (b, h, t, s) that a core gives to keys: what it gives for values that each mark one key. A core that
+    hands something on to the next one is asked each time as if it had not been asked before."""
+    s, width = k.shape[2], k.shape[3]
+    relay, parts = getattr(core, "relay", None), []
+    handed = relay.standing if relay else None
+    for mark in torch.eye(s).split(width, dim=1):
+        parts.append(core(q, k, nn.functional.pad(mark, (0, width - mark.shape[1])).expand_as(k)))
+        if relay:
+            relay.standing = handed
+    return torch.cat(parts, -1)[..., :s]
+
+
+@torch.no_grad()
+def density_of(model: nn.Module, *inputs: Tensor) -> float:
+    """The share of visible pairs that has a weight in one forward pass; 1 where no core was replaced."""
+    kept, visible = 0, 0
+    places = getattr(model, "attention_places", ())
+    cores = [place.module.core for place in places]
+
+    def watching(core: Any, causal: bool) -> Any:
+        def watch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            nonlocal kept, visible
+            weights = weights_of(core, q, k)
+            kept += int((weights > 0).sum())
+            pairs = weights[0, 0].numel() if not causal else weights.shape[2] * (weights.shape[2] + 1) // 2
+            visible += pairs * weights.shape[0] * weights.shape[1]
+            return core(q, k, v)
+
+        return watch
+
+    for place, core in zip(places, cores, strict=True):
+        place.module.core = watching(core, place.causal)
+    try:
+        model.eval()(*inputs)
+    finally:
+        for place, core in zip(places, cores, strict=True):
+            place.module.core = core
+    return kept / visible if visible else 1.0
+
+
+def measure(
+    seed: int,
+    model: str,
+    method: str,
+    settings: Mapping[str, Any],
+    steps: int,
+    depth: int,
+    width: int,
+    batch: int,
+    length: int,
+) -> dict[str, float]:
+    """Held-out loss and, for images, accuracy; and how much was kept at the end."""
+    chosen = [] if method == PLAIN else [FILTERS[method](**settings)]
+    if model == "images":
+        trained = train_on_images(
+            chosen, steps=steps, seed=seed, data="digits", depth=depth, width=width, patch=2, batch=batch, lr=2e-3
+        )
+        found, net = trained.judged(497), trained.state.model
+        assert net is not None
+        pixels = next(iter(trained.images.held_out.batches(16, 16)))["inputs"]
+        return {
+            "loss": found["loss"],
+            "wrong": 100 * (1 - found["accuracy"]),
+            "density": 100 * density_of(net, pixels),
+            "seconds": trained.seconds,
+        }
+    of_bytes = train_on_bytes(
+        lambda: llama(depth, width, length, seed), [*chosen, *decayed_adamw(width)],
+        steps=steps, seed=seed, length=length, batch=batch,
+    )  # fmt: skip
+    tokens = next(iter(HeldOut(source_text()[1], length).batches(16, 16)))["tokens"][:, :-1].long()
+    return {
+        "loss": of_bytes.held_out_loss(256),
+        "wrong": float("inf"),
+        "density": 100 * density_of(of_bytes.model, tokens),
+        "seconds": of_bytes.seconds,
+    }
+
+
+def label_of(model: str, method: str, setting: str = "") -> str:
+    return f"{model}, {method}" + (f", {setting}" if setting else "")
+
+
+def attention_filters(
+    seeds: int = 3, steps: int = 500, depth: int = 3, width: int = 64, batch: int = 16, length: int = 64
+) -> Study:
+    """Eight filters, each wide and narrow, in a 3-block decoder of bytes and a 3-block ViT of handwritten digits.
+
+    Command   thrifty train attention_filters
+    Expect    of text a window of 4 bytes to lose next to nothing, and the filters that look at scores less than blocks
+              that do not. Of digits a gain by ViTCoD's fixed masks, and losses where a query keeps one or two patches.
+              About 40 minutes of one core, a third of it A3's.
+    """
+    fixed = {"steps": steps, "depth": depth, "width": width, "batch": batch, "length": length}
+    cases: dict[str, Mapping[str, Any]] = {}
+    for model in ("text", "images"):
+        cases[label_of(model, PLAIN)] = {"model": model, "method": PLAIN, "settings": {}, **fixed}
+        for method, variants in SETTINGS.items():
+            for name, settings in variants.items():
+                of_text = {"tokens": length} if method == "ViTCoD" and model == "text" else {}
+                case = {"model": model, "method": method, "settings": {**settings, **of_text}, **fixed}
+                cases[label_of(model, method, name)] = case
+
+    def lost(cells: Cells, model: str, method: str, setting: str) -> float:
+        """Nats of held-out loss beyond plain attention's."""
+        return cells[label_of(model, method, setting)]["loss"] - cells[label_of(model, PLAIN)]["loss"]
+
+    def density(cells: Cells, model: str, method: str, setting: str) -> float:
+        return cells[label_of(model, method, setting)]["density"]
+
+    of_scores = ("ELSA", "A3", "Sanger", "DOTA", "SpAtten")
+    return Study(
+        name="attention_filters",
+        about="What models lose that are trained with attention over fewer pairs, by which pairs those are.",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "loss": Quantity("held-out loss at the end, nats (per byte, or per image)"),
+            "wrong": Quantity("held-out images told wrong, percent; of text there is none"),
+            "density": Quantity("visible pairs with a weight at the end, percent"),
+            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+        },
+        seeds=seeds,
+        expect=[
+            Expectation(
+                "narrow settings keep fewer pairs than wide ones, of every filter in both models",
+                lambda c: all(
+                    density(c, model, method, "narrow") < density(c, model, method, "wide")
+                    for model in ("text", "images")
+                    for method in SETTINGS
+                ),
+            ),
+            Expectation(
+                "wide settings cost the language model less than a tenth of a nat",
+                lambda c: all(lost(c, "text", method, "wide") < 0.1 for method in SETTINGS),
+            ),
+            Expectation(
+                "filters that look at scores lose less than the narrow blocks, which do not, at a lower density",
+                lambda c: all(
+                    lost(c, "text", method, "narrow") < lost(c, "text", "block-sparse", "narrow")
+                    for method in of_scores
+                    if density(c, "text", method, "narrow") < density(c, "text", "block-sparse", "narrow")
+                ),
+            ),
+            Expectation(
+                "of text, four bytes back are enough to lose less than a tenth of a nat",
+                lambda c: lost(c, "text", "window", "narrow") < 0.1,
+            ),
+        ],
+        plots=[
+            Plot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
+            Plot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),
+        ],
+        minutes=30,
+    )

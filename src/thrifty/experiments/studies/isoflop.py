@@ -1,0 +1,125 @@
+"""IsoFLOP: at each compute budget the loss has its lowest point at some size of model, and that size grows with it.
+
+Paper     Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (arXiv 2203.15556), approach 2.
+Note      the rate is decayed to the end of each run: a run cut off in the middle of its schedule says nothing about
+          its budget. Compute is 6 · parameters · tokens, all parameters counted.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from thrifty.experiments.study import Cells, Expectation, Numbers, Plot, Quantity, Study
+from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_on_bytes
+from thrifty.planning.isoflop_analysis import Valley, find_valley
+from thrifty.planning.isoflop_analysis import isoflop as fit_optima
+from thrifty.planning.scaling_law_fit import TrainedRun
+
+SIZES = ((2, 12), (2, 20), (2, 32), (3, 40), (3, 54))
+"""Depth and width; 7 to 120 thousand parameters, each about twice the one before."""
+EXPONENT = "exponent"
+
+
+def measure(seed: int, depth: int, width: int, flops: float, length: int, batch: int) -> dict[str, float]:
+    """The held-out loss of a model of this size that was given this much compute."""
+    parameters = parameters_of(llama(depth, width, length, seed))
+    steps = steps_for(flops, parameters, length * batch)
+    trained = train_on_bytes(
+        lambda: llama(depth, width, length, seed),
+        decayed_adamw(width),
+        steps=steps,
+        seed=seed,
+        length=length,
+        batch=batch,
+    )
+    return {
+        "parameters": parameters,
+        "tokens": trained.tokens,
+        "loss": trained.held_out_loss(),
+        "seconds": trained.seconds,
+    }
+
+
+def optima(budgets: Sequence[float], cells: Cells) -> Cells:
+    """The lowest point of each budget's parabola, where its sizes enclose one, and how it grows with compute."""
+    runs = {
+        flops: [
+            TrainedRun(cell["parameters"], cell["tokens"], cell["loss"])
+            for cell in (cells[_label(flops, *size)] for size in SIZES)
+            if math.isfinite(cell["loss"])
+        ]
+        for flops in budgets
+    }
+    rows: dict[str, Numbers] = {}
+    for flops in budgets:
+        valley = find_valley(runs[flops])
+        if isinstance(valley, Valley):
+            found = {"optimal_parameters": valley.parameters, "flops": valley.flops, "loss": valley.loss}
+            rows[_optimum(flops)] = found
+    if len(rows) > 1:
+        rows[EXPONENT] = {"exponent": fit_optima([run for group in runs.values() for run in group]).exponent}
+    return rows
+
+
+def _label(flops: float, depth: int, width: int) -> str:
+    return f"{flops:.1e} FLOP, {depth} x {width}"
+
+
+def _optimum(flops: float) -> str:
+    return f"optimum at {flops:.1e} FLOP"
+
+
+def isoflop(
+    seeds: int = 3,
+    budgets: tuple[float, ...] = (1e11, 2.5e11, 6e11, 1.5e12),
+    length: int = 64,
+    batch: int = 8,
+) -> Study:
+    """Five sizes of a Llama-style model of bytes at four compute budgets.
+
+    Command   thrifty train isoflop
+    Expect    the size of least loss grows from each budget to the next, with an exponent of about a half. About
+              twenty minutes on two cores.
+    """
+    cases = {
+        _label(flops, depth, width): {
+            "depth": depth, "width": width, "flops": flops, "length": length, "batch": batch
+        }
+        for flops in budgets
+        for depth, width in SIZES
+    }  # fmt: skip
+
+    def sizes(cells: Cells) -> list[float]:
+        return [cells[_optimum(flops)]["optimal_parameters"] for flops in budgets]
+
+    return Study(
+        name="isoflop",
+        about="The model size of least loss grows with the compute budget (Hoffmann et al. 2022, approach 2).",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "parameters": Quantity("all parameters"),
+            "tokens": Quantity("bytes trained on"),
+            "loss": Quantity("held-out loss at the end, nats per byte; of an optimum, the parabola's lowest point"),
+            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "optimal_parameters": Quantity("size at the lowest point of the budget's parabola in log size"),
+            "flops": Quantity("compute of the budget, as spent"),
+            "exponent": Quantity("of compute, to which the optimal size is proportional"),
+        },
+        seeds=seeds,
+        derive=partial(optima, budgets),
+        expect=[
+            Expectation(
+                "the optimal size grows from each budget to the next", lambda c: sizes(c) == sorted(set(sizes(c)))
+            ),
+            Expectation(
+                "its exponent is between 0.3 and 0.8 (the literature has about a half)",
+                lambda c: 0.3 <= c[EXPONENT]["exponent"] <= 0.8,
+            ),
+        ],
+        plots=[
+            Plot("loss", "Held-out loss by size at each budget", x="parameters", y="loss", by="flops", log_x=True),
+            Plot("optimum", "Optimal size by compute", x="flops", y="optimal_parameters", log_x=True, log_y=True),
+        ],
+        minutes=20,
+    )

@@ -1,0 +1,168 @@
+"""Norm-free training: 24 blocks learn without norms and without warm-up if their first values are right.
+
+Papers    Zhang et al. 2019, Fixup (arXiv 1901.09321); Bachlechner et al. 2020, ReZero (2003.04887); De & Smith 2020,
+          SkipInit (2002.10444); Huang et al. 2020, T-Fixup (ICML); Touvron et al. 2021, LayerScale (2103.17239).
+Note      all start from Xavier's first values, those of the Transformer that had its norms behind the sums and needed
+          warm-up. LayerScale keeps the norms; at this depth it is expected to change little.
+"""
+
+import dataclasses
+from statistics import fmean
+
+import numpy as np
+from torch import nn
+
+from thrifty import techniques
+from thrifty.core.plain_values import build as build_value
+from thrifty.core.technique import Technique
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.tasks.language_task import BYTES, source_text, train_on_bytes
+from thrifty.modeling.stream_norms import bypass_norms
+from thrifty.models.families import assemble
+from thrifty.models.init_laws import xavier_uniform
+from thrifty.models.model_config import Shape, Style
+from thrifty.models.transformer import initialize
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
+
+UNIGRAM = "unigram entropy of the text"
+NORM_FREE = ("rezero", "skip_init", "t_fixup", "fixup")
+
+
+def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
+    """A decoder of bytes with pre-norm ("gpt") or post-norm ("gpt1") blocks, or with no norm at all."""
+    model = assemble(Shape(style, depth, width, 4, 4, 4 * width, BYTES, length, tied=False))
+    model.law = xavier_uniform
+    initialize(model, seed)
+    if not norms:
+        bypass_norms(model)
+    return model
+
+
+def initialization(name: str, seed: int) -> list[Technique]:
+    """The technique of this name, drawing with this seed where it draws; none for the empty name."""
+    if not name:
+        return []
+    kind = techniques.find(f"initializations.{name}")
+    draws = any(field.name == "seed" for field in dataclasses.fields(kind))
+    return [build_value(kind, {"seed": seed} if draws else {})]
+
+
+def measure(
+    seed: int,
+    style: Style,
+    warmup: int,
+    depth: int,
+    width: int,
+    length: int,
+    batch: int,
+    steps: int,
+    technique: str = "",
+    norms: bool = True,
+) -> dict[str, float]:
+    """Training losses of one variant, under Adam with a rate of 1e-3 that is constant after the warm-up."""
+    trained = train_on_bytes(
+        lambda: build(style, norms, depth, width, length, seed),
+        [
+            *initialization(technique, seed),
+            AdamW(lr=1e-3, betas=(0.9, 0.98), weight_decay=0.0),
+            ConstantThenDecay(warmup=warmup, decay_from=1.0),
+        ],
+        steps=steps,
+        seed=seed,
+        length=length,
+        batch=batch,
+    )
+
+    def mean_up_to(share: float) -> float:
+        stop = max(1, round(share * steps))
+        return fmean(trained.losses[max(0, stop - steps // 12 - 1) : stop])
+
+    return {
+        "early_loss": mean_up_to(0.2),
+        "middle_loss": mean_up_to(0.6),
+        "loss": mean_up_to(1.0),
+        "seconds": trained.seconds,
+    }
+
+
+def norm_free(
+    seeds: int = 3,
+    depth: int = 24,
+    width: int = 64,
+    length: int = 64,
+    batch: int = 16,
+    steps: int = 250,
+    warmup: int = 100,
+) -> Study:
+    """Ten variants of a 24-block decoder of bytes for 250 steps.
+
+    Command   thrifty train norm_free
+    Expect    post-norm stays at the unigram entropy, with and without warm-up, and no norms at all diverge; pre-norm
+              and every norm-free initialisation learn from the first step on, T-Fixup fastest. A quarter of an hour
+              on two cores.
+    """
+    fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
+    variants: dict[str, dict] = {
+        "post-norm": {"style": "gpt1"},
+        "post-norm, warm-up": {"style": "gpt1", "warmup": warmup},
+        "pre-norm": {},
+        "nothing": {"norms": False},
+        **{name: {"technique": name} for name in NORM_FREE},
+        "layer_scale": {"technique": "layer_scale"},
+        "layer_scale, warm-up": {"technique": "layer_scale", "warmup": warmup},
+    }
+    cases = {label: {"style": "gpt", "warmup": 0, **fixed, **variant} for label, variant in variants.items()}
+    return Study(
+        name="norm_free",
+        about="24 blocks without norms and without warm-up learn by their first values alone.",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "early_loss": Quantity("training loss about a fifth into the run, nats per byte"),
+            "middle_loss": Quantity("the same about three fifths into the run"),
+            "loss": Quantity("the same at the end: the mean of the last twelfth of the steps"),
+            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+        },
+        seeds=seeds,
+        derive=lambda cells: {UNIGRAM: {"loss": unigram_entropy()}},
+        expect=[
+            Expectation(
+                "post-norm is stuck: not a tenth of a nat below the unigram entropy, with warm-up or without",
+                lambda c: min(_loss(c, "post-norm"), _loss(c, "post-norm, warm-up")) > _loss(c, UNIGRAM) - 0.1,
+            ),
+            Expectation("pre-norm learns: half a nat below post-norm", lambda c: _gain(c, "pre-norm") > 0.5),
+            Expectation(
+                "without norms and without another start it ends above where it would begin, ln 256",
+                lambda c: _loss(c, "nothing") > np.log(BYTES),
+            ),
+            *(
+                Expectation(f"{name} learns: half a nat below post-norm", lambda c, name=name: _gain(c, name) > 0.5)
+                for name in NORM_FREE
+            ),
+            Expectation(
+                "T-Fixup is the lowest of all", lambda c: min(cases, key=lambda label: _loss(c, label)) == "t_fixup"
+            ),
+            Expectation(
+                "LayerScale changes little at this depth: within a tenth of pre-norm",
+                lambda c: abs(_loss(c, "layer_scale") - _loss(c, "pre-norm")) < 0.1,
+            ),
+        ],
+        plots=[Plot("loss", "Training loss at the end, nats per byte", y="loss")],
+        minutes=15,
+    )
+
+
+def unigram_entropy() -> float:
+    """In nats per byte: what a model reaches that knows how often each byte occurs and nothing else."""
+    counts = np.bincount(source_text()[0], minlength=BYTES)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def _loss(cells: Cells, label: str) -> float:
+    return cells[label]["loss"]
+
+
+def _gain(cells: Cells, label: str) -> float:
+    return _loss(cells, "post-norm") - _loss(cells, label)

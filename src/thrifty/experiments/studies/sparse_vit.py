@@ -1,0 +1,157 @@
+"""Sparse ViT: RigL, SET and fixed masks on a small Vision Transformer; FLOPs saved, and time saved.
+
+Papers    Chen et al. 2021, SViTE (arXiv 2106.04533): dynamic sparse training of DeiT; Evci et al. 2020, RigL
+          (1911.11134); Mocanu et al. 2018, SET (1707.04780).
+Note      SViTE's recipe: AdamW, ERK densities, half of the connections moved at first, until 80 % of the run. It
+          reports 49 % of the FLOPs saved and 4.4 % of the time for DeiT-S (abstract): masked products are dense ones.
+          The last rows are RigL again with products that leave out what is zero. FLOPs are those of the masked matrices
+          at their density, with the dense weight gradient of steps that move masks, and of everything else as it is.
+"""
+
+from thrifty.composition.explain import count
+from thrifty.core.technique import Technique
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.tasks.image_task import TrainedOnImages, train_on_images
+from thrifty.optim.weight_masks import masks_in
+from thrifty.techniques.sparsity.rigl import Rigl
+from thrifty.techniques.sparsity.set import Set
+from thrifty.techniques.sparsity.sparse_products import SparseProducts
+from thrifty.techniques.sparsity.static import Static
+
+DENSE, SKIPPING = "dense", "RigL, sparse products"
+METHODS = ("static", "SET", "RigL", SKIPPING)
+PER_WEIGHT = 6
+"""FLOP of a weight for a token: a multiplication and an addition in each of three products."""
+
+
+def masking(method: str, density: float, every: int, seed: int) -> list[Technique]:
+    """The techniques that a method is; none for the dense network."""
+    if method == DENSE:
+        return []
+    if method == "static":
+        return [Static(density=density, seed=seed)]
+    moving = {"density": density, "every": every, "alpha": 0.5, "until": 0.8, "seed": seed}
+    if method == "SET":
+        return [Set(**moving)]
+    return [Rigl(**moving), *([SparseProducts()] if method == SKIPPING else [])]
+
+
+def share_of_flops(trained: TrainedOnImages, moves: int, steps: int) -> float:
+    """FLOPs of all steps, as a share of the dense run's; in `moves` of them weight gradients were dense."""
+    inputs, (model, masks) = trained.run.source.at(0)["inputs"], (trained.state.model, masks_in(trained.state))
+    assert model is not None
+    tokens = len(inputs) * (1 + (inputs.shape[-1] // model.embedding.patch_size) ** 2)
+    zeros = sum(int((~mask).sum()) for mask in masks.values())
+    saved = PER_WEIGHT * tokens * zeros * (1 - moves / steps / 3)
+    _, dense = count(trained.run, ())
+    return 1 - saved / dense.flops
+
+
+def measure(
+    seed: int,
+    method: str,
+    density: float,
+    every: int,
+    steps: int,
+    data: str,
+    depth: int,
+    width: int,
+    patch: int,
+    batch: int,
+    tested: int,
+) -> dict[str, float]:
+    """Accuracy and loss on held-out images at the end, and what the run took."""
+    trained = train_on_images(
+        masking(method, density, every, seed),
+        steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=2e-3,
+    )  # fmt: skip
+    grows = method in ("RigL", SKIPPING)
+    moves = sum(1 for step in range(1, round(0.8 * steps)) if step % every == 0) if grows else 0
+    found = trained.judged(tested)
+    return {
+        "accuracy": 100 * found["accuracy"],
+        "loss": found["loss"],
+        "flops": 100 * share_of_flops(trained, moves, steps),
+        "seconds": trained.seconds,
+    }
+
+
+def label_of(method: str, density: float) -> str:
+    return f"{method}, {100 * density:g} %"
+
+
+def sparse_vit(
+    seeds: int = 3,
+    densities: tuple[float, ...] = (0.2, 0.1, 0.05, 0.02),
+    every: int = 20,
+    steps: int = 600,
+    data: str = "digits",
+    depth: int = 4,
+    width: int = 128,
+    patch: int = 2,
+    batch: int = 64,
+    tested: int = 497,
+) -> Study:
+    """A 4-block ViT of width 128 on handwritten digits, dense and at densities of 20, 10, 5 and 2 % in its blocks.
+
+    Command   thrifty train sparse_vit
+    Expect    at 20 % none loses two points; at 2 % moving masks are above fixed ones, RigL's above SET's, as published
+              (here it was the other way round: fixed 91.5, SET 90.1, RigL 88.7 % told right). Masked products save no
+              time; sparse ones some, far less than FLOPs. `--set data=cifar10 --set patch=4` for larger images. Half
+              an hour on two cores.
+    """
+    fixed = {
+        "every": every, "steps": steps, "data": data, "depth": depth, "width": width, "patch": patch, "batch": batch,
+        "tested": tested,
+    }  # fmt: skip
+    cases = {DENSE: {"method": DENSE, "density": 1.0, **fixed}} | {
+        label_of(method, density): {"method": method, "density": density, **fixed}
+        for density in densities
+        for method in METHODS
+    }
+    least = min(densities)
+
+    def right(cells: Cells, method: str, density: float) -> float:
+        return cells[label_of(method, density)]["accuracy"]
+
+    def ladder(cells: Cells, method: str, density: float) -> tuple[float, float]:
+        """Percent of FLOPs, and of seconds, that are saved."""
+        cell, dense = cells[label_of(method, density)], cells[DENSE]
+        return 100 - cell["flops"], 100 * (1 - cell["seconds"] / dense["seconds"])
+
+    return Study(
+        name="sparse_vit",
+        about="A Vision Transformer under fixed and moving masks: accuracy, FLOPs saved, time saved.",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "accuracy": Quantity("held-out images told right at the end, percent"),
+            "loss": Quantity("held-out loss, nats"),
+            "flops": Quantity("FLOPs of all steps, percent of the dense run's"),
+            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+        },
+        seeds=seeds,
+        expect=[
+            Expectation(
+                "at 20 % all ways stay within two points of dense",
+                lambda c: all(right(c, method, 0.2) > c[DENSE]["accuracy"] - 2 for method in METHODS),
+            ),
+            Expectation(
+                "at the lowest density RigL beats SET, and SET the fixed mask",
+                lambda c: right(c, "RigL", least) > right(c, "SET", least) > right(c, "static", least),
+            ),
+            Expectation(
+                "masked products save less than a tenth of the time, whatever they save of the FLOPs",
+                lambda c: all(ladder(c, "RigL", density)[1] < 10 for density in densities),
+            ),
+            Expectation(
+                "sparse products save time at the lowest density, and less of it than of the FLOPs",
+                lambda c: 0 < ladder(c, SKIPPING, least)[1] < ladder(c, SKIPPING, least)[0],
+            ),
+        ],
+        plots=[
+            Plot("accuracy", "Percent told right by density", x="density", y="accuracy", by="method", log_x=True),
+            Plot("ladder", "Seconds by percent of the FLOPs", x="flops", y="seconds", by="method"),
+        ],
+        minutes=30,
+    )

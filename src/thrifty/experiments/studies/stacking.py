@@ -1,0 +1,99 @@
+"""Progressive stacking at equal work: a large gain in a short run, a small one in a run five times as long.
+
+Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML); the schedule, and the warning,
+          of Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
+Note      work is counted in block-steps, so a run that starts shallow has more steps; every rate is decayed to the end
+          of its own run. Embedding and head are not counted: at this size they are a twentieth of a step.
+"""
+
+from typing import Literal
+
+from thrifty.core.technique import Technique
+from thrifty.experiments.study import Cells, Expectation, Study, grid
+from thrifty.experiments.tasks.equal_flops_task import QUANTITIES, after, losses_by
+from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.schedules.cosine import Cosine
+
+AT = (0.125, 0.3)
+"""Shares of a run after which the depth doubles."""
+
+Way = Literal["full", "stacked", "zeroed", "mean"]
+WAYS: dict[Way, list[Technique]] = {
+    "full": [],
+    "stacked": [Stacking(at=AT)],
+    "zeroed": [Stacking(at=AT, start="zeroed")],
+    "mean": [Stacking(at=AT, moments="mean")],
+}
+
+
+def mean_depth(depth: int, at: tuple[float, ...] = AT) -> float:
+    """Blocks a step has on average over a run whose depth doubles at these shares of it and ends at `depth`."""
+    ends, total = (*at, 1.0), 0.0
+    for stage, end in enumerate(ends):
+        start = ends[stage - 1] if stage else 0.0
+        total += (end - start) * max(depth // 2 ** (len(at) - stage), 1)
+    return total
+
+
+def measure(
+    seed: int, way: Way, full_steps: int, depth: int, width: int, length: int, batch: int, lr: float
+) -> dict[str, float]:
+    """The held-out loss after the work of `full_steps` steps of the full model."""
+    steps = full_steps if way == "full" else round(full_steps * depth / mean_depth(depth))
+    chosen = [Cosine(warmup=0.05), *WAYS[way]]
+    return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
+
+
+def stacking(
+    seeds: int = 3,
+    budgets: tuple[int, ...] = (800, 4000),
+    depth: int = 8,
+    width: int = 64,
+    length: int = 64,
+    batch: int = 16,
+    lr: float = 2e-3,
+) -> Study:
+    """An 8-block model of bytes, full from the start or stacked twice, in the work of 800 and of 4000 full steps.
+
+    Command   thrifty train stacking
+    Expect    stacking gains at the short budget, and less than half of that at five times as long a one. Copies that
+              start silent, and moments from the mean of their layer, change less than stacking itself does. Forty
+              minutes on two cores.
+    """
+    fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
+    cases = {label: {**case, **fixed} for label, case in grid(way=tuple(WAYS), full_steps=budgets).items()}
+    short, long = budgets[0], budgets[-1]
+
+    def gain(cells: Cells, budget: int, way: Way = "stacked") -> float:
+        full, other = (cells[f"way {each}, full_steps {budget:g}"]["loss"] for each in ("full", way))
+        return full - other
+
+    def gains(cells: Cells) -> Cells:
+        ways = [way for way in WAYS if way != "full"]
+        return {
+            f"gain of {way}, full_steps {budget:g}": {"gain": gain(cells, budget, way)}
+            for way in ways
+            for budget in budgets
+        }
+
+    return Study(
+        name="stacking",
+        about="Stacking gains much in a short run and little in a long one, at equal work.",
+        measure=measure,
+        cases=cases,
+        quantities=QUANTITIES,
+        seeds=seeds,
+        derive=gains,
+        expect=[
+            Expectation("at the short budget stacking gains more than 0.02 nats", lambda c: gain(c, short) > 0.02),
+            Expectation(
+                "at the long budget the gain is less than half as large", lambda c: gain(c, long) < gain(c, short) / 2
+            ),
+            *(
+                Expectation(f"at the short budget {way} gains too", lambda c, way=way: gain(c, short, way) > 0)
+                for way in ("zeroed", "mean")
+            ),
+        ],
+        plots=[losses_by("way")],
+        minutes=40,
+    )

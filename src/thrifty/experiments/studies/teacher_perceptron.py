@@ -1,0 +1,128 @@
+"""Which examples to keep depends on how many there are: the perceptron that shows it.
+
+Paper     Sorscher et al. 2022, Beyond neural scaling laws: beating power law scaling via data pruning (arXiv
+          2206.14486), the teacher-student perceptron of its theory.
+Note      a teacher, a direction in d dimensions, labels Gaussian examples; the student is the direction of largest
+          margin on what is kept, and its error is its angle to the teacher, exactly. Hard examples lie close to the
+          boundary of a probe that scores them: the teacher itself, or one at an angle to it. Unlike on real data no
+          label is wrong.
+"""
+
+import math
+
+import numpy as np
+from scipy.optimize import nnls
+
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+
+ALL, BLURRED = "all", "hardest, blurred probe"
+WAYS = (ALL, "random", "easiest", "hardest", BLURRED)
+
+
+def max_margin(signed: np.ndarray) -> np.ndarray:
+    """The shortest w (d,) with signed @ w >= 1 for examples times labels (n, d) that some direction separates.
+
+    Least distance programming as Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23, reduce it to
+    least squares over numbers that are not negative.
+    """
+    count, width = signed.shape
+    system = np.vstack([signed.T, np.ones((1, count))])
+    target = np.zeros(width + 1)
+    target[-1] = 1.0
+    multipliers, _ = nnls(system, target, maxiter=30 * count)
+    residual = system @ multipliers - target
+    return -residual[:-1] / residual[-1]
+
+
+def probe_at(teacher: np.ndarray, degrees: float, random: np.random.Generator) -> np.ndarray:
+    """A direction (d,) of length 1 at this angle to the teacher, which has length 1."""
+    aside = random.standard_normal(len(teacher))
+    aside -= (aside @ teacher) * teacher
+    aside /= np.linalg.norm(aside)
+    return math.cos(math.radians(degrees)) * teacher + math.sin(math.radians(degrees)) * aside
+
+
+def measure(seed: int, per_dimension: float, kept: str, share: float, blur: float, width: int) -> dict[str, float]:
+    """The student's error: the share of new examples that it and the teacher tell differently."""
+    random = np.random.default_rng(seed)
+    teacher = random.standard_normal(width)
+    teacher /= np.linalg.norm(teacher)
+    examples = random.standard_normal((round(per_dimension * width), width))
+    signed = examples * np.sign(examples @ teacher)[:, None]
+    if kept != ALL:
+        distance = np.abs(examples @ probe_at(teacher, blur if kept == BLURRED else 0.0, random))
+        keys = {"random": random.random(len(examples)), "easiest": -distance, "hardest": distance, BLURRED: distance}
+        signed = signed[np.argsort(keys[kept])[: round(share * len(examples))]]
+    student = max_margin(signed)
+    cosine = float(student @ teacher / np.linalg.norm(student))
+    return {"error": math.acos(min(cosine, 1.0)) / math.pi, "examples": len(signed)}
+
+
+def label_of(kept: str, per_dimension: float) -> str:
+    return f"{kept}, {per_dimension:g} per dimension"
+
+
+def teacher_perceptron(
+    seeds: int = 10,
+    per_dimension: tuple[float, ...] = (2, 4, 8, 16, 32),
+    share: float = 0.25,
+    blur: float = 20.0,
+    width: int = 100,
+) -> Study:
+    """A quarter of the examples of a perceptron in 100 dimensions: by chance, the hardest, the easiest.
+
+    Command   thrifty train teacher_perceptron
+    Expect    of 2 examples per dimension the easiest quarter is best and the hardest worse than chance; of 16 and 32 it
+              is the other way round, and the hardest quarter is as good as all. A probe at 20° to the teacher loses
+              half of that. Less than a minute on two cores.
+    """
+    fixed = {"share": share, "blur": blur, "width": width}
+    cases = {
+        label_of(kept, many): {"per_dimension": many, "kept": kept, **fixed} for many in per_dimension for kept in WAYS
+    }
+
+    def error(cells: Cells, kept: str, many: float) -> float:
+        return cells[label_of(kept, many)]["error"]
+
+    return Study(
+        name="teacher_perceptron",
+        about="Keeping a quarter of a perceptron's examples: the hardest where there are many, the easiest where few.",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "error": Quantity("share of new examples that student and teacher tell differently"),
+            "examples": Quantity("examples that the student learned from"),
+        },
+        seeds=seeds,
+        expect=[
+            Expectation(
+                "of 2 and 4 examples per dimension the easiest quarter beats a random one, and that the hardest",
+                lambda c: all(error(c, "easiest", n) < error(c, "random", n) < error(c, "hardest", n) for n in (2, 4)),
+            ),
+            Expectation(
+                "of 16 and 32 the hardest quarter beats the easiest, and that a random one",
+                lambda c: all(
+                    error(c, "hardest", n) < error(c, "easiest", n) < error(c, "random", n) for n in (16, 32)
+                ),
+            ),
+            Expectation(
+                "of 16 and 32 the hardest quarter is within a tenth of the error of all examples",
+                lambda c: all(error(c, "hardest", n) < 1.1 * error(c, ALL, n) for n in (16, 32)),
+            ),
+            Expectation(
+                "of 2 the easiest quarter is within a tenth of the error of all examples",
+                lambda c: error(c, "easiest", 2) < 1.1 * error(c, ALL, 2),
+            ),
+            Expectation(
+                "of 32 a probe at an angle to the teacher finds a quarter that is worse by half",
+                lambda c: error(c, BLURRED, 32) > 1.5 * error(c, "hardest", 32),
+            ),
+        ],
+        plots=[
+            Plot(
+                "error", "Error of the student by examples per dimension", x="per_dimension", y="error", by="kept",
+                log_x=True, log_y=True,
+            ),
+        ],
+        minutes=1,
+    )  # fmt: skip

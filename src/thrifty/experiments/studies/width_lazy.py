@@ -1,0 +1,134 @@
+"""Width and laziness: the wider a network, the fewer steps to fit random labels and the less its weights have to move.
+
+Paper     Allen-Zhu, Li & Song 2019, A Convergence Theory for Deep Learning via Over-Parameterization
+          (arXiv 1811.03962); Du et al. 2019 (arXiv 1810.02054), whose two-layer network this is.
+Note      it hangs on the 1/sqrt(width) of the output; with torch's own initialisation the weights move at any width.
+          Labels that contradict each other cannot be fitted at any width: the control.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.data.images.digits import digits
+from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+
+Inputs = Literal["digits", "sphere"]
+CONTROL = "conflicting labels"
+
+
+def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tensor:
+    """So many different inputs (n, d) of norm 1: images of handwritten digits, or points drawn from the sphere."""
+    if kind == "sphere":
+        x = torch.randn(examples, 64, generator=generator)
+    else:
+        images = digits().images.flatten(1)
+        if len(images) < examples:
+            raise UsageError(f"there are {len(images)} digits, fewer than {examples}", fix="lower examples")
+        x = images[torch.randperm(len(images), generator=generator)[:examples]]
+    return x / x.norm(dim=1, keepdim=True)
+
+
+def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """f(x) = output · relu(weight x), (n,), and which units are on, (n, m); `output` (m,) has entries ±1/sqrt(m)."""
+    before = x @ weight.mT
+    on = before > 0
+    return (before * on) @ output, on
+
+
+def measure(
+    seed: int, width: int, inputs: Inputs, examples: int, rate: float, goal: float, most_steps: int, conflicts: int
+) -> dict[str, float]:
+    """Full-batch gradient descent on the first layer until half the mean squared error is at most `goal`. The last
+    `conflicts` inputs are those before them again, with the opposite labels."""
+    generator = torch.Generator().manual_seed(seed)
+    x = unit_inputs(inputs, examples, generator)
+    labels = torch.randint(0, 2, (examples,), generator=generator) * 2.0 - 1
+    if conflicts:
+        x[-conflicts:] = x[-2 * conflicts : -conflicts]
+        labels[-conflicts:] = -labels[-2 * conflicts : -conflicts]
+    start = torch.randn(width, x.shape[1], generator=generator)
+    output = (torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1) / math.sqrt(width)
+    weight, on_at_start = start.clone(), forward(x, start, output)[1]
+    for step in range(most_steps + 1):
+        found, on = forward(x, weight, output)
+        error = found - labels
+        loss = float(error.square().mean() / 2)
+        if loss <= goal or step == most_steps:
+            break
+        weight -= rate / examples * (on * output * error[:, None]).mT @ x
+    moved = weight - start
+    return {
+        "steps": step if loss <= goal else math.inf,
+        "loss": loss,
+        "movement": float(moved.norm() / start.norm()),
+        "largest_movement": float(moved.norm(dim=1).max()),
+        "flips": float((on != on_at_start).float().mean()),
+    }
+
+
+def width_lazy(
+    seeds: int = 5,
+    widths: tuple[int, ...] = (16, 64, 256, 1024, 4096),
+    inputs: Inputs = "digits",
+    examples: int = 200,
+    most_steps: int = 40_000,
+) -> Study:
+    """A two-layer network fits random labels of 200 digits at five widths; a sixth case has labels in conflict.
+
+    Command   thrifty train width_lazy
+    Expect    from width 16 to 4096 the steps fall to about a third, the relative movement of the weights about as
+              1/sqrt(width), from several times their norm to a fifth. Conflicting labels are never fitted. About five
+              minutes on two cores.
+    """
+    fixed = {"inputs": inputs, "examples": examples, "rate": 10.0, "goal": 0.025, "most_steps": most_steps}
+    cases = {label: {**levels, **fixed, "conflicts": 0} for label, levels in grid(width=widths).items()}
+    cases[CONTROL] = {"width": max(16, widths[-1] // 4), **fixed, "conflicts": examples // 10}
+    cases[CONTROL]["most_steps"] = most_steps // 2
+    labels = [label for label in cases if label != CONTROL]
+    narrow, wide = labels[0], labels[-1]
+
+    def falls(cells: Cells, name: str) -> bool:
+        values = [cells[label][name] for label in labels]
+        return values == sorted(values, reverse=True)
+
+    return Study(
+        name="width_lazy",
+        about="Wider networks fit random labels in fewer steps and move their weights less (Allen-Zhu et al. 2019).",
+        measure=measure,
+        cases=cases,
+        quantities={
+            "steps": Quantity("steps to half a mean squared error of 0.025"),
+            "loss": Quantity("half the mean squared error at the end"),
+            "movement": Quantity("norm of the weights' change over the norm of their start"),
+            "largest_movement": Quantity("largest change of one unit's weights, as a norm"),
+            "flips": Quantity("share of (input, unit) pairs whose activation changed its side"),
+        },
+        seeds=seeds,
+        expect=[
+            Expectation(
+                "the widest network needs at most half of the narrowest one's steps",
+                lambda c: c[wide]["steps"] <= 0.5 * c[narrow]["steps"],
+            ),
+            Expectation("the relative movement falls from each width to the next", lambda c: falls(c, "movement")),
+            Expectation("the largest movement of a unit falls too", lambda c: falls(c, "largest_movement")),
+            Expectation("conflicting labels are never fitted", lambda c: math.isinf(c[CONTROL]["steps"])),
+        ],
+        plots=[
+            Plot(
+                "movement",
+                "Relative movement of the weights",
+                x="width",
+                y="movement",
+                by="conflicts",
+                log_x=True,
+                log_y=True,
+            ),
+            Plot("steps", "Steps until the labels are fitted", x="width", y="steps", by="conflicts", log_x=True),
+            Plot("flips", "Share of activations that changed", x="width", y="flips", by="conflicts", log_x=True),
+        ],
+        minutes=5,
+    )

@@ -1,0 +1,109 @@
+"""The plots of a study as Vega-Lite charts and as pictures: means as points, their 95 % intervals as bars."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import altair as alt
+import vl_convert
+
+from thrifty.experiments.study import Plot, level_text
+from thrifty.experiments.study_result import Result
+from thrifty.experiments.study_summary import Estimate
+from thrifty.reporting.color_theme import LIGHT, chart_look
+from thrifty.reporting.number_format import significant
+
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
+"""Colours of Okabe and Ito (2008), three of them darkened to be seen on white."""
+
+Row = dict[str, Any]
+
+LEVELS = 8
+"""Up to so many different values of x, each has a tick of its own."""
+
+
+def points(result: Result, plot: Plot) -> tuple[list[Row], list[str]]:
+    """What the plot shows: x, y, the interval and the line of each case that has them; and the labels of those that
+    are infinite and cannot be drawn."""
+    drawn, left_out = [], []
+    for label, numbers in result.summary.items():
+        settings = result.study.cases.get(label, {})
+        if plot.y not in numbers or (plot.by and plot.by not in settings):
+            continue
+        x = label if plot.x == "case" else _value(plot.x, settings, numbers)
+        y = numbers[plot.y]
+        if x is None:
+            continue
+        if not math.isfinite(y.mean) or (isinstance(x, float) and not math.isfinite(x)):
+            left_out.append(label)
+            continue
+        width = y.half_width if math.isfinite(y.half_width) else 0.0
+        row = {"case": label, "x": x, "y": y.mean, "low": y.mean - width, "high": y.mean + width}
+        drawn.append(row | ({"by": level_text(settings[plot.by])} if plot.by else {}))
+    return drawn, left_out
+
+
+def _value(name: str, settings: Mapping[str, Any], numbers: Mapping[str, Estimate]) -> Any:
+    return numbers[name].mean if name in numbers else settings.get(name)
+
+
+def chart(result: Result, plot: Plot) -> alt.LayerChart:
+    drawn, _ = points(result, plot)
+    lowest = min((row["y"] for row in drawn), default=1.0)
+    for row in drawn if plot.log_y else ():  # an interval may reach below zero, a logarithmic axis does not
+        row["low"] = max(row["low"], lowest / 2)
+    base = alt.Chart(alt.Data(values=drawn)).encode(x=_x(plot, drawn))
+    if plot.by:
+        colour = alt.Scale(domain=list(dict.fromkeys(row["by"] for row in drawn)), range=SERIES)
+        base = base.encode(color=alt.Color("by:N", scale=colour, title=_words(plot.by)))
+    else:
+        base = base.encode(color=alt.value(SERIES[0]))
+    scale = alt.Scale(type="log" if plot.log_y else "linear", zero=False, padding=12, nice=False)
+    y = alt.Y("y:Q", title=_words(plot.y), scale=scale, axis=alt.Axis(tickCount=5))
+    layers = [base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", title=_words(plot.y)), y2="high:Q")]
+    if plot.x != "case":
+        layers.append(base.mark_line(strokeWidth=1.5).encode(y=y))
+    layers.append(base.mark_circle(size=60, opacity=1).encode(y=y, tooltip=["case:N", "y:Q", "low:Q", "high:Q"]))
+    return alt.layer(*layers).properties(width=460, height=280)
+
+
+def _x(plot: Plot, drawn: list[Row]) -> alt.X:
+    if plot.x == "case":
+        return alt.X("x:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30))
+    if all(isinstance(row["x"], int | float) for row in drawn):
+        levels = sorted({row["x"] for row in drawn})
+        few = {"values": levels} if len(levels) <= LEVELS else {"tickCount": LEVELS}
+        whole = all(row["x"] == int(row["x"]) and row["x"] < 1e6 for row in drawn)
+        axis = alt.Axis(format=",d" if whole else ".3~g", **few)
+        scale = alt.Scale(type="log" if plot.log_x else "linear", zero=False, nice=False, padding=16)
+        return alt.X("x:Q", title=_words(plot.x), scale=scale, axis=axis)
+    return alt.X("x:N", title=_words(plot.x), sort=None, axis=alt.Axis(labelAngle=0))
+
+
+def picture(result: Result, plot: Plot, kind: str) -> bytes:
+    """A plot on white, as "png" or "svg"."""
+    title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
+    spec = {**chart(result, plot).to_dict(), "padding": 20, "background": LIGHT["surface"], "title": title}
+    config = chart_look(LIGHT.__getitem__, font="sans-serif")
+    look = {"vl_version": VEGA_LITE, "config": config, "allowed_base_urls": []}
+    if kind == "png":
+        return vl_convert.vegalite_to_png(spec, scale=2, **look)
+    return vl_convert.vegalite_to_svg(spec, **look).encode()
+
+
+def caption(result: Result, plot: Plot) -> str:
+    """What those see who do not see the plot, and what it leaves out."""
+    drawn, left_out = points(result, plot)
+    if not drawn:
+        return f"{plot.title}: nothing to draw."
+    low, high = min(drawn, key=lambda row: row["y"]), max(drawn, key=lambda row: row["y"])
+    text = (
+        f"Lowest {_words(plot.y)} {significant(low['y'])} ({low['case']}), highest {significant(high['y'])} "
+        f"({high['case']}). Bars are 95 % intervals over seeds."
+    )
+    return text + (f" Not drawn, since infinite: {'; '.join(left_out)}." if left_out else "")
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

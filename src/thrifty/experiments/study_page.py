@@ -1,0 +1,49 @@
+"""The page of a study: one HTML file that needs nothing but a browser, and its plots as pictures in plots/."""
+
+import base64
+import shlex
+from pathlib import Path
+
+from thrifty.core.secret_redaction import redact, redact_command
+from thrifty.experiments.study import Plot
+from thrifty.experiments.study_charts import caption, picture
+from thrifty.experiments.study_result import Result
+from thrifty.experiments.study_table import rows, sentence, spread
+from thrifty.reporting.number_format import duration
+from thrifty.reporting.page_templates import template
+from thrifty.training.run_folder import RunFolder
+
+FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+
+
+def write_page(result: Result, folder: Path) -> Path:
+    """Writes report.html and plots/*.png; returns the path of the page."""
+    run = RunFolder(folder)
+    run.plots.mkdir(exist_ok=True)
+    for plot in result.study.plots:
+        (run.plots / f"{plot.id}.png").write_bytes(picture(result, plot, "png"))
+    run.write_text(run.report.name, render(result))
+    return run.report
+
+
+def render(result: Result) -> str:
+    study, (head, body) = result.study, rows(result)
+    facts = redact(dict(result.environment))
+    return template("study.html", "thrifty.experiments").render(
+        study=study,
+        finished=result.finished,
+        verdicts=[(verdict.verdict, sentence(verdict)) for verdict in result.verdicts],
+        figures=[(plot, caption(result, plot), _embedded(result, plot)) for plot in study.plots],
+        head=head,
+        body=body,
+        quantities=[(name, quantity.about) for name, quantity in study.quantities.items() if name in head],
+        spread=spread(result),
+        facts=[(name, facts[name]) for name in FACTS if name in facts],
+        spent=duration(sum(cell.seconds for cell in result.cells.values())),
+        command=shlex.join(redact_command(result.environment.get("command", []))),
+    )
+
+
+def _embedded(result: Result, plot: Plot) -> str:
+    """A picture as an address that holds it: nothing is fetched, and nothing in it can run."""
+    return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()

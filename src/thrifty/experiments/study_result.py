@@ -1,0 +1,144 @@
+"""The result of a study as it stands in `study.json`: in runs/NAME while it is measured, in results/ to be kept.
+
+    study  about  definition  environment  seconds
+    cells            the numbers of every run: case, seed, numbers, seconds
+    summary          means over seeds and half-widths of their 95 % intervals
+    expectations     what was expected, and whether it holds
+
+JSON has no infinity: null stands for a number that is infinite, "never".
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.experiments.study import Numbers, Study
+from thrifty.experiments.study_summary import Estimate, ExpectationVerdict, Measured, Summary, judge, summarize
+
+MACHINE = ("cpu", "python", "torch")
+"""Facts of the environment that all cells of one result share."""
+
+_KEPT = "kept results are results/studies/STUDY/DEVICE.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    numbers: Numbers
+    seconds: float
+
+
+@dataclass
+class Result:
+    study: Study
+    environment: Mapping[str, Any]
+    cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> Measured:
+        return {place: cell.numbers for place, cell in self.cells.items()}
+
+    @property
+    def finished(self) -> bool:
+        """Whether every case was measured for every seed that the study asks for."""
+        return all((label, seed) in self.cells for label in self.study.cases for seed in range(self.study.seeds))
+
+    @property
+    def summary(self) -> Summary:
+        return summarize(self.study, self.measured)
+
+    @property
+    def verdicts(self) -> list[ExpectationVerdict]:
+        return judge(self.study, self.measured)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from thrifty.experiments.study_table import rows, sentence
+        from thrifty.reporting.notebook_view import piece
+        from thrifty.reporting.run_tables import Table
+
+        head, body = rows(self)
+        title = self.study.name if self.finished else f"{self.study.name}: in progress"
+        sentences = [self.study.about, *map(sentence, self.verdicts)]
+        return piece(title, sentences, [Table("Means by case", head, body, frozenset(range(1, len(head))))])
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain JSON; equal cells give equal text, in whatever order they were measured."""
+        order = {label: place for place, label in enumerate(self.study.cases)}
+        places = sorted(self.cells, key=lambda place: (order[place[0]], place[1]))
+        return {
+            "study": self.study.name,
+            "about": self.study.about,
+            "definition": self.study.definition(),
+            "environment": dict(self.environment),
+            "seconds": round(sum(cell.seconds for cell in self.cells.values()), 1),
+            "cells": [{"case": case, "seed": seed, **_plain(asdict(self.cells[case, seed]))} for case, seed in places],
+            "summary": {
+                label: {name: _plain(asdict(found)) for name, found in numbers.items()}
+                for label, numbers in self.summary.items()
+            },
+            "expectations": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+    def take_over(self, data: Mapping[str, Any]) -> None:
+        """Go on from cells measured before. Raises UsageError when they came from another definition or machine."""
+        if changes := self._changed_since(data):
+            raise UsageError(
+                f"{self.study.name} is not what it was when its first cells were measured: {'; '.join(changes)}",
+                fix="measure it anew: --name NAME",
+            )
+        self.environment = data["environment"]
+        for cell in data["cells"]:
+            numbers = {name: _number(value) for name, value in cell["numbers"].items()}
+            self.cells[cell["case"], cell["seed"]] = Cell(numbers, cell["seconds"])
+
+    def _changed_since(self, data: Mapping[str, Any]) -> list[str]:
+        definition, environment = self.study.definition(), data["environment"]
+        changes = [f"its {part} changed" for part in definition if definition[part] != data["definition"].get(part)]
+        for fact in MACHINE:
+            if environment.get(fact) != self.environment.get(fact):
+                changes.append(f"{fact} was {environment.get(fact)} and is {self.environment.get(fact)}")
+        return changes
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The JSON of a study. Raises UsageError where there is none, IntegrityError where it is damaged."""
+    if not path.is_file():
+        raise UsageError(f"there is no result {path}", fix=_KEPT)
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}", "bring it back from a copy") from error
+    wanted = {"study", "definition", "environment", "cells", "summary"}
+    if not isinstance(data, dict) or wanted - data.keys():
+        raise UsageError(f"{path} is not the result of a study", fix=_KEPT)
+    return data
+
+
+def kept_summary(data: Mapping[str, Any]) -> Summary:
+    """The summary as it stands in a kept result."""
+    return {
+        label: {
+            name: Estimate(
+                _number(found["mean"]),
+                math.nan if found["half_width"] is None else found["half_width"],
+                found["runs"],
+                found["never"],
+            )
+            for name, found in numbers.items()
+        }
+        for label, numbers in data["summary"].items()
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return {name: _plain(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value

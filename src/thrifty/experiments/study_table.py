@@ -1,0 +1,90 @@
+"""The outcome of a study in words: the table of means, what was expected, and where it was measured."""
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from thrifty.experiments.study_result import Result
+from thrifty.experiments.study_summary import OPEN, Estimate, ExpectationVerdict
+
+NEVER, MISSING = "never", "–"
+
+
+def shown(value: float) -> str:
+    """A number as people read it, to four significant digits; "never" for what is infinite."""
+    if not math.isfinite(value):
+        return NEVER
+    if value and not 1e-3 <= abs(value) < 1e7:
+        return f"{value:.3g}"
+    decimals = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+    text = f"{value:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def interval(found: Estimate) -> str:
+    """A mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
+    if found.never:
+        return NEVER if found.never == found.runs else f"{NEVER} in {found.never} of {found.runs}"
+    if not math.isfinite(found.half_width) or found.half_width == 0:
+        return shown(found.mean)
+    if not 1e-3 <= abs(found.mean) < 1e7:
+        return f"{found.mean:.3g} ± {found.half_width:.2g}"
+    decimals = max(0, 1 - math.floor(math.log10(found.half_width)))
+    return f"{found.mean:,.{decimals}f} ± {found.half_width:,.{decimals}f}"
+
+
+def rows(result: Result) -> tuple[list[str], list[list[str]]]:
+    """The table's head and its rows of text; numbers that no row has are left out."""
+    summary = result.summary
+    names = [name for name in result.study.quantities if any(name in numbers for numbers in summary.values())]
+    body = [
+        [label, *(interval(numbers[name]) if name in numbers else MISSING for name in names)]
+        for label, numbers in summary.items()
+    ]
+    return ["case", *names], body
+
+
+def sentence(verdict: ExpectationVerdict) -> str:
+    """One expectation and what became of it, the seeds counted one by one."""
+    if verdict.verdict == OPEN:
+        return f"{OPEN}: {verdict.sentence}"
+    return f"{verdict.verdict} (in {verdict.held} of {verdict.seeds} seeds): {verdict.sentence}"
+
+
+def spread(result: Result) -> str:
+    """What stands behind the numbers, in one sentence."""
+    seeds = Counter(label for label, _ in result.cells).values()
+    fewest, most = min(seeds, default=0), max(seeds, default=0)
+    if most < 2:
+        return "One seed, no intervals."
+    return f"Means over {most if fewest == most else f'{fewest} or more'} seeds with 95 % intervals (Student's t)."
+
+
+def place(facts: Mapping[str, Any]) -> str:
+    """Where and how the numbers came about, in one sentence."""
+    command = shlex.join(map(str, facts.get("command", [])))
+    return f"Measured on {facts['cpu']}, torch {facts['torch']}, Python {facts['python']}, by `{command}`."
+
+
+def table(result: Result) -> str:
+    """The outcome as Markdown."""
+    study, (head, body) = result.study, rows(result)
+    lines = [f"# {study.name}", "", study.about, "", *_markdown(head, body), ""]
+    lines += [spread(result), ""]
+    lines += [f"- `{name}`: {quantity.about}" for name, quantity in study.quantities.items() if name in head]
+    if result.verdicts:
+        lines += ["", "Expected:", "", *(f"- {sentence(verdict)}" for verdict in result.verdicts)]
+    return "\n".join([*lines, "", place(result.environment), ""])
+
+
+def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *body]) for column in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        others = [text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True)]
+        return "| " + " | ".join([row[0].ljust(widths[0]), *others]) + " |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [line(head), line(rule), *map(line, body)]

@@ -1,0 +1,141 @@
+"""Processes that measure cells: one torch thread each, as many side by side as there are cores.
+
+A worker is told a cell in a line of JSON on its standard input and answers with a line on its standard output. Cells
+of tiny models gain nothing from a second thread, and a process of its own keeps what one cell leaves behind (threads,
+random state, memory) from the next and from the caller.
+"""
+
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from thrifty.core.errors import ThriftyError
+from thrifty.experiments.study import Settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell to measure; `measure` is its function as `module:function`."""
+
+    measure: str
+    case: str
+    settings: Settings
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    task: Task
+    numbers: dict[str, float]
+    seconds: float
+
+
+class Worker:
+    """A process that measures one cell at a time."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | variables,
+        )
+
+    def measure(self, task: Task) -> Answer:
+        """Raises ThriftyError when the measure fails or its process ends."""
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(asdict(task)) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = ""
+        where = f"case {task.case!r}, seed {task.seed}"
+        if not line:
+            code = self.process.wait()
+            raise ThriftyError(f"{where}: its process ended with code {code}", fix="if memory ran out: --jobs 1")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ThriftyError(f"{where}: {answer['error']}")
+        numbers = {name: math.inf if value is None else value for name, value in answer["numbers"].items()}
+        return Answer(task, numbers, answer["seconds"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def measure_all(tasks: Sequence[Task], jobs: int) -> Iterator[Answer]:
+    """The cells in the order in which they are finished. Leaving the iteration, however that happens, ends all
+    processes at once."""
+    workers = [Worker() for _ in range(min(jobs, len(tasks)))]
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def measure(task: Task) -> Answer:
+        worker = free.get()
+        try:
+            return worker.measure(task)
+        finally:
+            free.put(worker)
+
+    with ThreadPoolExecutor(max(1, len(workers))) as pool:
+        try:
+            for answered in as_completed([pool.submit(measure, task) for task in tasks]):
+                yield answered.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers:
+                worker.kill()
+
+
+def _serve() -> None:
+    """Answer tasks until the caller is gone; then end at once, in the middle of a cell too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what an interrupt of both means
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a measure prints is no answer
+    tasks: SimpleQueue[str] = SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            tasks.put(line)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        answers.write(json.dumps(_answer(json.loads(tasks.get())), allow_nan=False) + "\n")
+        answers.flush()
+
+
+def _answer(task: dict[str, Any]) -> dict[str, Any]:
+    module, _, function = task["measure"].partition(":")
+    try:
+        measure = getattr(importlib.import_module(module), function)
+        if "torch" in sys.modules:  # not imported for the sake of this
+            sys.modules["torch"].manual_seed(task["seed"])
+        began = time.perf_counter()
+        numbers = {name: float(value) for name, value in measure(seed=task["seed"], **task["settings"]).items()}
+        seconds = time.perf_counter() - began
+    except Exception as error:  # reported to the caller, who names the cell
+        return {"error": f"{type(error).__name__}: {error}"}
+    finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+    return {"numbers": finite, "seconds": round(seconds, 3)}
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,1 @@
+"""Tasks that several studies train on."""

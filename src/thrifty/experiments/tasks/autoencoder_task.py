@@ -1,0 +1,180 @@
+"""Small masked autoencoders, and classifiers that start from their encoders, for studies that train some."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.explain import count
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.objective import Objective
+from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.core.tensor_tracing import StepTrace
+from thrifty.data.images.image_data import ImageData, TrainingImages, open_images
+from thrifty.data.train_split import Part
+from thrifty.kernels.keyed_permutation import permuted
+from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import assemble
+from thrifty.models.transformer import initialize
+from thrifty.models.vision_transformer import Pool
+from thrifty.objectives.classification import Classify
+from thrifty.objectives.masked_reconstruction import Reconstruct
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.training.evaluation import evaluate
+from thrifty.training.loop import train
+
+HEAD_WIDTH = 32
+LABELLED_KEY = 0x4C41424C
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the encoder, whose heads are 32 wide, and of the decoder."""
+
+    patch: int
+    depth: int
+    width: int
+    decoder_depth: int
+    decoder_width: int
+
+    def autoencoder(self, seed: int, side: int, channels: int) -> MaskedAutoencoder:
+        heads, decoder_heads = (max(width // HEAD_WIDTH, 1) for width in (self.width, self.decoder_width))
+        shape = Shape(
+            "mae", self.depth, self.width, heads, heads, 4 * self.width, 0, 0, tied=False, norm_eps=1e-6,
+            image=side, patch=self.patch, channels=channels, decoder_depth=self.decoder_depth,
+            decoder_width=self.decoder_width, decoder_heads=decoder_heads, decoder_hidden=4 * self.decoder_width,
+        )  # fmt: skip
+        model = assemble(shape)
+        initialize(model, seed)
+        assert isinstance(model, MaskedAutoencoder)
+        return model
+
+
+def adamw(lr: float) -> list[Technique]:
+    """As MAE has it, with a rate that falls to zero."""
+    return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), Cosine(warmup=0.05), Clip()]
+
+
+def run_to_end(run: Composition, seed: int) -> TrainState:
+    state = run.start()
+    with closing(train(run, state, seed)) as records:
+        for _ in records:
+            pass
+    return state
+
+
+def masked(sizes: Sizes, data: str, batch: int, rate: float, seed: int, augment: Augmentation | None = None) -> Plain:
+    """A plain run that learns to give back what is removed of the images of a set."""
+    images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid, labelled=False)
+    ends = images.ends
+    objective = Reconstruct(rate=rate, patch=sizes.patch)
+    return Plain(lambda: sizes.autoencoder(seed, ends.side, ends.channels), images.train, objective)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Some images of a set with their labels, and all those to be tested on."""
+
+    images: ImageData
+    train: TrainingImages
+
+    @classmethod
+    def of(cls, data: str, labels: int, batch: int, seed: int, augment: Augmentation | None = None) -> "Labelled":
+        """As many labelled images as given, other ones for each seed."""
+        images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid)
+        whole = images.parts[Part.TRAIN]
+        chosen = permuted(np.arange(labels), len(whole), LABELLED_KEY + seed)
+        few = replace(whole, pixels=np.asarray(whole.pixels[chosen]), labels=whole.labels[chosen])
+        return cls(images, TrainingImages(few, min(batch, labels), seed, augment))
+
+    def accuracy(self, state: TrainState, objective: Objective, tested: int) -> float:
+        """Percent of so many test images that are told right."""
+        assert state.model is not None
+        return 100 * evaluate(state.model, objective, self.images.held_out.batches(tested, 250), CPU)["accuracy"]
+
+
+def tuned(
+    start: MaskedAutoencoder, labelled: Labelled, techniques: Sequence[Technique], pool: Pool, steps: int, seed: int
+) -> tuple[TrainState, Classify]:
+    """A classifier that starts from an autoencoder's encoder, after so many steps on labelled images."""
+    labels, objective = len(labelled.images.ends.labels), Classify(label_smoothing=0.1)
+
+    def build() -> nn.Module:
+        vit = encoder_alone(deepcopy(start), labels, pool)
+        initialize(vit, seed, within="head.")
+        return vit
+
+    return run_to_end(compose(Plain(build, labelled.train, objective), techniques, steps), seed), objective
+
+
+def _unsaid(text: str) -> None:
+    pass
+
+
+class Paced:
+    """A step of an autoencoder, and the forward and backward pass of its encoder alone, again and again on the same
+    random images of three channels; the encoder goes through visible patches alone where a technique sees to that."""
+
+    def __init__(self, sizes: Sizes, side: int, images: int, rate: float, techniques: Sequence[Technique]):
+        inputs = torch.randn(images, 3, side, side, generator=torch.Generator().manual_seed(0))
+        plain = Batch({"inputs": inputs, "key": torch.arange(images)}, torch.full((images,), 1 / images))
+        objective = Reconstruct(rate=rate, patch=sizes.patch)
+        self.batch = objective.examples(plain)
+        build = Plain(lambda: sizes.autoencoder(0, side, 3), Repeated(self.batch), objective)
+        self.run = compose(build, [AdamW(), *techniques], 1)
+        self.state = self.run.start()
+        self.visible = self.batch["visible"] if techniques else None
+
+    def encoder(self) -> None:
+        assert isinstance(self.state.model, MaskedAutoencoder)
+        self.state.model.encode(self.batch["inputs"], self.visible).sum().backward()
+
+    def step(self) -> None:
+        assert self.state.model is not None and self.state.optimizer is not None
+        self.run.backward(self.state.model, self.run.objective, self.batch)
+        self.state.optimizer.step()
+        self.state.optimizer.zero_grad()
+
+    def flops(self) -> dict[str, float]:
+        """Of a step, and of the encoder's two passes."""
+        with StepTrace() as trace:
+            self.encoder()
+        return {"step_flops": count(self.run, self.run.techniques)[1].flops, "encoder_flops": trace.flops}
+
+    def gains(self, other: "Paced", rounds: int) -> dict[str, float]:
+        """How many times as fast as another step and encoder: the medians over rounds, after a first that does not
+        count, in each of which both take their turn."""
+        found = {}
+        for part in ("step", "encoder"):
+            mine, theirs = getattr(self, part), getattr(other, part)
+            ratios = [_seconds(theirs) / _seconds(mine) for _ in range(1 + rounds)]
+            found[f"{part}_gain"] = statistics.median(ratios[1:])
+        return found
+
+
+class Repeated(BatchSource):
+    """The same batch at every step."""
+
+    def __init__(self, only: Batch):
+        self.only, self.batch = only, len(only)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        return self.only.rows(start, stop)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,153 @@
+"""Small models trained on examples that somebody chose, for studies of what choosing is worth: a task, a run of it, and
+how many steps a run may have when it is paid for looking at examples too.
+
+Work is counted in plain steps, in which an example costs 3 forward passes: its own, and twice that for the backward
+pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.composition.compose import Plain, compose
+from thrifty.core.backward import plain_backward
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.objective import Objective
+from thrifty.core.recipe import DataSettings
+from thrifty.core.technique import Technique
+from thrifty.data.epoch_sampler import HeldOutExamples
+from thrifty.data.images.image_data import open_images
+from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.experiments.tasks.language_task import llama, source_text
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import assemble
+from thrifty.models.transformer import initialize
+from thrifty.objectives.classification import Classify
+from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.data_selection.gradient_norm_sampling import variance_reduction
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.training.loop import train
+
+TIMES = 3
+"""How many times more examples are scored than trained on, while the gate of sampling is open."""
+ALONE = 96
+"""Examples whose own gradients are looked at."""
+NEAR, SEARCHES = 0.05, 6
+"""How close to the work that is paid for the steps are to come, and runs to find out how many they are."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to train, on what, and by what it is judged."""
+
+    objective: Objective
+    source: BatchSource
+    examples: int
+    held_out: HeldOutExamples
+    depth: int
+    width: int
+    length: int
+
+    def build(self, seed: int) -> nn.Module:
+        if isinstance(self.objective, NextToken):
+            return llama(self.depth, self.width, self.length, seed)
+        heads, side, labels = max(1, self.width // 16), 8, 10
+        model = assemble(
+            Shape("vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side,
+                  patch=2, channels=1)
+        )  # fmt: skip
+        initialize(model, seed)
+        return model
+
+
+def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> Task:
+    """Digits, or so many windows of the source code of the running standard library as bytes."""
+    if data == "digits":
+        found = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
+        return Task(Classify(), found.train, found.train.inventory().count, found.held_out, depth, width, 0)
+    text, held_out = source_text()
+    source = PackedTokens(text[: windows * length + 1], length, batch, seed)
+    return Task(NextToken(), source, source.inventory().count, HeldOut(held_out, length), depth, width, length)
+
+
+def in_steps(
+    task: Task, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
+) -> Iterator[tuple[int, nn.Module, dict[str, float]]]:
+    """A model before its training and after each step of it, with how many those were and what was noted."""
+    plain = Plain(partial(task.build, seed), source, task.objective)
+    run = compose(plain, [AdamW(lr=lr), Cosine(warmup=0.05), Clip(), *techniques], steps)
+    state = run.start()
+    assert state.model is not None
+    yield 0, state.model, {}
+    with closing(train(run, state, seed)) as records:
+        for record in records:
+            yield record.step, state.model, record.notes
+
+
+@dataclass(frozen=True)
+class Done:
+    """A model at the end of its run; work in plain steps."""
+
+    model: nn.Module
+    steps: int
+    work: float
+    opened: float = 0.0
+    tau: float = 0.0
+
+
+def finished(
+    task: Task, source: BatchSource, techniques: Sequence[Technique] = (), *, steps: int, lr: float, seed: int
+) -> Done:
+    with closing(in_steps(task, source, techniques, steps, lr, seed)) as states:
+        (_, model, _), *made = states
+    opened = [noted.get("sampled", 0.0) for _, _, noted in made]
+    taus = [noted.get("tau", 0.0) for _, _, noted in made[-max(1, steps // 4) :]]
+    return Done(model, steps, steps + sum(opened) * TIMES / 3, fmean(opened), fmean(taus))
+
+
+def at_full_work(run: Callable[[int], Done], full: int) -> Done:
+    """The run of so many steps that its work is nearest to that of `full` plain ones."""
+    least = full * 3 // (3 + TIMES)
+    tried = [run(full)]
+    low, high = (least, float(least)), (full, tried[0].work)
+    while abs(tried[-1].work - full) > NEAR * full and len(tried) < SEARCHES:
+        along = (full - low[1]) / (high[1] - low[1])
+        steps = min(max(round(low[0] + along * (high[0] - low[0])), low[0] + 1), high[0] - 1)
+        tried.append(run(steps))
+        if tried[-1].work < full:
+            low = (steps, tried[-1].work)
+        else:
+            high = (steps, tried[-1].work)
+    return min(tried, key=lambda done: abs(done.work - full))
+
+
+@torch.no_grad()
+def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) -> Tensor:
+    model.eval()
+    made = map(objective.examples, batches)
+    return torch.cat([objective.scores(objective.predict(model, batch), batch) for batch in made])
+
+
+def gains(model: nn.Module, task: Task) -> dict[str, float]:
+    """By what sampling in proportion to scores divides the second moment of the gradient: as tau squared says, and in
+    truth, both of the first of the examples that it was trained on."""
+    batch = task.objective.examples(task.source.rows(0, 0, min(ALONE, task.source.batch)))
+    for step in range(1, -(-ALONE // task.source.batch)):
+        more = task.objective.examples(task.source.at(step))
+        fields = {name: torch.cat([batch[name], more[name]]) for name in batch.fields}
+        batch = Batch(fields, torch.cat([batch.weight, more.weight]))
+    scores, squares = scores_of(model, task.objective, iter([batch])), []
+    for row in range(len(batch)):
+        model.zero_grad()
+        plain_backward(model, task.objective, batch.rows(row, row + 1).weighted(torch.ones(1)))
+        squares.append(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+    share, exact = scores.double() / scores.double().sum(), torch.tensor(squares, dtype=torch.float64)
+    uniform, sampled = exact.mean(), (exact / share).sum() / len(share) ** 2
+    return {"claimed_gain": float(variance_reduction(scores)) ** 2, "true_gain": float(uniform / sampled)}

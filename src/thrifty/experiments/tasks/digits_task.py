@@ -1,0 +1,101 @@
+"""A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, on which
+of the digits, and how many it tells right."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thrifty.composition.compose import Plain, compose
+from thrifty.core.technique import Technique
+from thrifty.data.epoch_sampler import Epochs, Examples
+from thrifty.data.images.digits import DigitImages
+from thrifty.objectives.classification import Classify
+from thrifty.techniques.optimizers.sgd import Sgd
+from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.training.loop import train
+
+PIXELS, CLASSES = 64, 10
+
+
+@cache
+def pixel_statistics() -> tuple[float, float]:
+    """Mean and standard deviation of the pixels of the training images."""
+    images = DigitImages("train").images
+    return float(images.mean()), float(images.std())
+
+
+class Standardize(nn.Module):
+    """Pixels as the training images have them, with their mean and standard deviation taken out."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean, deviation = pixel_statistics()
+        return (images - mean) / deviation
+
+
+def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
+    """Images (b, 8, 8) through three hidden layers to logits (b, 10), from He's first weights or Xavier's."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [PIXELS, width, width, width, CLASSES]
+    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(sizes)]
+    for layer in layers:
+        if xavier:
+            nn.init.xavier_normal_(layer.weight, generator=generator)
+        else:
+            nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
+        nn.init.zeros_(layer.bias)
+    between = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
+    return nn.Sequential(Standardize(), nn.Flatten(), *between, layers[-1])
+
+
+def decayed_sgd() -> tuple[Technique, ...]:
+    """What these networks are trained with: momentum, and a rate that falls by a cosine to the end of the run."""
+    return (Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), Cosine(warmup=0))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module) -> float:
+    """Percent of the test images that are told right."""
+    test = DigitImages("test")
+    return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
+
+
+class GivenImages:
+    """Images (n, 8, 8) with labels (n,) of somebody's choice, each to be had by itself."""
+
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images, self.labels = images, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        rows = torch.from_numpy(indices)
+        return {"inputs": self.images[rows], "labels": self.labels[rows]}
+
+
+def with_wrong_labels(share: float, seed: int) -> tuple[GivenImages, Tensor]:
+    """The training images, a share of them under another label than their own, and which those are (n,)."""
+    digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
+    wrong = torch.zeros(len(digits), dtype=torch.bool)
+    wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True
+    moved = torch.randint(1, CLASSES, (len(digits),), generator=generator)
+    return GivenImages(digits.images, torch.where(wrong, (digits.labels + moved) % CLASSES, digits.labels)), wrong
+
+
+def in_training(
+    build: Callable[[], nn.Module], contents: Examples, *, steps: int, batch: int, seed: int
+) -> Iterator[tuple[int, nn.Module]]:
+    """A classifier before its training and after each step of it, with how many those were; always the same module."""
+    plain = Plain(build, Epochs(contents, min(batch, len(contents)), seed), Classify())
+    run = compose(plain, decayed_sgd(), steps)
+    state = run.start()
+    assert state.model is not None
+    yield 0, state.model
+    with closing(train(run, state, seed)) as records:
+        for record in records:
+            yield record.step, state.model

@@ -1,0 +1,49 @@
+"""Small language models that all cost the same and are trained in different ways: what is measured of them, and how it
+is shown."""
+
+from collections.abc import Sequence
+
+from thrifty.core.technique import Technique
+from thrifty.experiments.study import Plot, Quantity
+from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+
+EXAMPLES = 1024
+"""Held-out examples that a model is judged by."""
+
+QUANTITIES = {
+    "loss": Quantity("held-out loss, nats per byte"),
+    "gain": Quantity("by how many nats the loss is below that without it, of the same seed"),
+    "steps": Quantity("steps that the work paid for"),
+    "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+}
+
+
+def after(
+    steps: int,
+    techniques: Sequence[Technique],
+    *,
+    seed: int,
+    depth: int,
+    width: int,
+    length: int,
+    batch: int,
+    lr: float,
+) -> dict[str, float]:
+    """The `QUANTITIES` of a model of bytes after so many steps of clipped AdamW with these techniques, a schedule among
+    them."""
+    trained = train_on_bytes(
+        lambda: llama(depth, width, length, seed),
+        [AdamW(lr=lr), Clip(), *techniques],
+        steps=steps,
+        seed=seed,
+        length=length,
+        batch=batch,
+    )
+    return {"loss": trained.held_out_loss(EXAMPLES), "steps": steps, "seconds": trained.seconds}
+
+
+def losses_by(way: str) -> Plot:
+    """The losses at each budget, `full_steps`, a line for each value of `way`."""
+    return Plot("loss", "Held-out loss at equal work, nats per byte", x="full_steps", y="loss", by=way, log_x=True)

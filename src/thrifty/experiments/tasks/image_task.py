@@ -1,0 +1,79 @@
+"""Small Vision Transformers on images with labels, for studies that train some."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from torch import nn
+
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.core.recipe import DataSettings
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.data.images.image_data import ImageData, open_images
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import assemble
+from thrifty.models.transformer import initialize
+from thrifty.objectives.classification import Classify
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.training.evaluation import evaluate
+from thrifty.training.loop import train
+
+HEAD_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class TrainedOnImages:
+    """A model at the end of its run."""
+
+    run: Composition
+    state: TrainState
+    images: ImageData
+
+    @property
+    def seconds(self) -> float:
+        """Spent in the steps."""
+        return self.state.counters["seconds"]
+
+    def judged(self, tested: int) -> dict[str, float]:
+        """Share told right ("accuracy") and "loss", nats, of so many held-out images in full size."""
+        assert self.state.model is not None
+        return evaluate(self.state.model, Classify(), self.images.held_out.batches(tested, 250), CPU)
+
+
+def train_on_images(
+    techniques: Sequence[Technique],
+    *,
+    steps: int,
+    seed: int,
+    data: str,
+    depth: int,
+    width: int,
+    patch: int,
+    batch: int,
+    lr: float,
+) -> TrainedOnImages:
+    """A ViT with heads of 32 on a known set of images or a folder of them, as DeiT has it: AdamW, a cosine after a
+    short warm-up, label smoothing; and the techniques."""
+    images = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
+    ends, heads = images.ends, width // HEAD_WIDTH or 1
+    shape = Shape(
+        "vit", depth, width, heads, heads, 4 * width, len(ends.labels), 0, tied=False,
+        image=ends.side, patch=patch, channels=ends.channels,
+    )  # fmt: skip
+
+    def build() -> nn.Module:
+        model = assemble(shape)
+        initialize(model, seed)
+        return model
+
+    plain = Plain(build, images.train, Classify(label_smoothing=0.1))
+    chosen = [AdamW(lr=lr, weight_decay=0.05), Cosine(warmup=0.05), Clip(), *techniques]
+    run = compose(plain, chosen, steps)
+    state = run.start()
+    with closing(train(run, state, seed)) as records:
+        for _ in records:
+            pass
+    return TrainedOnImages(run, state, images)

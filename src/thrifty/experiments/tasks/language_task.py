@@ -1,0 +1,128 @@
+"""Small language models on bytes, for studies that train some: the text, a run from first values to its end, and what
+came of it."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from statistics import fmean
+
+import numpy as np
+from torch import nn
+
+from thrifty.composition.compose import CPU, Plain, compose
+from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError
+from thrifty.core.objective import Objective
+from thrifty.core.randomness import seed_of
+from thrifty.core.technique import Technique
+from thrifty.data.text.python_sources import python_files
+from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.transformer import initialize
+from thrifty.objectives.next_token import NextToken
+from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.linear import Linear
+from thrifty.training.evaluation import held_out_loss
+from thrifty.training.loop import train
+
+BYTES = 256
+"""The vocabulary: what a model sees are the bytes themselves, so there is no tokenizer to depend on."""
+TEXT_BYTES = 10_000_000
+HELD_OUT = 20
+"""One file in so many is held out."""
+
+
+@cache
+def source_text() -> tuple[np.ndarray, np.ndarray]:
+    """The source files of the running standard library as bytes: for training, and held out (by the file's name)."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for path in python_files(TEXT_BYTES):
+        parts[seed_of(path.name) % HELD_OUT == 0].append(path.read_bytes())
+    training, held_out = (np.frombuffer(b"".join(files), dtype=np.uint8) for files in parts)
+    return training, held_out
+
+
+def llama(depth: int, width: int, length: int, seed: int, head_width: int = 16) -> nn.Module:
+    """A Llama-style model of bytes with its first values; the inner width is 8/3 of the width, a multiple of 8."""
+    heads, hidden = max(1, width // head_width), 8 * math.ceil(width / 3)
+    model = assemble(Shape("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True))
+    initialize(model, seed)
+    return model
+
+
+def parameters_of(model: nn.Module) -> int:
+    """All parameters, a shared one counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def steps_for(flops: float, parameters: int, tokens_per_step: int) -> int:
+    """How many steps a compute budget pays for, a step costing 6 · parameters · tokens. Raises Infeasible for none."""
+    steps = round(flops / (FLOP_PER_PARAMETER_AND_TOKEN * parameters * tokens_per_step))
+    if steps < 1:
+        raise Infeasible(f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="a larger budget")
+    return steps
+
+
+def decayed_adamw(width: int) -> tuple[Technique, ...]:
+    """What these models are trained with: a rate that was the best of three at widths 16 to 96 when divided by the
+    width, warmed up for a tenth of the run and decayed to its end."""
+    return (AdamW(lr=0.24 / width), Linear(warmup=0.1), Clip())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model at the end of its run. Losses in nats per byte, infinite once the run had diverged."""
+
+    model: nn.Module
+    objective: Objective
+    losses: Sequence[float]
+    """Of each step, before its update."""
+    tokens: int
+    seconds: float
+    """Spent in the steps."""
+    length: int
+    notes: Sequence[Mapping[str, float]] = ()
+    """Of each step that was made, what techniques noted."""
+
+    def mean_loss(self, last: int) -> float:
+        """The mean over the last so many steps."""
+        return fmean(self.losses[-last:])
+
+    def held_out_loss(self, examples: int = 512) -> float:
+        held_out = HeldOut(source_text()[1], self.length)
+        loss = held_out_loss(self.model, self.objective, held_out.batches(examples, 64), CPU)
+        return loss if math.isfinite(loss) else math.inf
+
+
+def train_on_bytes(
+    build: Callable[[], nn.Module], techniques: Sequence[Technique], *, steps: int, seed: int, length: int, batch: int
+) -> Trained:
+    """Train through the library's own loop; a run that diverges ends early, its remaining losses infinite."""
+    plain = Plain(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
+    run = compose(plain, techniques, steps)
+    state = run.start()
+    losses: list[float] = []
+    notes: list[Mapping[str, float]] = []
+    try:
+        with closing(train(run, state, seed)) as records:
+            for record in records:
+                losses.append(record.loss if math.isfinite(record.loss) else math.inf)
+                notes.append(record.notes)
+    except IntegrityError:
+        raise
+    except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
+        pass
+    losses += [math.inf] * (steps - len(losses))
+    assert state.model is not None
+    return Trained(
+        model=state.model,
+        objective=run.judged_by,
+        losses=losses,
+        tokens=int(state.counters["tokens"]),
+        seconds=state.counters["seconds"],
+        length=length,
+        notes=notes,
+    )

@@ -1,0 +1,87 @@
+"""What an encoder of bytes knows of Python: a linear probe of its states for what kind of thing a letter is part of.
+
+The source files of the standard library and of torch say by themselves, through Python's own tokenizer, which letters
+are in a comment, a string, a keyword or another name; to tell, one must have read what stands around.
+"""
+
+import io
+import keyword
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.randomness import seed_of
+from thrifty.data.text.python_sources import python_files
+from thrifty.experiments.tasks.language_task import TEXT_BYTES
+
+KINDS = ("COMMENT", "STRING", "KEYWORD", "NAME")
+FILES, PLACES = 40, (800, 400)
+"""Files to learn from and as many to be tested on; letters of each kind in these."""
+
+
+def kinds(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of a source file, and for each the number of its kind in `KINDS`, -1 for none. Empty for a file that is
+    not plain ASCII, or no Python of today."""
+    text = path.read_bytes()
+    nothing = np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64)
+    if not text.isascii() or b"\r" in text:
+        return nothing
+    begins, kind = [0, *(place + 1 for place, byte in enumerate(text) if byte == 10)], np.full(len(text), -1)
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text.decode()).readline):
+            name = tokenize.tok_name[token.type].replace("FSTRING_MIDDLE", "STRING")
+            if name == "NAME" and keyword.iskeyword(token.string):
+                name = "KEYWORD"
+            if name in KINDS:
+                (row, column), (last, end) = token.start, token.end
+                kind[begins[row - 1] + column : begins[last - 1] + end] = KINDS.index(name)
+    except (tokenize.TokenError, SyntaxError):
+        return nothing
+    return np.frombuffer(text, dtype=np.uint8), kind
+
+
+@cache
+def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Bytes (n, length) and the kind (n,) of the letter in their middle: to learn from, and of other files to be tested
+    on; as many of each kind."""
+    ordered = sorted(python_files(TEXT_BYTES), key=lambda path: seed_of(path.name))
+    files = [found for path in ordered[: 2 * FILES] if len((found := kinds(path))[0])]
+    random, half, parts = np.random.default_rng(seed), length // 2, []
+    for own, wanted in zip((files[::2], files[1::2]), PLACES, strict=True):
+        text, kind = (np.concatenate(each) for each in zip(*own, strict=True))
+        is_letter = (text >= ord("a")) & (text <= ord("z"))
+        is_letter[:half], is_letter[-half:] = False, False
+        middles = [random.choice(np.flatnonzero(is_letter & (kind == number)), wanted) for number in range(len(KINDS))]
+        rows = np.concatenate(middles)[:, None] + np.arange(-half, length - half)
+        parts.append(
+            (torch.from_numpy(text[rows].astype(np.int64)), torch.arange(len(KINDS)).repeat_interleave(wanted))
+        )
+    return parts[0], parts[1]
+
+
+@torch.no_grad()
+def probed(model: nn.Module, length: int, seed: int) -> float:
+    """Percent of the letters to be tested on whose kind a ridge regression tells."""
+    (learned, theirs), (tested, wanted) = places(length, seed)
+    states, asked = in_the_middle(model, learned), in_the_middle(model, tested)
+    mean, deviation = states.mean(0), states.std(0) + 1e-6
+    states, asked = ((each - mean) / deviation for each in (states, asked))
+    targets = nn.functional.one_hot(theirs).double() - 1 / len(KINDS)
+    square = states.T @ states + 1e-3 * len(states) * torch.eye(states.shape[1], dtype=states.dtype)
+    scores = asked @ torch.linalg.solve(square, states.T @ targets)
+    return 100 * float((scores.argmax(1) == wanted).double().mean())
+
+
+def in_the_middle(model: nn.Module, tokens: Tensor) -> Tensor:
+    """What the last block gives (n, d) at the middle of each text, in double precision."""
+    seen: list[Tensor] = []
+    middle = tokens.shape[1] // 2
+    hook = model.blocks[-1].register_forward_hook(lambda _, given, states: seen.append(states[:, middle].double()))
+    for part in tokens.split(64):
+        model(part)
+    hook.remove()
+    return torch.cat(seen)

@@ -1,0 +1,101 @@
+"""A3: the keys that a greedy search over the largest products of single numbers finds, then those near the best.
+
+Paper: Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
+"""
+
+import heapq
+import math
+
+import torch
+from torch import Tensor
+
+from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
+
+PRODUCTS = 2**24
+"""How many products are looked through at once."""
+
+
+def greedy_scores_reference(query: Tensor, keys: Tensor, rounds: int) -> Tensor:
+    """The paper's search for one query (k,) over keys (n, k), with a heap for each end of the sorted columns: the
+    greedy score of each key, (n,) in float64.
+
+    In each round the largest product that is left is added to its key's score if it is positive; then the smallest, if
+    negative, unless the sum of all that was taken is negative by now.
+    """
+    products = (query * keys).double()
+    ends = []
+    for sign in (-1, 1):  # heapq gives the smallest
+        columns = [sorted((sign * products[:, c]).tolist()) for c in range(keys.shape[1])]
+        rows = [(sign * products[:, c]).argsort(stable=True).tolist() for c in range(keys.shape[1])]
+        heap = [(column[0], c, 0) for c, column in enumerate(columns)]
+        heapq.heapify(heap)
+        ends.append((heap, columns, rows))
+    scores, total = torch.zeros(len(keys), dtype=torch.float64), 0.0
+    for _ in range(rounds):
+        for sign, (heap, columns, rows) in zip((-1, 1), ends, strict=True):
+            if not heap or (sign == 1 and total < 0):
+                continue
+            value, c, at = heapq.heappop(heap)
+            total += sign * value
+            if value < 0:  # positive at the upper end, negative at the lower one
+                scores[rows[c][at]] += sign * value
+            if at + 1 < len(keys):
+                heapq.heappush(heap, (columns[c][at + 1], c, at + 1))
+    return scores
+
+
+def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) -> Tensor:
+    """The same for many queries (n, k) over their keys (n, s, k), so many `rounds` (n,) each: (n, s) in float64.
+
+    Heaps over sorted columns give products in the order of all of them, so those are sorted instead. A key that is not
+    `visible` (n, s) is not among them.
+    """
+    (n, s), hidden = visible.shape, ~visible[..., None]
+    products = (query[:, None, :] * keys).double()
+    rounds = torch.minimum(rounds, visible.sum(-1) * keys.shape[-1])
+    most = min(int(rounds.max()), products[0].numel())
+    highest, lowest = (
+        products.masked_fill(hidden, last).flatten(1).topk(most, largest=last < 0) for last in (-math.inf, math.inf)
+    )
+    total, taken = products.new_zeros(n), torch.zeros(n, dtype=torch.int64, device=products.device)
+    low = lowest.values
+    for i in range(most):
+        on = i < rounds
+        total = total + torch.where(on, highest.values[:, i], 0.0)
+        takes = on & (total >= 0)
+        total = total + torch.where(takes, low.gather(1, taken.clamp(max=most - 1)[:, None])[:, 0], 0.0)
+        taken = taken + takes
+    at = torch.arange(most, device=products.device)
+    # what a query has no round for may be of hidden keys, and infinite
+    up = highest.values.clamp(min=0).masked_fill(at >= rounds[:, None], 0.0)
+    down = low.clamp(max=0).masked_fill(at >= taken[:, None], 0.0)
+    scores = products.new_zeros(n, s)
+    scores.scatter_add_(1, highest.indices // keys.shape[-1], up)
+    return scores.scatter_add_(1, lowest.indices // keys.shape[-1], down)
+
+
+def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor:
+    """Keys with a positive greedy score after ⌈share · n⌉ rounds, n being how many keys a query sees: (b, h, t, s)."""
+    (b, h, t, width), k = q.shape, heads_of_keys(k, q.shape[1])
+    visible = visible.expand(b, h, t, k.shape[2])
+    queries, seen = q.flatten(0, 2), visible.flatten(0, 2)
+    rounds = (seen.sum(-1) * share).ceil().long()
+    found, step = [], max(PRODUCTS // max(k.shape[2] * width, 1), 1)
+    keys = k.flatten(0, 1)
+    for start in range(0, len(queries), step):
+        part = slice(start, start + step)
+        own = torch.arange(start, min(start + step, len(queries)), device=q.device) // t
+        found.append(greedy_scores(queries[part], keys[own], rounds[part], seen[part]) > 0)
+    return torch.cat(found).view(b, h, t, -1) & visible
+
+
+def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
+    """Of the candidates those whose softmax weight is at least `percent` of the best one's: (b, h, t, s)."""
+    among = scores.masked_fill(~candidates, float("-inf"))
+    return candidates & (among >= among.amax(-1, keepdim=True) + math.log(percent / 100))
+
+
+def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
+    """Both selections; a query without a candidate keeps its best key."""
+    scores = exact_scores(q, k)
+    return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

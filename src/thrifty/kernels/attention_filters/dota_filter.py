@@ -1,0 +1,73 @@
+"""DOTA: scores estimated by a small trained detector, as many keys for each query as for any other.
+
+Paper: Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS); its
+precursor Liu et al. 2021 (arXiv 2110.11299). The body of the paper was not read: the projection's probabilities and the
+order of tokens are from memory (unverified), the loss is from a note on the paper.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from thrifty.kernels.rotary_embedding import rotate
+
+PARALLEL = 4
+"""Queries that are worked on together (unverified)."""
+
+
+def sparse_projection(width: int, reduced: int, generator: torch.Generator) -> Tensor:
+    """P (d, k): sqrt(3 / k) times 1 or -1, one in six each, or 0 (Achlioptas 2003), in float32."""
+    drawn = torch.rand(width, reduced, generator=generator, device=generator.device)
+    signs = torch.where(drawn < 1 / 6, 1.0, torch.where(drawn < 1 / 3, -1.0, 0.0))
+    return math.sqrt(3 / reduced) * signs
+
+
+def detected_scores(
+    x: Tensor, projection: Tensor, w_q: Tensor, w_k: Tensor, turns: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Estimates (b, h, t, t) of the scores of tokens x (b, t, d): (x P W_q) (x P W_k)ᵀ, with W (h, k, k) by head. With
+    `turns`, cosines and sines (t, k/2), both factors are turned by their position first."""
+    reduced = (x.to(projection.dtype) @ projection)[:, None]
+    q, k = reduced @ w_q, reduced @ w_k
+    if turns is not None:
+        q, k = rotate(q, *turns), rotate(k, *turns)
+    return q @ k.mT
+
+
+def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
+    """The mean squared difference of both (b, h, t, s) over visible pairs, one number per example (b,)."""
+    difference = (estimated - exact).float().square().masked_fill(~visible, 0.0)
+    return difference.sum((1, 2, 3)) / visible.expand_as(difference).sum((1, 2, 3)).clamp(min=1)
+
+
+def balanced_keys(scores: Tensor, count: int, visible: Tensor, counts: Tensor | None = None) -> Tensor:
+    """The keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 where it sees fewer; of those
+    only as many as `counts` (b,) has for each example."""
+    best = scores.masked_fill(~visible, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
+    kept = best.values > float("-inf")
+    if counts is not None:
+        kept &= torch.arange(kept.shape[-1], device=kept.device) < counts[:, None, None, None]
+    return torch.where(kept, best.indices, -1)
+
+
+def keep_of(keys: Tensor, count: int) -> Tensor:
+    """The same as a mask (b, h, t, count)."""
+    spare = torch.where(keys < 0, count, keys)
+    mask = torch.zeros(*keys.shape[:-1], count + 1, dtype=torch.bool, device=keys.device)
+    return mask.scatter(-1, spare, True)[..., :count]
+
+
+def key_reuse(keep: Tensor, parallel: int = PARALLEL) -> float:
+    """Keys that are fetched when `parallel` queries share each fetch, over those fetched one by one: the size of the
+    unions of neighbouring queries' sets in a mask (…, t, s) over the sum of their sizes."""
+    missing = -keep.shape[-2] % parallel
+    groups = torch.nn.functional.pad(keep, (0, 0, 0, missing)).unflatten(-2, (-1, parallel))
+    return float(groups.any(-2).sum() / keep.sum().clamp(min=1))
+
+
+def fetch_order(keep: Tensor) -> list[tuple[int, tuple[int, ...]]]:
+    """Of a mask (parallel, s) the keys in the order in which they are fetched, with the queries that each serves: first
+    those that all want, last those that one wants (the order among equals is ours)."""
+    wanted = [(key, tuple(keep[:, key].nonzero().flatten().tolist())) for key in range(keep.shape[1])]
+    return sorted((pair for pair in wanted if pair[1]), key=lambda pair: (-len(pair[1]), pair[1], pair[0]))

@@ -1,0 +1,110 @@
+"""ViTCoD: one mask per head for all images, made of average attention maps; heads of queries and keys in a code.
+
+Paper: You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design (HPCA,
+arXiv 2210.09573). Read in part, with its published code.
+"""
+
+import base64
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import IntegrityError
+from thrifty.kernels.attention_filters.keep_masks import heads_of_keys
+from thrifty.kernels.deterministic_cumsum import running_sums
+from thrifty.kernels.sparse_attention.block_attention import block_attention
+from thrifty.kernels.sparse_attention.block_grid import BlockGrid, blocks_of
+
+GLOBAL = 50
+"""A key that more queries than this keep is a global token, of the 197 of the paper's images."""
+
+
+def code_heads(heads: int) -> int:
+    """Heads of the code: half, rounded up."""
+    return math.ceil(heads / 2)
+
+
+def through_code(x: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
+    """x (b, h, t, k) through a code of fewer heads and back: encode (c, h), decode (h, c)."""
+    return torch.einsum("hc,cg,bgtk->bhtk", decode, encode, x)
+
+
+def code_loss(x: Tensor, restored: Tensor) -> Tensor:
+    """The distance of both (b, h, t, k), one number per example (b,)."""
+    return (x - restored).float().square().sum((1, 2, 3)).add(1e-12).sqrt()
+
+
+def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
+    """Of average attention maps (…, t, s), rows of which sum to 1, the largest entries of each row until their sum
+    reaches `cut`; rows and columns of the `first` tokens are always kept. A mask of the same shape."""
+    ordered = average.sort(dim=-1, descending=True, stable=True)
+    before = running_sums(ordered.values, -1) - ordered.values
+    kept = torch.zeros_like(average, dtype=torch.bool).scatter(-1, ordered.indices, before < cut)
+    kept[..., :first, :] = True
+    kept[..., :, :first] = True
+    return kept
+
+
+def split_and_conquer(mask: Tensor, limit: int = GLOBAL) -> tuple[Tensor, int]:
+    """The tokens of a mask (t, t), True for what is kept, in the order that puts global ones in front, (t,) int64, and
+    how many those are: columns with more than `limit` kept pairs."""
+    is_global = mask.sum(0) > limit
+    order = (~is_global).long().argsort(stable=True)
+    return order, int(is_global.sum())
+
+
+def reordered(mask: Tensor, order: Tensor) -> Tensor:
+    """A mask (t, t) with rows and columns in this order."""
+    return mask[order][:, order]
+
+
+def average_map(probabilities: Tensor, visible: Tensor) -> Tensor:
+    """The mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees something."""
+    counts = visible.any(-1, keepdim=True).expand(*probabilities.shape[:3], 1).sum(0)
+    return probabilities.double().sum(0) / counts.clamp(min=1)
+
+
+def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
+    """`informative_pairs` of maps (h, t, t) whose rows are first scaled to a sum of 1, and every token with itself
+    (ours: so that no mask leaves a query alone)."""
+    rows = average / average.sum(-1, keepdim=True).clamp(min=1e-30)
+    own = torch.eye(average.shape[-1], dtype=torch.bool, device=average.device)
+    return informative_pairs(rows, cut, first) | own
+
+
+def written_masks(masks: Tensor) -> str:
+    """Masks as text: their bits, compressed, in base 64."""
+    return base64.b64encode(zlib.compress(np.packbits(masks.cpu().numpy()).tobytes())).decode()
+
+
+def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
+    """Masks (h, t, t) from that text. Raises IntegrityError where it is not one of so many."""
+    count = heads * tokens**2
+    bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8))
+    if not count <= len(bits) < count + 8:
+        raise IntegrityError(f"{len(bits)} bits are no masks of {heads} heads and {tokens} tokens")
+    return bits[:count].reshape(heads, tokens, tokens).astype(bool)
+
+
+def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each head of masks (h, t, t) the order of `split_and_conquer` (h, t), and which blocks of so many tokens of
+    the reordered mask keep something (h, T, T)."""
+    tokens = masks.shape[-1]
+    order = (masks.sum(1) <= limit).argsort(axis=-1, kind="stable")
+    moved = np.take_along_axis(np.take_along_axis(masks, order[:, :, None], 1), order[:, None, :], 2)
+    side = blocks_of(tokens, block)
+    padded = np.pad(moved, ((0, 0), *[(0, side * block - tokens)] * 2))
+    return order, padded.reshape(-1, side, block, side, block).any((2, 4))
+
+
+def split_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor, kept: BlockGrid) -> Tensor:
+    """Attention of q (b, h, t, k) over what a mask (b or 1, h, t, t) leaves of k and v (b, g, t, k), worked on with the
+    tokens of each head in an order (h, t), in those blocks (1, h, T, T) that keep something in it."""
+    b, h, t, width = q.shape
+    along = order[None, :, :, None].expand(b, h, t, width)
+    q, k, v = (heads_of_keys(x, h).gather(2, along) for x in (q, k, v))
+    keep = keep.gather(2, order[None, :, :, None].expand_as(keep)).gather(3, order[None, :, None].expand_as(keep))
+    return block_attention(q, k, v, kept, keep).gather(2, order.argsort(-1)[None, :, :, None].expand_as(along))

@@ -1,0 +1,82 @@
+"""The functions of `group_codes.py` in compiled C++, for lines of numbers on a processor."""
+
+import torch
+from torch import Tensor
+
+from thrifty.kernels import groupwise_quantization_cpp
+from thrifty.kernels.cpp_extension import Library
+
+CODES = Library(groupwise_quantization_cpp.SOURCE, "-ffp-contract=off", "-fno-trapping-math")
+NUMBERS = (torch.float32, torch.bfloat16)
+"""The formats that it codes; masks can be truth values, too."""
+FEWEST = 2**19
+"""Numbers for which a thread is worth waking: coded in some 0.2 ms."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers as large as a number, by its bytes."""
+
+
+def codes_natively(dtype: torch.dtype) -> bool:
+    return (dtype in NUMBERS or dtype == torch.bool) and CODES.is_there()
+
+
+def encode_lines(
+    lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    count, width = lines.shape
+    codes = lines.new_empty((count, width * bits // 8), dtype=torch.uint8)
+    least, step = (lines.new_empty((count, 1), dtype=torch.bfloat16) for _ in range(2))
+    _run("encode", lines, bits, zeros, lines, width, int(seed), by_place, first, codes, least, step)
+    return codes, least, step
+
+
+def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
+    low, high = (lines.new_empty((len(lines), 1), dtype=torch.float32) for _ in range(2))
+    _run("extremes", lines, zeros, lines, lines.shape[1], low, high)
+    return low, high
+
+
+def quantise(
+    lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
+) -> Tensor:
+    codes = lines.new_empty((len(lines), lines.shape[1] * bits // 8), dtype=torch.uint8)
+    ends = least.contiguous(), step.contiguous()
+    _run("quantise", lines, bits, zeros, lines, lines.shape[1], int(seed), by_place, first, codes, *ends)
+    return codes
+
+
+def decode_lines(
+    packed: Tensor,
+    least: Tensor,
+    step: Tensor,
+    seed: Tensor,
+    by_place: Tensor,
+    first: int,
+    bits: int,
+    zeros: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    lines = packed.new_empty((len(packed), packed.shape[1] * 8 // bits), dtype=dtype)
+    ends = least.float().contiguous(), step.float().contiguous()
+    _run("decode", lines, bits, zeros, lines, lines.shape[1], int(seed), by_place, first, packed, *ends)
+    return lines
+
+
+def encode_mask_lines(lines: Tensor, high: Tensor) -> Tensor:
+    codes = lines.new_empty((len(lines), lines.shape[1] // 8), dtype=torch.uint8)
+    _run("encode_mask", lines, lines, lines.shape[1], _bits_of(high), codes)
+    return codes
+
+
+def decode_mask_lines(packed: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    lines = packed.new_empty((len(packed), packed.shape[1] * 8), dtype=high.dtype)
+    _run("decode_mask", lines, lines, lines.shape[1], _bits_of(low), _bits_of(high), packed)
+    return lines
+
+
+def _bits_of(value: Tensor) -> int:
+    return int(value.view(_BITS[value.element_size()]))
+
+
+def _run(name: str, lines: Tensor, *arguments: Tensor | int) -> None:
+    """All functions take the bytes of a number first, and work on a range of lines."""
+    CODES.run(name, (lines.element_size(), *arguments), len(lines), max(FEWEST // lines.shape[1], 1))

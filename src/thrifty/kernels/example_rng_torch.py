@@ -1,0 +1,37 @@
+"""Random numbers of each example's own, drawn where the batch is: those of `kernels/example_rng.py`, bit for bit, in
+torch.
+
+The generator is SplitMix64 (Steele et al. 2014). torch has no arithmetic on unsigned numbers, so int64 stand for them:
+sums and products are the same bits, and only shifts and comparisons must be told.
+"""
+
+import torch
+from torch import Tensor
+
+_STRIDE = 0x9E3779B97F4A7C15 - 2**64
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_LOWEST = -(2**63)
+
+
+def drawn(keys: Tensor, count: int) -> Tensor:
+    """The first `count` numbers of each key (b,) int64: int64 (b, count), all bits in use."""
+    steps = torch.arange(1, count + 1, device=keys.device) * _STRIDE
+    return _mixed(keys[:, None] + steps)
+
+
+def chosen(scores: Tensor, count: int) -> Tensor:
+    """The places of the `count` smallest of each row of drawn numbers (b, n), taken as unsigned, in ascending order:
+    int64 (b, count)."""
+    places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices
+    return places.sort(dim=1).values
+
+
+def _mixed(z: Tensor) -> Tensor:
+    z = (z ^ _shifted(z, 30)) * _FACTORS[0]
+    z = (z ^ _shifted(z, 27)) * _FACTORS[1]
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in from the left."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,0 +1,238 @@
+"""Attention in tiles with a running softmax, in Triton, for GPUs: forward and backward.
+
+Papers: Dao et al. 2022, FlashAttention (arXiv 2205.14135); Dao 2023, FlashAttention-2 (2307.08691), for the order of
+the loops: a program has a tile of queries going forward and for their gradients, one of keys for theirs. Nothing of the
+size of pairs is held; the backward pass makes the probabilities again from the log-sum-exp.
+
+Imported only where Triton is there. Run so far in Triton's interpreter alone, never on a GPU. Sums are in float32,
+products of float32 exact ones, not TF32. Tiles that lie in the future are skipped; those between texts that share a row
+are not. `kernels/tiled_attention.py` has the readable reference.
+
+Shapes: b batch, h heads, g key-value heads, t tokens, k head width, which is a power of two from 16 on.
+"""
+
+import torch
+import triton  # pyrefly: ignore[missing-import]
+import triton.language as tl  # pyrefly: ignore[missing-import]
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.sparse_attention.block_layout import as_autocast
+
+TILE = 64
+"""Tokens of a tile's side, unless told."""
+
+
+@triton.jit
+def _tile(base, first, stride, tile: tl.constexpr, width: tl.constexpr, tokens):
+    """Rows first … first + tile - 1 of a matrix (t, k), zeros behind the last."""
+    row, lane = first + tl.arange(0, tile), tl.arange(0, width)
+    return tl.load(base + row[:, None] * stride + lane[None, :], mask=row[:, None] < tokens, other=0.0)
+
+
+@triton.jit
+def _seen(segments, first_row, first_column, tokens, causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr):
+    """Which pairs of a tile of queries and one of keys count, (tile, tile)."""
+    row, column = first_row + tl.arange(0, tile), first_column + tl.arange(0, tile)
+    seen = (row[:, None] < tokens) & (column[None, :] < tokens)
+    if causal:
+        seen = seen & (column[None, :] <= row[:, None])
+    if packed:
+        of_row = tl.load(segments + row, mask=row < tokens, other=-1)
+        of_column = tl.load(segments + column, mask=column < tokens, other=-1)
+        seen = seen & (of_row[:, None] == of_column[None, :])
+    return seen
+
+
+@triton.jit
+def _forward_kernel(
+    q, k, v, segments, output, lse, tokens, heads, sharing, scale,
+    causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    first, of_heads = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    of_keys = of_heads // sharing  # heads that share keys lie one after the other
+    q, output = q + of_heads * tokens * width, output + of_heads * tokens * width
+    k, v = k + of_keys * tokens * width, v + of_keys * tokens * width
+    segments += of_heads // heads * tokens
+    queries = _tile(q, first, width, tile, width, tokens)
+    largest = tl.full((tile,), float("-inf"), dtype=tl.float32)
+    total, found = tl.zeros((tile,), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
+    end = first + tile if causal else tokens
+    for at in range(0, end, tile):
+        keys = _tile(k, at, width, tile, width, tokens)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(_seen(segments, first, at, tokens, causal, packed, tile), scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        finite = tl.where(larger == float("-inf"), 0.0, larger)
+        probability, turn = tl.exp(scores - finite[:, None]), tl.exp(largest - finite)
+        values = _tile(v, at, width, tile, width, tokens)
+        found = found * turn[:, None] + tl.dot(probability.to(values.dtype), values, input_precision="ieee")
+        total, largest = total * turn + tl.sum(probability, 1), larger
+    row, lane = first + tl.arange(0, tile), tl.arange(0, width)
+    whole = tl.where(total == 0.0, 1.0, total)
+    place = output + row[:, None] * width + lane[None, :]
+    tl.store(place, (found / whole[:, None]).to(output.dtype.element_ty), mask=row[:, None] < tokens)
+    tl.store(lse + of_heads * tokens + row, largest + tl.log(whole), mask=row < tokens)
+
+
+@triton.jit
+def _gradients_of_scores(
+    queries, keys, values, given, lse, shared, segments, first, at, tokens, scale,
+    causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Probabilities and the gradients of unscaled products, (tile, tile) each, of queries from `first` and keys from
+    `at` on."""
+    row = first + tl.arange(0, tile)
+    sums = tl.load(lse + row, mask=row < tokens, other=0.0)
+    beside = tl.load(shared + row, mask=row < tokens, other=0.0)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    seen = _seen(segments, first, at, tokens, causal, packed, tile)
+    probability = tl.exp(tl.where(seen, scores - sums[:, None], float("-inf")))
+    of_probability = tl.dot(given, tl.trans(values), input_precision="ieee")
+    return probability, probability * (of_probability - beside[:, None]) * scale
+
+
+@triton.jit
+def _queries_kernel(
+    q, k, v, segments, given, lse, shared, of_q, tokens, heads, sharing, scale,
+    causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    first, of_heads = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    of_keys = of_heads // sharing
+    k, v = k + of_keys * tokens * width, v + of_keys * tokens * width
+    segments += of_heads // heads * tokens
+    lse, shared = lse + of_heads * tokens, shared + of_heads * tokens
+    queries = _tile(q + of_heads * tokens * width, first, width, tile, width, tokens)
+    upstream = _tile(given + of_heads * tokens * width, first, width, tile, width, tokens)
+    found = tl.zeros((tile, width), dtype=tl.float32)
+    end = first + tile if causal else tokens
+    for at in range(0, end, tile):
+        keys, values = _tile(k, at, width, tile, width, tokens), _tile(v, at, width, tile, width, tokens)
+        _, of_scores = _gradients_of_scores(
+            queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale, causal, packed, tile
+        )
+        found += tl.dot(of_scores.to(keys.dtype), keys, input_precision="ieee")
+    row, lane = first + tl.arange(0, tile), tl.arange(0, width)
+    place = of_q + of_heads * tokens * width + row[:, None] * width + lane[None, :]
+    tl.store(place, found.to(of_q.dtype.element_ty), mask=row[:, None] < tokens)
+
+
+@triton.jit
+def _keys_kernel(
+    q, k, v, segments, given, lse, shared, of_k, of_v, tokens, heads, sharing, scale,
+    causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    at, of_keys = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    segments += of_keys * sharing // heads * tokens
+    keys = _tile(k + of_keys * tokens * width, at, width, tile, width, tokens)
+    values = _tile(v + of_keys * tokens * width, at, width, tile, width, tokens)
+    found_k, found_v = tl.zeros((tile, width), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
+    start = at if causal else 0
+    for head in range(0, sharing):
+        own = of_keys * sharing + head
+        for first in range(start, tokens, tile):
+            queries = _tile(q + own * tokens * width, first, width, tile, width, tokens)
+            upstream = _tile(given + own * tokens * width, first, width, tile, width, tokens)
+            probability, of_scores = _gradients_of_scores(
+                queries, keys, values, upstream, lse + own * tokens, shared + own * tokens, segments, first, at, tokens,
+                scale, causal, packed, tile,
+            )  # fmt: skip
+            found_v += tl.dot(tl.trans(probability.to(upstream.dtype)), upstream, input_precision="ieee")
+            found_k += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision="ieee")
+    row, lane = at + tl.arange(0, tile), tl.arange(0, width)
+    place = of_keys * tokens * width + row[:, None] * width + lane[None, :]
+    tl.store(of_k + place, found_k.to(of_k.dtype.element_ty), mask=row[:, None] < tokens)
+    tl.store(of_v + place, found_v.to(of_v.dtype.element_ty), mask=row[:, None] < tokens)
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, segments: Tensor | None = None, tile: int = TILE
+) -> Tensor:
+    """Attention of q (b, h, t, k) over k and v (b, g, t, k), to (b, h, t, k); of tokens that have the same number in
+    `segments` int64 (b, t), where it is given. There is no second derivative. Raises UsageError for other shapes."""
+    width = q.shape[-1]
+    if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1] or k.shape != v.shape or width < 16 or width & (width - 1):
+        raise UsageError(
+            f"flash attention was given queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}",
+            fix="give as many tokens of each, and heads of a width that is a power of two from 16 on",
+        )
+    given = (x.contiguous() for x in as_autocast(q, k, v))
+    if tile < 16 or tile & (tile - 1):
+        raise UsageError(f"tiles of {tile} tokens", fix="take a power of two from 16 on")
+    return torch.ops.thrifty.flash_attention(*given, causal, segments, tile)[0]
+
+
+def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, float]:
+    return q.shape[2], q.shape[1], q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+
+
+@torch.library.custom_op("thrifty::flash_attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, segments: Tensor | None, tile: int
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp of each query's scores (b, h, t)."""
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    if q.numel():
+        grid = (triton.cdiv(q.shape[2], tile), q.shape[0] * q.shape[1])
+        given = q, k, v, q if segments is None else segments.contiguous(), output, lse
+        _forward_kernel[grid](*given, *_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
+    return output, lse
+
+
+@_attention.register_fake
+def _(q, k, v, causal, segments, tile):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("thrifty::flash_attention_backward", mutates_args=())
+def _attention_backward(
+    of_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    causal: bool,
+    tile: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
+    if q.numel():
+        shared = (of_output.float() * output.float()).sum(-1)
+        given = q, k, v, q if segments is None else segments.contiguous(), of_output, lse, shared
+        also = (*_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
+        tiles = triton.cdiv(q.shape[2], tile)
+        _queries_kernel[(tiles, q.shape[0] * q.shape[1])](*given, of_q, *also)
+        _keys_kernel[(tiles, k.shape[0] * k.shape[1])](*given, of_k, of_v, *also)
+    return of_q, of_k, of_v
+
+
+@_attention_backward.register_fake
+def _(of_output, q, k, v, segments, output, lse, causal, tile):
+    return tuple(torch.empty_like(x) for x in (q, k, v))
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    q, k, v, ctx.causal, segments, ctx.tile = inputs
+    ctx.save_for_backward(q, k, v, segments, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, of_output: Tensor, of_lse: Tensor | None):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError("flash attention has no second derivative", fix="use torch's attention with SDPBackend.MATH")
+    found = torch.ops.thrifty.flash_attention_backward(of_output.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.tile)
+    return *found, None, None, None
+
+
+_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _flops(q: Tensor, products: int) -> int:
+    """Of so many products over all pairs, a causal mask not taken off, as torch counts its own."""
+    return 2 * products * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[-1]
+
+
+FLOPS_OF[torch.ops.thrifty.flash_attention] = lambda q, *rest, **others: _flops(q, 2)
+FLOPS_OF[torch.ops.thrifty.flash_attention_backward] = lambda of_output, q, *rest, **others: _flops(q, 5)

@@ -1,0 +1,264 @@
+"""Whole tensors in and out of the codes of `group_codes.py`.
+
+Large tensors go through compiled code where there is a compiler, C++ on a processor and what torch makes of the plain
+functions on a GPU; all others through torch's operations, on a processor in pieces that fit its cache. The results are
+equal bit for bit, but for a last bit of divisions that a GPU's compiler rounds otherwise. To torch each direction is
+one operation: what it holds for a moment is not seen from outside, and shapes can be traced through it.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thrifty.kernels import compiled_quantization
+from thrifty.kernels.groupwise_quantization import (
+    decode_lines,
+    decode_mask_lines,
+    encode_lines,
+    encode_mask_lines,
+    extremes,
+    outward,
+    quantise,
+    seed_word,
+    words_of_places,
+)
+from thrifty.kernels.quantization_ranges import GROUP, Ranges, by_group
+from thrifty.optim.chunked_update import NUMBERS, NUMBERS_ON_A_GPU
+
+COMPILED_FROM = 2**16
+"""Tensors of fewer numbers are not worth compiling for."""
+MIXED = 8
+"""Operations after which torch's compiler names a result that is used twice, instead of writing it out at each use: a
+hash uses each of its words twice, six times over."""
+_TOO_WIDE = 1e30
+"""Steps beyond this are those of masks that hold the lowest number there is."""
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A tensor in codes. `decode` gives one of its shape, format and order in memory, the same every time."""
+
+    codes: Tensor
+    least: Tensor
+    step: Tensor
+    ranges: Ranges
+    bits: int
+    zeros: bool
+    seed: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def decode(self) -> Tensor:
+        r = self.ranges
+        lines = _decode(
+            self.codes, self.least, self.step, [r.outer, r.count, r.inner], self.bits, self.zeros, self.seed, self.dtype
+        )
+        return lines.as_strided(self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class CodedMask:
+    """A tensor of two values, exactly, with a bit for each number."""
+
+    codes: Tensor
+    values: tuple[float, float]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def decode(self) -> Tensor:
+        return _decode_mask(self.codes, *self.values, self.dtype).as_strided(self.size, self.stride)
+
+
+def encode(tensor: Tensor, bits: int, seed: int, ranges: Ranges | None = None, zeros: bool = False) -> Coded | None:
+    """A dense tensor of floating-point numbers in codes of 2, 4 or 8 bits. None where it has numbers that are not
+    finite, or numbers that only a mask has, beyond 10^30.
+
+    With `zeros` exact zeros stay what they are, and no positive number becomes one where its group has no negative
+    ones: whoever asks which activations a ReLU let through relies on that.
+    """
+    r = ranges or by_group(tensor.numel())
+    codes, least, step, sound = _encode(in_memory(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
+    if not isinstance(sound, FakeTensor) and not bool(sound):
+        return None
+    return Coded(codes, least, step, r, bits, zeros, seed, tensor.dtype, tensor.size(), tensor.stride())
+
+
+def encode_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> CodedMask:
+    """A dense tensor of truth values, or of these two values and no others, with a bit for each number."""
+    codes = _encode_mask(in_memory(tensor), values[1])
+    return CodedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The numbers of a dense tensor in the order of its memory, sharing it."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+@torch.library.custom_op("thrifty::encode_groups", mutates_args=())
+@torch.no_grad()
+def _encode(
+    numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, seed: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bytes of each line, least number and step of each range, and whether the tensor can be coded at all."""
+    outer, count, inner = ranges
+    words = seed_word(seed, numbers.device), _words_of_places(width, numbers.device)
+    if outer == 1 and inner == width:
+        parts = [_run(encode_lines, part, *words, lines.start, bits, zeros) for lines, part in _lines(numbers, width)]
+        codes, least, step = map(_joined, zip(*parts, strict=True))
+    else:
+        ends = [_run(extremes, part, zeros) for _, part in _lines(numbers, width)]
+        low, high = (_joined(end).view(outer, count, -1) for end in zip(*ends, strict=True))
+        least, step = outward(low.amin((0, 2)), high.amax((0, 2)), bits, zeros)
+        each = [_of_lines(end, ranges, width) for end in (least, step)]
+        codes = _joined(
+            [
+                _run(quantise, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
+                for lines, part in _lines(numbers, width)
+            ]
+        )
+        least, step = least.bfloat16(), step.bfloat16()
+    return codes, least.flatten(), step.flatten(), step.amax() < _TOO_WIDE
+
+
+@_encode.register_fake
+def _(numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, seed: int) -> tuple[Tensor, ...]:
+    lines = -(-numbers.numel() // width)
+    codes = numbers.new_empty((lines, width * bits // 8), dtype=torch.uint8)
+    ends = [numbers.new_empty(ranges[1], dtype=torch.bfloat16) for _ in range(2)]
+    return codes, *ends, numbers.new_empty((), dtype=torch.bool)
+
+
+@torch.library.custom_op("thrifty::decode_groups", mutates_args=())
+@torch.no_grad()
+def _decode(
+    codes: Tensor, least: Tensor, step: Tensor, ranges: list[int], bits: int, zeros: bool, seed: int, dtype: torch.dtype
+) -> Tensor:
+    width = codes.shape[1] * 8 // bits
+    words = seed_word(seed, codes.device), _words_of_places(width, codes.device)
+    each = [_of_lines(end, ranges, width) for end in (least, step)]
+    if _is_compiled(codes.device, dtype, len(codes) * width):
+        return _run_compiled(decode_lines, codes, *each, *words, 0, bits, zeros, dtype)
+    lines = codes.new_empty((len(codes), width), dtype=dtype)
+    for piece in _pieces(lines):
+        ends = (end[piece] for end in each)
+        lines[piece] = decode_lines(codes[piece], *ends, *words, piece.start, bits, zeros, dtype)
+    return lines
+
+
+@_decode.register_fake
+def _(
+    codes: Tensor, least: Tensor, step: Tensor, ranges: list[int], bits: int, zeros: bool, seed: int, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty((len(codes), codes.shape[1] * 8 // bits), dtype=dtype)
+
+
+@torch.library.custom_op("thrifty::encode_mask", mutates_args=())
+@torch.no_grad()
+def _encode_mask(numbers: Tensor, high: float) -> Tensor:
+    value = torch.tensor(high, dtype=numbers.dtype, device=numbers.device)
+    return _joined([_run(encode_mask_lines, part, value) for _, part in _lines(numbers, GROUP)])
+
+
+@_encode_mask.register_fake
+def _(numbers: Tensor, high: float) -> Tensor:
+    return numbers.new_empty((-(-numbers.numel() // GROUP), GROUP // 8), dtype=torch.uint8)
+
+
+@torch.library.custom_op("thrifty::decode_mask", mutates_args=())
+@torch.no_grad()
+def _decode_mask(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
+    values = [torch.tensor(value, dtype=dtype, device=codes.device) for value in (low, high)]
+    if _is_compiled(codes.device, dtype, len(codes) * GROUP):
+        return _run_compiled(decode_mask_lines, codes, *values)
+    lines = codes.new_empty((len(codes), GROUP), dtype=dtype)
+    for piece in _pieces(lines):
+        lines[piece] = decode_mask_lines(codes[piece], *values)
+    return lines
+
+
+@_decode_mask.register_fake
+def _(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((len(codes), GROUP), dtype=dtype)
+
+
+def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    """Lines of flat numbers in pieces, and which they are. The last line is filled up with its last number: anything
+    else would widen its range."""
+    full = len(numbers) // width
+    lines = numbers[: full * width].view(full, width)
+    for piece in _pieces(lines):
+        yield piece, lines[piece]
+    if rest := len(numbers) - full * width:
+        last = numbers[-1:].expand(width - rest)
+        yield slice(full, full + 1), torch.cat([numbers[full * width :], last])[None]
+
+
+def _pieces(lines: Tensor) -> Iterator[slice]:
+    """All lines at once where they are compiled for, else those that fit the cache together."""
+    size = NUMBERS if lines.device.type == "cpu" else NUMBERS_ON_A_GPU
+    at_once = _is_compiled(lines.device, lines.dtype, lines.numel())
+    rows = len(lines) if at_once else max(size // lines.shape[1], 1)
+    for start in range(0, len(lines), max(rows, 1)):
+        yield slice(start, min(start + rows, len(lines)))
+
+
+@cache
+def _words_of_places(width: int, device: torch.device) -> Tensor:
+    return words_of_places(width, device)
+
+
+def _of_lines(ends: Tensor, ranges: list[int], width: int) -> Tensor:
+    """Least numbers or steps of ranges (r,) as those of each line, (n, 1)."""
+    outer, count, inner = ranges
+    return ends[None, :, None].expand(outer, count, inner // width).reshape(-1, 1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _is_compiled(device: torch.device, dtype: torch.dtype, numbers: int) -> bool:
+    if numbers < COMPILED_FROM:
+        return False
+    return compiled_quantization.codes_natively(dtype) if device.type == "cpu" else _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
+    compiled = _is_compiled(lines.device, lines.dtype, lines.numel())
+    return _run_compiled(function, lines, *rest) if compiled else function(lines, *rest)
+
+
+def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    """On a GPU one compilation for any number of lines, and one for each of all else."""
+    if arguments[0].device.type == "cpu":
+        return getattr(compiled_quantization, function.__name__)(*arguments)
+    constants = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            constants.append((argument.dtype, *argument.shape[1:]))
+            if argument.ndim == 2:
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
+        else:
+            constants.append(argument)
+    return _compiled(function, tuple(constants))(*arguments)
+
+
+@cache
+def _compiled(function: FunctionType, constants: tuple[Any, ...]) -> Callable[..., Any]:
+    # code of its own: the compiler gives up on code that it has compiled in eight ways
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, options={"realize_opcount_threshold": MIXED})

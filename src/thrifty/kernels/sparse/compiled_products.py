@@ -1,0 +1,15 @@
+"""The compiled products, and when they are used."""
+
+import torch
+from torch import Tensor
+
+from thrifty.kernels.cpp_extension import Library
+from thrifty.kernels.sparse import sparse_products_cpp, spgemm_cpp
+
+PRODUCTS = Library(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-contract=fast")
+
+
+def native(*tensors: Tensor | None) -> bool:
+    """Whether products of these tensors run in compiled code: float32 on a processor, with a compiler."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given) and PRODUCTS.is_there()

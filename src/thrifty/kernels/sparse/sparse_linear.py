@@ -1,0 +1,92 @@
+"""SpMM and SDDMM with gradients, and a linear layer of a sparse weight.
+
+Each is the other's gradient: of y = x Sᵀ the gradient of x is an SpMM with the transpose of S, that of the kept values
+an SDDMM; of an SDDMM both gradients are SpMMs. So both may be differentiated as often as one likes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from thrifty.kernels.sparse.sparsity_pattern import Pattern, Turned
+
+
+class _Spmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor, pattern: Pattern | Turned) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.pattern = pattern
+        return pattern.spmm(x, values)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, values), pattern = ctx.saved_tensors, ctx.pattern
+        of_x = spmm(upstream, pattern.turn(values), pattern.T) if ctx.needs_input_grad[0] else None
+        return of_x, sddmm(upstream, x, pattern) if ctx.needs_input_grad[1] else None, None
+
+
+class _Sddmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, pattern: Pattern | Turned) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.pattern = pattern
+        return pattern.sddmm(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (left, right), pattern = ctx.saved_tensors, ctx.pattern
+        of_left = spmm(right, upstream, pattern) if ctx.needs_input_grad[0] else None
+        return of_left, spmm(left, pattern.turn(upstream), pattern.T) if ctx.needs_input_grad[1] else None, None
+
+
+def spmm(x: Tensor, values: Tensor, pattern: Pattern | Turned) -> Tensor:
+    """x (n, k) times the transpose of the sparse matrix (m, k) with these values: (n, m)."""
+    return _Spmm.apply(x, values, pattern)
+
+
+def sddmm(left: Tensor, right: Tensor, pattern: Pattern | Turned) -> Tensor:
+    """The values of leftᵀ right, for left (n, m) and right (n, k), at the kept places alone."""
+    return _Sddmm.apply(left, right, pattern)
+
+
+class _SparseLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pattern: Pattern, dense_gradient: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.pattern, ctx.dense_gradient = pattern, dense_gradient
+        return pattern.spmm(x, pattern.pick(weight).to(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), pattern = ctx.saved_tensors, ctx.pattern
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = pattern.T.spmm(upstream, pattern.turn(pattern.pick(weight)).to(x.dtype))
+        if ctx.needs_input_grad[1]:
+            dense = ctx.dense_gradient
+            of_weight = upstream.T @ x if dense else pattern.place(pattern.sddmm(upstream, x))
+            of_weight = of_weight.to(weight.dtype)
+        return of_x, of_weight, upstream.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def sparse_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, pattern: Pattern, dense_gradient: bool = False
+) -> Tensor:
+    """`F.linear` for x (..., k) and a weight (m, k) that is zero wherever the pattern keeps nothing.
+
+    The gradient of the weight is a dense tensor, zero outside the pattern, or right everywhere with `dense_gradient`,
+    for whoever looks where to grow. Computes in float32 at least, and gives the dtype that `F.linear` would here.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.reshape(-1, x.shape[-1]).to(wide)
+    wide_bias = None if bias is None else bias.to(wide)
+    with torch.autocast(device, enabled=False):
+        y = _SparseLinear.apply(rows, weight, wide_bias, pattern, dense_gradient)
+    return y.to(dtype).view(*x.shape[:-1], len(weight))

@@ -1,0 +1,175 @@
+"""Attention over kept blocks of pairs: small dense products, and nothing for what is left out.
+
+For each block of queries the kept blocks of keys are put together, so that a softmax sees its whole row and needs no
+running maximum; rows that keep about as much are worked on together, so many at once that their scores fit the cache.
+The backward pass computes the probabilities again from the log-sum-exp of each query. Held for it are inputs, output
+and that sum: nothing of the size of pairs, not even of kept ones.
+
+Query heads that share keys, and a grid, are rows of one product. Products run in the dtype of the inputs, the softmax
+in float32 or better. On a processor the result does not depend on the number of threads; on a GPU sums of key
+gradients are in no fixed order.
+"""
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid
+from thrifty.kernels.sparse_attention.block_layout import as_autocast, by_blocks, by_tokens, chunks, laid_out
+from thrifty.kernels.sparse_attention.visibility import Sight
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grid: BlockGrid,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of q (b, h, t, k) over those keys and values (b, g, s, k) that are in kept blocks and that the grid's
+    sight shows, to (b, h, t, k).
+
+    Of those only what `mask`, boolean (b, 1 or h, 1 or t, s), leaves, and what has the same number in `segments`
+    int64 (b, t). `scale` multiplies the scores, 1 / sqrt(k) unless given. There is no second derivative. Raises
+    UsageError for a grid of another size.
+    """
+    check_grid(grid, q, k)
+    q, k, v = as_autocast(q, k, v)
+    sight = grid.sight
+    return torch.ops.thrifty.block_attention(
+        q, k, v, grid.codes, mask, segments, grid.block, grid.count,
+        sight.causal, sight.window, sight.first, q.shape[-1] ** -0.5 if scale is None else scale,
+    )[0]  # fmt: skip
+
+
+@torch.library.custom_op("thrifty::block_attention", mutates_args=())
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    block: int,
+    count: int,
+    causal: bool,
+    window: int,
+    first: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1), 0 where nothing is kept."""
+    with torch.autocast(q.device.type, enabled=False):
+        work = laid_out(q, k, v, codes, mask, segments, block, Sight(causal, window, first), scale)
+        output = torch.zeros_like(work.q)
+        lse = work.q.new_zeros(work.q.shape[:2], dtype=_accurate(q))
+        for chunk in chunks(work):
+            scores = chunk.scores
+            largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
+            probability = scores.sub_(largest).exp_()
+            total = probability.sum(-1, keepdim=True)
+            values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
+            found = torch.bmm(probability.to(v.dtype), values).to(total.dtype)
+            output[chunk.rows] = found.div_(total.clamp(min=torch.finfo(total.dtype).tiny)).to(v.dtype)
+            lse[chunk.rows] = torch.where(total > 0, largest + total.log(), 0.0).squeeze(-1)
+        return by_tokens(output, work), by_tokens(lse[..., None], work)
+
+
+@_attention.register_fake
+def _(q, k, v, codes, mask, segments, block, count, causal, window, first, scale):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
+        (*q.shape[:3], 1), dtype=_accurate(q)
+    )
+
+
+@torch.library.custom_op("thrifty::block_attention_backward", mutates_args=())
+def _attention_backward(
+    of_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    codes: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    output: Tensor,
+    lse: Tensor,
+    block: int,
+    count: int,
+    causal: bool,
+    window: int,
+    first: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        work = laid_out(q, k, v, codes, mask, segments, block, Sight(causal, window, first), scale)
+        of_out, out, sums = (by_blocks(x, work) for x in (of_output, output, lse))
+        shared = (of_out.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
+        of_q, of_k, of_v = torch.zeros_like(work.q), _sums(work.k), _sums(work.v)
+        for chunk in chunks(work):
+            n = len(chunk.keys)
+            probability = chunk.scores.sub_(sums[chunk.rows]).exp_()
+            given = of_out.index_select(0, chunk.rows)
+            values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
+            _add(of_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), given).view(n, block, -1))
+            of_scores = torch.bmm(given, values.transpose(1, 2)).to(sums.dtype)
+            del values
+            of_scores = of_scores.sub_(shared[chunk.rows]).mul_(probability).mul_(scale).to(q.dtype)
+            keys = work.k.index_select(0, chunk.keys).view(len(chunk.rows), -1, k.shape[-1])
+            of_q[chunk.rows] = torch.bmm(of_scores, keys)
+            queries = work.q.index_select(0, chunk.rows)
+            _add(of_k, chunk.keys, torch.bmm(of_scores.transpose(1, 2), queries).view(n, block, -1))
+        keys, values = (x.to(like.dtype).view(*like.shape[:2], -1, x.shape[-1]) for x, like in ((of_k, k), (of_v, v)))
+        s = k.shape[2]
+        return by_tokens(of_q, work), keys[:, :, :s].contiguous(), values[:, :, :s].contiguous()
+
+
+@_attention_backward.register_fake
+def _(of_output, q, k, v, codes, mask, segments, output, lse, *rest):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _accurate(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """Where gradients of blocks are added up: many terms, in float32 at least."""
+    return torch.zeros_like(x, dtype=_accurate(x))
+
+
+def _add(sums: Tensor, places: Tensor, terms: Tensor) -> None:
+    sums.index_add_(0, places, terms.to(sums.dtype))
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    q, k, v, codes, mask, segments, *numbers = inputs
+    ctx.numbers = numbers
+    ctx.save_for_backward(q, k, v, codes, mask, segments, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, of_output: Tensor, of_lse: Tensor | None):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UsageError("sparse attention has no second derivative", fix="use torch's attention, under a mask")
+    gradients = torch.ops.thrifty.block_attention_backward(of_output.contiguous(), *ctx.saved_tensors, *ctx.numbers)
+    return *gradients, *[None] * 9
+
+
+_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+
+
+def _flops(q: Tensor, block: int, count: int, products: int) -> int:
+    """Of so many products over the kept blocks of all heads and examples."""
+    return 2 * products * q.shape[0] * q.shape[1] * count * block**2 * q.shape[-1]
+
+
+FLOPS_OF[torch.ops.thrifty.block_attention] = lambda q, k, v, codes, mask, segments, block, count, *rest, **others: (
+    _flops(q, block, count, 2)
+)
+FLOPS_OF[torch.ops.thrifty.block_attention_backward] = (
+    lambda of_output, q, k, v, codes, mask, segments, output, lse, block, count, *rest, **others: _flops(
+        q, block, count, 5
+    )
+)

@@ -1,0 +1,137 @@
+"""Which blocks of pairs are kept, as grids: codes int8 (b or 1, h, g or 1, T, S) of what each block of pairs is.
+
+A grid is made of arithmetic alone, with no random generator and no value looked at, so that it can be traced, compiled
+and counted without memory; how many blocks it keeps is known from sizes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.sparse_attention.visibility import Sight
+
+NONE, WHOLE, PART = 0, 1, 2
+"""Codes: left out, kept with all pairs, kept with those pairs that the sight shows."""
+
+
+EVERYTHING = Sight()
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    codes: Tensor
+    block: int
+    """Tokens of a block's side."""
+    count: int
+    """Blocks that one head keeps for one example, at most; only what is counted as work depends on it."""
+    sight: Sight = EVERYTHING
+
+
+def blocks_of(tokens: int, block: int) -> int:
+    return -(-tokens // block)
+
+
+def coded(kept: Tensor, sight: Sight, block: int) -> Tensor:
+    """Codes of blocks (…, T, S) that are to be kept, if anything of them is visible."""
+    rows, columns = _places(kept)
+    some, wholly = sight.visible_blocks(rows, columns, block)
+    return torch.where(kept & some, torch.where(wholly, WHOLE, PART), NONE).to(torch.int8)
+
+
+def window_grid(tokens: int, sight: Sight, block: int, device: torch.device | None = None) -> BlockGrid:
+    """Every block of which the sight shows some pair: exactly the pairs of the sight are attended to."""
+    side = blocks_of(tokens, block)
+    codes = coded(torch.ones(1, 1, side, side, dtype=torch.bool, device=device), sight, block)
+    return BlockGrid(codes, block, _window_count(side, sight, block), sight)
+
+
+def scattered_grid(
+    tokens: int,
+    block: int,
+    near: int,
+    first: int,
+    drawn: int,
+    causal: bool,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> BlockGrid:
+    """Blocks as in BigBird (Zaheer et al. 2020, arXiv 2007.14062, section 2): for each block of queries `near` blocks
+    on either side and itself, the `first` blocks, which also see all, and `drawn` others by `seed`."""
+    side = blocks_of(tokens, block)
+    row = torch.arange(side, device=device)[:, None]
+    column = torch.arange(side, device=device)[None, :]
+    kept = ((row - column).abs() <= near) | (column < first) | (row < first)
+    seen = column <= row if causal else column >= 0
+    others = seen & ~kept
+    if drawn and side:
+        # by places alone, so that a row draws the same blocks of its past in a shorter text
+        ticket = torch.where(others, _mixed(row * 2**16 + column, seed), -1)
+        best = ticket.topk(min(drawn, side), dim=-1)
+        chosen = torch.zeros_like(kept).scatter(-1, best.indices, best.values >= 0)
+        kept = kept | chosen
+    sight = Sight(causal)
+    return BlockGrid(
+        coded(kept[None, None], sight, block), block, _scattered_count(side, near, first, drawn, causal), sight
+    )
+
+
+def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
+    """Raises UsageError where a grid is not one of these queries and keys."""
+    heads = {1, k.shape[1], q.shape[1]}
+    b, h, rows, columns = grid.codes.shape
+    wanted = blocks_of(q.shape[2], grid.block), blocks_of(k.shape[2], grid.block)
+    if b not in (1, q.shape[0]) or h not in heads or (rows, columns) != wanted:
+        raise UsageError(
+            f"a grid of {tuple(grid.codes.shape)} blocks of {grid.block} was given to queries {tuple(q.shape)} and "
+            f"keys {tuple(k.shape)}",
+            fix=f"make it (1 or {q.shape[0]}, one of {sorted(heads)}, {wanted[0]}, {wanted[1]})",
+        )
+
+
+def _places(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of block rows (T, 1) and block columns (1, S)."""
+    rows, columns = grid.shape[-2:]
+    return (
+        torch.arange(rows, device=grid.device)[:, None],
+        torch.arange(columns, device=grid.device)[None, :],
+    )
+
+
+def _mixed(numbers: Tensor, seed: int) -> Tensor:
+    """Numbers below 2^31 that depend on each number and the seed without any pattern that matters here."""
+    mixed = (numbers + 0x9E3779B1 * (seed + 1)) & 0x7FFFFFFF
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 0x1B56C4E9)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
+    return mixed ^ (mixed >> 15)
+
+
+def _window_count(side: int, sight: Sight, block: int) -> int:
+    """Blocks of which a window shows some pair, without looking at any value."""
+    if not sight.window:
+        return side * (side + 1) // 2 if sight.causal else side * side
+    reach = (sight.window - 1 + block - 1) // block
+    first = blocks_of(sight.first, block)
+    count = 0
+    for row in range(side):
+        last = row if sight.causal else side - 1
+        if row < first:
+            count += last + 1
+            continue
+        begin, end = max(row - reach, 0), min(row + reach, last)
+        count += end - begin + 1 + min(begin, first)
+    return count
+
+
+def _scattered_count(side: int, near: int, first: int, drawn: int, causal: bool) -> int:
+    count = 0
+    for row in range(side):
+        last = row if causal else side - 1
+        if row < first:
+            count += last + 1
+            continue
+        begin, end = max(row - near, 0), min(row + near, last)
+        fixed = end - begin + 1 + min(begin, first)
+        count += min(fixed + drawn, last + 1)
+    return count

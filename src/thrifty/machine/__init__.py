@@ -1,0 +1,1 @@
+"""Facts of this machine: CPU features, cgroup limits, measured rates, contention, throughput, energy."""

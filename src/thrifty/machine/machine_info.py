@@ -1,0 +1,240 @@
+"""This machine: what it has, what of that this process may use, and what is installed."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed
+
+import thrifty
+from thrifty.machine.cgroup_limits import cgroup_limits
+from thrifty.machine.cpu_features import cpp_compiler, has_python_headers, usable_cores
+from thrifty.machine.measured_rates import Rate, disk_rate, matmul_rate, memory_rate
+
+EXTRAS = {
+    "parquet": ("pyarrow",),
+    "hub": ("datasets", "huggingface_hub"),
+    "huggingface": ("transformers",),
+    "gguf": ("gguf",),
+    "images": ("pillow",),
+    "pruning": ("scikit_learn",),
+    "duplicates": ("datasketch",),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "trackio": ("trackio",),
+}
+"""Optional parts of Thrifty and the packages each one needs."""
+
+INSTRUCTIONS = {
+    "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16",
+    "avx512_vnni": "VNNI", "avx_vnni": "VNNI", "asimd": "NEON", "sve": "SVE", "bf16": "BF16",
+}  # fmt: skip
+"""Processor flags as Linux names them, and the instruction sets they stand for."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int
+    capability: str
+    matmul: dict[str, Rate]
+    """FLOP/s by dtype."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Sizes in bytes, rates in FLOP/s and bytes/s; what could not be found out or was not measured is None or empty."""
+
+    platform: str
+    cpu: str
+    physical_cores: int
+    logical_cores: int
+    """Both count only cores this process may run on."""
+    core_quota: float | None
+    """Cores' worth of time the control group grants."""
+    instructions: tuple[str, ...]
+    torch_instructions: str
+    """The widest vector instructions torch itself uses."""
+    gpus: tuple[Gpu, ...]
+    memory: int
+    memory_available: int
+    disk_free: int
+    python: str
+    torch: str
+    thrifty: str
+    compiler: str | None
+    """The C++ compiler `torch.compile` would call for CPU code."""
+    python_headers: bool
+    backends: tuple[str, ...]
+    """Of torch.distributed."""
+    missing_extras: dict[str, tuple[str, ...]]
+    matmul: dict[str, Rate] = field(default_factory=dict)
+    """FLOP/s of the CPU by dtype."""
+    memory_rate: Rate | None = None
+    disk_rate: Rate | None = None
+
+    @property
+    def cores(self) -> float:
+        """Cores this process can keep busy."""
+        return min(self.logical_cores, self.core_quota or self.logical_cores)
+
+
+@dataclass(frozen=True)
+class CompileTrial:
+    works: bool
+    seconds: float
+    message: str
+    """The last line of what went wrong."""
+
+
+def probe(quick: bool = False, folder: Path = Path()) -> Machine:
+    """Measure this machine: about 4 s, or 1 s with `quick`, which leaves memory and disk unmeasured.
+
+    `folder` is the disk that counts: free space and write rate are those of where runs are kept.
+    """
+    cores = usable_cores()
+    quota, limit = cgroup_limits()
+    memory = psutil.virtual_memory()
+    seconds = 0.3 if quick else 1.0
+    return Machine(
+        platform=platform.platform(terse=True),
+        cpu=cpu_model(),
+        physical_cores=_physical_cores(cores),
+        logical_cores=len(cores),
+        core_quota=quota,
+        instructions=_instructions(),
+        torch_instructions=torch.backends.cpu.get_cpu_capability(),
+        gpus=tuple(_gpu(index, seconds) for index in range(torch.cuda.device_count())),
+        memory=min(memory.total, limit or memory.total),
+        memory_available=min(memory.available, limit or memory.available),
+        disk_free=shutil.disk_usage(folder).free,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        thrifty=thrifty.__version__,
+        compiler=cpp_compiler(),
+        python_headers=has_python_headers(),
+        backends=_backends(),
+        missing_extras=_missing_extras(),
+        matmul=_matmul_rates("cpu", seconds),
+        memory_rate=None if quick else memory_rate(0.5),
+        disk_rate=None if quick else disk_rate(folder),
+    )
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that a run may take on a device now: free ones, within what the control group allows."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    available, (_, limit) = psutil.virtual_memory().available, cgroup_limits()
+    return float(min(available, limit or available))
+
+
+def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
+    """FLOP/s of matrix products here, measured in about 0.3 s: what a training step's rate can be held against.
+
+    The best repeat counts: a peak is what the machine can do while nobody else is using it.
+    """
+    return matmul_rate(device, dtype, 0.3).high
+
+
+def try_compile(timeout: float = 120.0) -> CompileTrial:
+    """Compile and run a small CPU function with `torch.compile` in a process of its own, with nothing cached."""
+    program = "import torch; f = torch.compile(lambda x: (2 * x + 1).relu().sum()); assert f(torch.ones(64)) == 192"
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as cache:
+        # One compile thread: a pool of workers would outlive a process that is killed at the timeout.
+        settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                env=os.environ | settings,
+                timeout=timeout,
+                capture_output=True,
+                text=True,
+            )
+            lines = [line for line in done.stderr.splitlines() if "Error" in line] or done.stderr.splitlines()[-1:]
+            works, message = done.returncode == 0, lines[-1] if lines else f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            works, message = False, f"not done after {timeout:.0f} s"
+    return CompileTrial(works, time.perf_counter() - start, "" if works else message)
+
+
+def _physical_cores(logical: list[int]) -> int:
+    """Distinct cores among these hardware threads."""
+    cores = set()
+    for index in logical:
+        topology = Path(f"/sys/devices/system/cpu/cpu{index}/topology")
+        if not topology.is_dir():
+            return min(psutil.cpu_count(logical=False) or len(logical), len(logical))
+        cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+    return len(cores)
+
+
+def cpu_model() -> str:
+    if sys.platform == "darwin":
+        return subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
+        ).stdout.strip()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _instructions() -> tuple[str, ...]:
+    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
+    if not flags and platform.machine() == "arm64":
+        flags = ["asimd"]  # every 64-bit ARM processor has it, also where the system does not list flags
+    return tuple(dict.fromkeys(INSTRUCTIONS[flag] for flag in INSTRUCTIONS if flag in flags))
+
+
+def _cpuinfo(key: str) -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
+def _matmul_rates(device: str, seconds: float) -> dict[str, Rate]:
+    return {
+        str(dtype).removeprefix("torch."): matmul_rate(device, dtype, seconds)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def _gpu(index: int, seconds: float) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    rates = _matmul_rates(f"cuda:{index}", seconds)
+    return Gpu(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}", rates)
+
+
+def _backends() -> tuple[str, ...]:
+    if not torch.distributed.is_available():
+        return ()
+    found = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    return tuple(name for name, there in found.items() if there)
+
+
+def _missing_extras() -> dict[str, tuple[str, ...]]:
+    missing = {
+        extra: tuple(package for package in packages if not _is_installed(package))
+        for extra, packages in EXTRAS.items()
+    }
+    return {extra: packages for extra, packages in missing.items() if packages}
+
+
+def _is_installed(package: str) -> bool:
+    """By the name under which it is installed, which is not always that under which it is imported."""
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

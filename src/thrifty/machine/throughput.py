@@ -1,0 +1,40 @@
+"""How many FLOPs this machine can put into training in a time."""
+
+from dataclasses import dataclass
+
+import torch
+
+from thrifty.core.errors import UsageError
+from thrifty.machine.machine_info import peak_flops
+
+
+@dataclass(frozen=True)
+class Throughput:
+    device: str
+    devices: int
+    dtype: str
+    """The number format whose products are fastest here."""
+    peak: float
+    """FLOP/s of matrix products, measured on one device and multiplied by the number of devices."""
+    utilisation: float
+
+    @property
+    def sustained(self) -> float:
+        """FLOP/s of training."""
+        return self.peak * self.utilisation
+
+
+def measure_throughput(utilisation: float) -> Throughput:
+    """Measures matrix products for about half a second.
+
+    `utilisation` is the share of them that whole training steps are assumed to reach; `thrifty train` shows what a run
+    of yours does.
+    """
+    if not 0 < utilisation <= 1:
+        raise UsageError(f"utilisation is {utilisation:g}", fix="give a share of the measured peak, such as 0.4")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    devices = max(1, torch.cuda.device_count())
+    rates = {dtype: peak_flops(device, dtype) for dtype in (torch.float32, torch.bfloat16)}
+    fastest = max(rates, key=lambda dtype: rates[dtype])
+    name = str(fastest).removeprefix("torch.")
+    return Throughput(device, devices, name, devices * rates[fastest], utilisation)

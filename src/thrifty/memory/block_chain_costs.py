@@ -1,0 +1,97 @@
+"""What the blocks of a chain cost, found out without running any: bytes and FLOPs are counted on fake tensors.
+
+The model's own forward pass runs once, unseen, and its blocks are answered for: each call is traced forward and
+backward on fake copies of its arguments and parameters, and zeros of the right shape go on to the next.
+"""
+
+import time
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thrifty.core.errors import Refused, ThriftyError
+from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.tensor_tracing import uncollected
+from thrifty.memory.block_costs import block_cost, in_seconds, storage_bytes, tensors_in, untouched
+from thrifty.memory.block_recompute import Chain
+from thrifty.memory.recompute_schedule import ChainCost, StageCost
+
+
+class Survey:
+    """The calls of one forward pass, in order."""
+
+    def __init__(self, timed: bool):
+        self.timed = timed
+        self.stages: list[StageCost] = []
+        self.given: dict[int, Tensor] = {}
+        """By storage, arguments that do not come from the call before."""
+        self.outputs: list[Tensor] = []
+        self.known: dict[Hashable, StageCost] = {}
+        """What calls cost, by what they do: most blocks do the same as the one before."""
+
+    def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = tensors_in((args, kwargs))
+        own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
+        self.given |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
+        try:
+            cost, result = block_cost(module, module.forward, args, kwargs, self.known)
+        except ThriftyError:
+            raise
+        except Exception as error:  # what a block does with fake tensors is not for us to know
+            why = str(error).partition("\n")[0] or type(error).__name__
+            raise Refused(
+                f"what {type(module).__name__} costs cannot be counted by shapes alone: {why}",
+                fix="use memory.recompute or memory.activation_budget, which run it",
+            ) from error
+        if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            cost = in_seconds(cost, forward_seconds(inner, args, kwargs))
+        self.stages.append(cost)
+        self.outputs = tensors_in(result)
+        return result
+
+    def cost(self) -> ChainCost:
+        return ChainCost(storage_bytes(self.given.values()), tuple(self.stages))
+
+
+def survey(
+    model: nn.Module, chain: Chain, forward: Callable[..., Any], args: tuple, kwargs: dict, timed: bool = False
+) -> ChainCost:
+    """Costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model: counted, or `timed` where
+    tensors are real. Nothing of the model, of its state or of the random numbers changes."""
+    found = Survey(timed)
+    fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(uncollected())
+        stack.enter_context(torch.random.fork_rng(list(devices)))
+        stack.enter_context(untouched(model))
+        # this pass has no backward pass: whoever keeps activations of the real one must not see what it saves
+        stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
+        if fakes:
+            stack.enter_context(fakes[0].fake_mode)
+        chain.instead = found.call
+        try:
+            forward(*args, **kwargs)
+        finally:
+            chain.instead = None
+    return found.cost()
+
+
+def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:
+    """The least of some times after one that is not counted; of several ranks the mean, so that all decide alike."""
+    seconds = []
+    with saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
+        for _ in range(1 + times):
+            began = time.perf_counter()
+            call(*args, **kwargs)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    return float(mean_over_ranks(torch.tensor(min(seconds[1:]), device=tensors_in((args, kwargs))[0].device)))

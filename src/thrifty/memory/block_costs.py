@@ -1,0 +1,208 @@
+"""What one call of a block costs, found out without running it: bytes and FLOPs are counted on fake tensors."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from thrifty.core.errors import ThriftyError
+from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.memory.call_signature import Trail
+from thrifty.memory.recompute_schedule import StageCost
+
+WORTH_OF_A_BYTE = 30
+"""FLOPs of a well-filled product in the time in which a byte of a result is written and what it is made of is read: 10
+to 100 on today's processors. It matters only where blocks differ."""
+
+
+class Work(StepTrace):
+    """Counts what operations cost, too: FLOPs, and bytes of new results at their worth in FLOPs."""
+
+    written = 0
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        self.written += 0 if storage._cdata in self._alive else storage.nbytes()
+        super()._see(storage)
+
+    @property
+    def cost(self) -> float:
+        return self.flops + WORTH_OF_A_BYTE * self.written
+
+
+def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> StageCost | None:
+    """What a call costs, counted; None where shapes alone do not tell. Nothing of the module changes."""
+    with _disable_current_modes(), uncollected(), untouched(module):
+        try:
+            return block_cost(module, forward, args, kwargs)[0]
+        except ThriftyError:
+            raise
+        except Exception:  # what a block does with fake tensors is not for us to know
+            return None
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass leaves in modules: buffers and attributes."""
+    before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            _replace_entries(module.__dict__, attributes)
+            _replace_entries(module._buffers, buffers)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def _replace_entries(old: dict, new: dict) -> None:
+    old.clear()
+    old.update(new)
+
+
+def block_cost(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
+    known: MutableMapping[Hashable, StageCost] | None = None,
+) -> tuple[StageCost, Any]:
+    """What a call of a module's `forward` costs, counted, and zeros of the shape of its result; where that hands an
+    argument on, the argument. Calls that do the same as one that is `known` are not counted again.
+
+    The module's own hooks are left out: those of sharding would gather parameters that the fake ones stand for.
+    """
+    leaves, form = tree_flatten((args, kwargs))
+    mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+    # what a technique gave the block beside its own parameters is real
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, faked(module) as own:
+        given = [like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+        def call() -> Any:  # with containers of its own each time: a block may put something into them
+            fake_args, fake_kwargs = tree_unflatten(given, form)
+            return forward(*fake_args, **fake_kwargs)
+
+        cost, result = _traced(call, tensors_in(given), own, {} if known is None else known)
+    real = {id(fake): leaf for fake, leaf in zip(given, leaves, strict=True) if isinstance(fake, Tensor)}
+    return cost, tree_map(lambda leaf: real[id(leaf)] if id(leaf) in real else _zeros(leaf), result)
+
+
+def _traced(
+    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], known: MutableMapping[Hashable, StageCost]
+) -> tuple[StageCost, Any]:
+    with Trail(*given, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
+        result = call()
+        passing_bytes = passing.peak - passing.now
+    kind = passing.kind(result)
+    if kind not in known:
+        del result
+        known[kind], result = _counted(call, given, own, passing_bytes)
+    return known[kind], result
+
+
+def _counted(
+    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], passing: int
+) -> tuple[StageCost, Any]:
+    stopped = 0.0
+
+    def note(tensor: Tensor) -> Tensor:
+        nonlocal stopped
+        stopped = work.cost
+        return tensor
+
+    with Work(*given, *own) as work:
+        with saved_tensors_hooks(note, lambda packed: packed):
+            result = call()
+        forward, saved, peak = work.cost, work.now, work.peak
+        returning = _returning_bytes(work, result, given, own)
+    outputs = tensors_in(result)
+    handed_on = storage_bytes(output for output in outputs if any(output is tensor for tensor in given))
+    cost = StageCost(
+        forward=forward,
+        backward=work.cost - forward,
+        output=storage_bytes(outputs),
+        saved=saved + handed_on,
+        passing=passing,
+        keeping=peak - saved,
+        returning=returning,
+        stopped=stopped,
+    )
+    return cost, result
+
+
+def _returning_bytes(work: Work, result: Any, given: Sequence[Tensor], own: Sequence[Tensor]) -> int:
+    """What a backward pass needs at its peak, beside what is saved and the gradients of output and input."""
+    ends = [output for output in tensors_in(result) if output.grad_fn is not None]
+    if not ends:
+        return 0
+    gradients = [torch.empty_like(end) for end in ends]
+    work.peak = started = work.now
+    trained = [tensor for tensor in (*given, *own) if tensor.requires_grad]
+    torch.autograd.backward(ends, gradients, inputs=trained)
+    of_input = storage_bytes(tensor.grad for tensor in given if tensor.grad is not None)
+    return max(work.peak - started - of_input, 0)
+
+
+@contextmanager
+def faked(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Fake parameters and buffers, whole where the real ones are divided over ranks; their gradients are dropped."""
+    before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in fakes:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            if tensor.requires_grad:
+                made.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            fakes[id(tensor)] = made
+        return fakes[id(tensor)]
+
+    for each, parameters, buffers in before:
+        each._parameters.update({name: fake(tensor) for name, tensor in parameters.items()})
+        each._buffers.update({name: fake(tensor) for name, tensor in buffers.items()})
+    try:
+        yield list(fakes.values())
+    finally:
+        for each, parameters, buffers in before:
+            each._parameters.update(parameters)
+            each._buffers.update(buffers)
+
+
+def in_seconds(cost: StageCost, forward: float) -> StageCost:
+    """A counted cost on the scale of one measured time; the parts keep their ratios."""
+    rate = forward / cost.forward if cost.forward else 0.0
+    stopped = None if cost.stopped is None else rate * cost.stopped
+    return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in list(tensors)}.values())
+
+
+def like(tensor: Tensor) -> Tensor:
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+def _zeros(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    zeros = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
+    return zeros.requires_grad_(value.requires_grad)

@@ -1,0 +1,66 @@
+"""Whether two calls do the same, told by what they did: a forward pass on fake tensors is enough."""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from thrifty.core.tensor_tracing import StepTrace
+
+
+class Trail(StepTrace):
+    """Takes down what a call does: each operation, what it was given, how many bytes were alive after it, what was
+    saved for the backward pass, and which steps that will have."""
+
+    def __init__(self, *known: Tensor):
+        self.steps: list[Hashable] = []
+        self._numbers: dict[int, int] = {}
+        self._numbering = count()
+        super().__init__(*known)
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        given = tuple(self._likeness(leaf) for leaf in tree_leaves((args, kwargs)))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.steps.append((func, given, self.now))
+        return result
+
+    def note_saved(self, tensor: Tensor) -> None:
+        self.steps.append(("saved", self._likeness(tensor)))
+
+    def kind(self, result: Any) -> Hashable:
+        """Equal for calls that did the same and returned this."""
+        outputs = [self._likeness(leaf) for leaf in tree_leaves(result)]
+        nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        return *self.steps, *outputs, *_nodes_behind(nodes)
+
+    def _likeness(self, value: Any) -> Hashable:
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, Hashable) else repr(value)
+        kind = value.layout, value.dtype, value.device, value.requires_grad, value.shape
+        if value.layout is not torch.strided:
+            return kind
+        return *kind, value.stride(), value.storage_offset(), self._numbers.get(value.untyped_storage()._cdata)
+
+    def _follow(self, storage: torch.UntypedStorage, own: int) -> None:
+        self._numbers.setdefault(storage._cdata, next(self._numbering))
+        super()._follow(storage, own)
+
+    def _forget(self, key: int, own: int) -> None:
+        self._numbers.pop(key, None)
+        super()._forget(key, own)
+
+
+def _nodes_behind(ends: Sequence[Any]) -> Iterator[Hashable]:
+    """Of an autograd graph the kinds of its nodes and how they hang together."""
+    nodes = list(dict.fromkeys(ends))
+    places = {node: place for place, node in enumerate(nodes)}
+    for node in nodes:  # which grow in number
+        following = [(after, output) for after, output in node.next_functions if after is not None]
+        for after, _ in following:
+            if after not in places:
+                places[after] = len(nodes)
+                nodes.append(after)
+        yield node.name(), tuple((places[after], output) for after, output in following)

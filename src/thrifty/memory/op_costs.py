@@ -1,0 +1,75 @@
+"""What a single operation takes: measured on this machine by itself, or counted from its shapes."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from thrifty.core.op_flops import FLOPS_OF
+
+FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
+BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
+"""Of a typical device of either kind, for costs that must not depend on the one at hand."""
+
+
+def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+    """Of an operation on a typical device: by its FLOPs or by the bytes it touches, whichever takes longer."""
+    tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
+    device = tensors[0].device.type if tensors else "cpu"
+    formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
+    flops = formula(*args, **kwargs, out_val=result) if formula else 0
+    touched = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    by_flops = flops / FLOPS_PER_SECOND.get(device, 1e14)
+    return max(by_flops, touched / BYTES_PER_SECOND.get(device, 1e12))
+
+
+class MeasuredSeconds:
+    """Times each operation on random tensors of the same shapes, once for all that are alike: the best of a few."""
+
+    def __init__(self, times: int = 3):
+        self.times = times
+        self.known: dict[Any, float] = {}
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+        key = (func, *map(_likeness, tree_leaves((args, kwargs))))
+        if key not in self.known:
+            with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+                real_args, real_kwargs = tree_map(_random_like, (args, kwargs))
+                self.known[key] = self._best(lambda: func(*real_args, **real_kwargs), _device(real_args))
+        return self.known[key]
+
+    def _best(self, run: Callable[[], Any], device: torch.device) -> float:
+        taken = []
+        for _ in range(self.times + 1):
+            began = _now(device)
+            run()
+            taken.append(_now(device) - began)
+        return min(taken[1:])
+
+
+def _likeness(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.size(), value.stride(), value.dtype, value.device
+    return repr(value)
+
+
+def _random_like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return made.normal_() if made.is_floating_point() else made.zero_()
+
+
+def _device(args: tuple) -> torch.device:
+    return next((value.device for value in tree_leaves(args) if isinstance(value, Tensor)), torch.device("cpu"))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,121 @@
+"""A simulated tier: memory apart from the device's, behind a link of which a clock says what it would cost.
+
+Copies are real, and made at once, so that whoever shares memory by mistake is found out. The clock knows nothing of
+real time: only transfers, and the seconds of computing that it is told of.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from thrifty.core.setting_bounds import Bound, Rate, check_bounds
+from thrifty.memory.storage_tier import Beside, Ticket, memory_of
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two memories. Transfers of one direction follow each other; with `duplex` those of the other
+    direction go on beside them, without it all share one line."""
+
+    bandwidth: Annotated[float, Bound(above=0)] = inf
+    """Bytes per second."""
+    latency: Rate = 0.0
+    """Seconds before each transfer."""
+    duplex: bool = True
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "link")
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+class LinkClock:
+    """When transfers are done, and how long computing has waited for them, in seconds since the clock was made."""
+
+    def __init__(self, link: Link):
+        self.link = link
+        self.now, self.waited = 0.0, 0.0
+        self._free = [0.0, 0.0]
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def out(self, size: int) -> float:
+        """When a tensor that starts to leave now will be gone."""
+        return self._begin(0, size, self.now)
+
+    def back(self, size: int, gone: float) -> float:
+        """When a tensor will be here whose way back is asked for now, and begins once it is gone."""
+        return self._begin(1, size, max(self.now, gone))
+
+    def wait(self, until: float) -> None:
+        self.waited += max(until - self.now, 0.0)
+        self.now = max(self.now, until)
+
+    def _begin(self, direction: int, size: int, earliest: float) -> float:
+        line = direction if self.link.duplex else 0
+        self._free[line] = max(self._free[line], earliest) + self.link.seconds(size)
+        return self._free[line]
+
+
+class Simulated(Beside):
+    """A second memory that is not there. `clock.compute(seconds)` says how long the device was at work meanwhile."""
+
+    def __init__(self, link: Link):
+        super().__init__("simulated")
+        self.clock = LinkClock(link)
+        self._landing = 0.0
+
+    def there(self, ticket: Ticket) -> Tensor:
+        assert isinstance(ticket, _Simulated)
+        ticket.settle()
+        return ticket.read()
+
+    def bring(self, values: Tensor, into: Tensor) -> None:
+        into.copy_(values)
+        self._landing = self.clock.back(values.nbytes, self.clock.now)
+        self.account.returned += values.nbytes
+
+    def landed(self) -> None:
+        self.clock.wait(self._landing)
+
+    def _ticket(self, tensor: Tensor) -> Ticket:
+        return _Simulated(self, tensor)
+
+    def _placed(self, part: Tensor) -> Tensor:
+        return part.detach().clone()
+
+
+class _Simulated(Ticket):
+    def __init__(self, tier: Simulated, tensor: Tensor):
+        super().__init__(tensor)
+        tier.holds(self.bytes)
+        self.tier = tier
+        self.data = bytes(memory_of(tensor.cpu()))  # no tensor, which would count as the device's
+        self.gone = tier.clock.out(self.bytes)
+
+    def read(self) -> Tensor:
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        memory_of(tensor)[:] = self.data
+        return tensor
+
+    def _gone(self) -> None:
+        self.tier.clock.wait(self.gone)
+
+    def _fetch(self, into: Tensor) -> None:
+        if into.device.type == "cpu":
+            memory_of(into)[:] = self.data
+        else:
+            into.copy_(self.read())
+        self.tier.account.returned += self.bytes
+        self.here = self.tier.clock.back(self.bytes, self.gone)
+
+    def _arrived(self, into: Tensor) -> None:
+        self.tier.clock.wait(self.here)
+
+    def __del__(self) -> None:
+        self.tier.holds(-self.bytes)

@@ -1,0 +1,74 @@
+"""What adapters have in common: a base that stays frozen, and the few parameters that are trained."""
+
+from collections.abc import Collection
+
+from torch import nn
+
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.embeddings import find_head, is_tied, token_tables
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.stream_norms import is_norm
+
+
+def train_only(model: nn.Module, names: Collection[str]) -> None:
+    """Freeze every parameter but these; which they are is kept on the model for `check_trained`."""
+    counts = {True: 0, False: 0}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+        counts[name in names] += parameter.numel()
+    model.trained_names = frozenset(names)  # type: ignore[assignment]
+    note(f"{counts[True]:,} of {sum(counts.values()):,} parameters are trained")
+
+
+def check_trained(model: nn.Module, technique: str) -> None:
+    """Raises IntegrityError where another parameter is trained than `train_only` said, or one of those is not."""
+    names: Collection[str] = getattr(model, "trained_names", ())
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad != (name in names):
+            said = "was frozen and is trained" if parameter.requires_grad else "is to be trained and is frozen"
+            raise IntegrityError(f"{technique}: {name} {said}")
+
+
+def names_ending(model: nn.Module, *last: str) -> set[str]:
+    """Parameters by the last word of their name."""
+    return {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in last}
+
+
+def norm_names(model: nn.Module) -> set[str]:
+    """The parameters of all norms."""
+    owners = [name for name, module in model.named_modules() if is_norm(module)]
+    return {f"{owner}.{name}" for owner in owners for name, _ in model.get_submodule(owner).named_parameters()}
+
+
+def head_names(model: nn.Module) -> set[str]:
+    """The parameters of the head, where there is one that is not also the embedding."""
+    found = find_head(model)
+    if found is None:
+        note("no head was found; none is trained")
+        return set()
+    name, head = found
+    if is_tied(head, token_tables(model)):
+        note(f"{name} is tied to the embedding and stays frozen")
+        return set()
+    return {f"{name}.{last}" for last, _ in head.named_parameters()}
+
+
+class Adapter(Technique):
+    """A technique that trains a few parameters beside frozen ones. `model` ends with `train_only`."""
+
+    stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
+    claims = frozenset({"frozen base weights"})
+
+    def refuse_plain(self, what: str) -> Refused:
+        """Why this adapter cannot be taken off a trained model while keeping what it computes."""
+        return Refused(
+            f"{what} cannot be folded into the weights of the plain architecture",
+            fix="keep the base as it is and save the adapter beside it; the run folder holds both",
+        )
+
+    def holds(self, state: TrainState) -> None:
+        assert state.model is not None
+        check_trained(state.model, self.name)

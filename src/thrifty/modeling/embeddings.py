@@ -1,0 +1,110 @@
+"""The two ends of a model: the tables that its stream starts from, and its head."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.modeling.module_surgery import find_stacks, is_under, note, weight_layers
+
+_SCORES = re.compile(r"relative")
+_NO_TOKENS = re.compile(r"pos|wpe|type|segment")
+_HEAD = re.compile(r"head|lm_head|classifier|decoder|embed_out|score|fc|output|proj_out|qa_outputs|vocab_projector")
+
+
+def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """Every embedding outside the blocks whose rows go into the stream: of tokens, positions, segment types."""
+    stacks = find_stacks(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and not any(_SCORES.search(word) for word in name.split(".")[-2:])
+        and not any(is_under(name, stack) for stack in stacks)
+    }
+
+
+def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The embeddings of tokens alone."""
+    return {
+        name: table
+        for name, table in stream_tables(model).items()
+        if not _NO_TOKENS.search(name.rpartition(".")[2].lower())
+    }
+
+
+def stack_behind(table: str, stacks: Iterable[str]) -> str:
+    """The stack that a table feeds: the one it shares most of its name's path with; the first, which is the encoder,
+    for a table of both."""
+
+    def shared(stack: str) -> int:
+        same = [mine == theirs for mine, theirs in zip(table.split("."), stack.split("."), strict=False)]
+        return same.index(False) if False in same else len(same)
+
+    return max(stacks, key=shared)
+
+
+def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
+    """By what a model multiplies what a table gives, if an attribute of the table or of what holds it says so."""
+    holders: list[nn.Module] = [table]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Embedding) and module.weight is table.weight:
+            holders += [module, model.get_submodule(name.rpartition(".")[0])]
+    for holder in holders:
+        for word in ("embed_scale", "scalar_embed_scale", "scale"):
+            value = getattr(holder, word, None)
+            if isinstance(value, int | float) and value != 1.0:
+                return float(value)
+    return 1.0
+
+
+def multiply(table: nn.Embedding, factor: Tensor | float) -> None:
+    """Multiply what a table gives by a constant."""
+    table.register_buffer("multiplier", torch.as_tensor(factor, device=table.weight.device), persistent=False)
+    table.register_forward_hook(_times_multiplier)
+
+
+def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):  # rows and their places, as ProphetNet's table of positions gives
+        return (output[0] * module.multiplier.to(output[0].dtype), *output[1:])
+    return output * module.multiplier.to(output.dtype)
+
+
+@torch.no_grad()
+def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
+    """Multiply what every table gives: by `multiplier`, or for 0 so that the sum of those in front of a stack has a
+    root mean square of 1. It is what the first norm did; without either, the small first values of a table (0.02) are
+    all that the branches are given."""
+    tables, tokens = stream_tables(model), token_tables(model)
+    feeding: dict[str, dict[str, nn.Embedding]] = {}
+    for name, table in tables.items():
+        feeding.setdefault(stack_behind(name, find_stacks(model)), {})[name] = table
+    for stack, own in feeding.items():
+        sizes = {}
+        for name, table in own.items():
+            given = own_multiplier(model, table) if name in tokens else 1.0
+            sizes[id(table.weight)] = given**2 * table.weight.square().mean()
+        for table in own.values():
+            multiply(table, multiplier or torch.stack([*sizes.values()]).sum().rsqrt())
+        how = f"by {multiplier:g}" if multiplier else "so that their sum has the size 1"
+        note(f"what {', '.join(own)} give to {stack or 'the model'} is multiplied {how}")
+    if not tables:
+        note("no table of tokens was found; the stream keeps its size")
+
+
+def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The layer that gives a model's outputs, by the names that heads have; None where there is none."""
+    stacks = find_stacks(model)
+    found = [
+        (name, layer)
+        for name, layer in weight_layers(model).items()
+        if _HEAD.fullmatch(name.rpartition(".")[2]) and not any(is_under(name, stack) for stack in stacks)
+    ]
+    return found[-1] if found else None
+
+
+def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:
+    """Whether a head's weight is also a table of tokens."""
+    return any(head.weight is table.weight for table in tables.values())

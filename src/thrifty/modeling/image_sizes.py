@@ -1,0 +1,46 @@
+"""Images that have other sizes in some steps than in others."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.errors import Refused
+from thrifty.modeling.module_surgery import note
+
+IMAGES = "inputs"
+"""The field of a batch that has them: (b, c, h, w) or (b, h, w)."""
+
+
+def images_of(batch: Batch) -> Tensor | None:
+    """The images of a batch, None where it has none. Raises Refused for images that are not floats."""
+    images = batch.fields.get(IMAGES)
+    if images is None or images.ndim not in (3, 4):
+        return None
+    if not images.is_floating_point():
+        raise Refused(f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white")
+    return images
+
+
+def with_images(batch: Batch, images: Tensor) -> Batch:
+    return Batch({**batch.fields, IMAGES: images}, batch.weight, batch.last)
+
+
+def resized_images(
+    source: BatchSource, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
+) -> BatchSource:
+    """A source whose images at each step are `resized(images, height, width)`, `side_at(step, side)` being what each
+    full side is then. Batches without images stay as they are, which is noted: nothing of theirs has a resolution. So
+    is it where the first images are full already."""
+
+    def change(step: int, batch: Batch) -> Batch:
+        images = images_of(batch)
+        if images is None:
+            note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
+            return batch
+        sides = images.shape[-2:]
+        if all(side_at(0, side) == side for side in sides):
+            note(f"images of {sides[0]} x {sides[1]} are full from the start: lower multiple, or what they start at")
+        return with_images(batch, resized(images, *(side_at(step, side) for side in sides)))
+
+    return Mapped(source, change)

@@ -1,0 +1,177 @@
+"""Low-rank adapters of a whole model, several by name on one base: attached, switched, merged and taken off.
+
+No weight of the base is copied or renamed, however many adapters there are.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from thrifty.core.errors import Refused, UsageError, did_you_mean
+from thrifty.core.randomness import keyed_generator
+from thrifty.modeling.lora_layers import (
+    DEFAULT,
+    Factors,
+    add_factors,
+    hold,
+    parameter_names,
+    release,
+    weight_name,
+    with_products,
+)
+from thrifty.modeling.module_surgery import tied_names
+
+
+def attach(model: nn.Module, layers: Mapping[str, Factors], name: str = DEFAULT, seed: int = 0) -> None:
+    """Give layers, by their names in the model, the factors of an adapter, which becomes the active one. The first
+    adapter freezes the base. First values depend on (seed, the names of layer and adapter) alone.
+
+    Raises UsageError for a name that is taken or is none, or while something is merged.
+    """
+    if not re.fullmatch(r"\w+", name):
+        raise UsageError(f"{name!r} cannot name an adapter", fix="use letters, digits and underscores")
+    if name in adapters(model):
+        raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first, or give another name")
+    _refuse_merged(model)
+    if not adapters(model):
+        model.requires_grad_(False)
+    for path, factors in layers.items():
+        layer = model.get_submodule(path)
+        key = f"{seed}/{path}" if name == DEFAULT else f"{seed}/{path}/{name}"
+        add_factors(layer, factors, name, keyed_generator(key, getattr(layer, weight_name(layer))))
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and hasattr(module.out_proj, "lora_adapters"):
+            hold(module)
+        _shut_shortcuts(module)
+    activate(model, name)
+
+
+def _shut_shortcuts(module: nn.Module) -> None:
+    """torch's encoder, when it is evaluated, reads the weights of its layers itself; these are its conditions."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        module.activation_relu_or_gelu = 0
+    if isinstance(module, nn.TransformerEncoder):
+        module.use_nested_tensor = False
+
+
+def adapted(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """The layers, by name, that have factors: of one adapter, or of any."""
+    found = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_adapters")}
+    return {path: layer for path, layer in found.items() if not name or name in layer.lora_adapters.factors}
+
+
+def adapters(model: nn.Module) -> list[str]:
+    """The names of a model's adapters, sorted."""
+    return sorted({name for layer in adapted(model).values() for name in layer.lora_adapters.factors})
+
+
+def factor_names(model: nn.Module) -> set[str]:
+    """The names of all factors of all adapters, as parameters of the model."""
+    return {
+        f"{path}.{each}" if path else each
+        for path, layer in adapted(model).items()
+        for name in layer.lora_adapters.factors
+        for each in parameter_names(name)
+    }
+
+
+def activate(model: nn.Module, *names: str) -> None:
+    """From now on these adapters add, their sum where they are several; without names the base stands alone."""
+    _refuse_merged(model)
+    check_names(model, names)
+    for layer in adapted(model).values():
+        layer.lora_adapters.active = tuple(name for name in names if name in layer.lora_adapters.factors)
+
+
+@contextmanager
+def activated(model: nn.Module, *names: str) -> Iterator[None]:
+    """Inside the block, and only there, these adapters add. A backward pass that computes something again belongs
+    inside, too."""
+    before = {path: layer.lora_adapters.active for path, layer in adapted(model).items()}
+    activate(model, *names)
+    try:
+        yield
+    finally:
+        for path, layer in adapted(model).items():
+            layer.lora_adapters.active = before.get(path, ())
+
+
+def remove(model: nn.Module, name: str = DEFAULT) -> None:
+    """Take an adapter off. With the last one the layers are as they were, their weights still frozen."""
+    _refuse_merged(model)
+    check_names(model, (name,))
+    for layer in adapted(model, name).values():
+        held = layer.lora_adapters
+        del held.factors[name]
+        held.active = tuple(each for each in held.active if each != name)
+        for each in parameter_names(name):
+            delattr(layer, each)
+    if not adapters(model):
+        for layer in adapted(model).values():
+            release(layer)
+
+
+@torch.no_grad()
+def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
+    """Add low-rank products to the weights, keeping those for `unmerge`: of the active adapters, or of those in
+    `weights`, each times its number. Sums are float32 at least. A layer that is merged stays as it is.
+
+    Raises Refused, with nothing changed, for a weight that another layer shares.
+    """
+    check_names(model, weights or ())
+    chosen: dict[nn.Module, dict[str, float]] = {}
+    aliases = tied_names(model)
+    for path, layer in adapted(model).items():
+        held = layer.lora_adapters
+        wanted = dict.fromkeys(held.active, 1.0) if weights is None else weights
+        own = {name: factor for name, factor in wanted.items() if name in held.factors}
+        if held.kept is not None or not own:
+            continue
+        if f"{path}.{weight_name(layer)}" in {*aliases, *aliases.values()}:
+            raise Refused(
+                f"{path}.{weight_name(layer)} is shared with another layer, which would change as well",
+                fix="keep the adapter apart: with it the model computes what it was trained for",
+            )
+        chosen[layer] = own
+    for layer, own in chosen.items():
+        weight = getattr(layer, weight_name(layer))
+        layer.lora_adapters.kept = weight.detach().clone()
+        weight.copy_(with_products(layer, own))
+
+
+@torch.no_grad()
+def unmerge(model: nn.Module) -> None:
+    """Put back the weights that `merge` kept: bit for bit, in any precision."""
+    for layer in adapted(model).values():
+        held = layer.lora_adapters
+        if held.kept is not None:
+            getattr(layer, weight_name(layer)).copy_(held.kept)
+            held.kept = None
+
+
+def is_merged(model: nn.Module) -> bool:
+    return any(layer.lora_adapters.kept is not None for layer in adapted(model).values())
+
+
+def dissolve(model: nn.Module) -> None:
+    """Merge the active adapters for good, and take all off: the plain layers with other weights."""
+    merge(model)
+    for layer in adapted(model).values():
+        layer.lora_adapters.kept = None
+    for name in adapters(model):
+        remove(model, name)
+
+
+def _refuse_merged(model: nn.Module) -> None:
+    if is_merged(model):
+        raise UsageError("the adapters of this model are merged into its weights", fix="call unmerge first")
+
+
+def check_names(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises UsageError for an adapter that the model does not have."""
+    for name in names:
+        if name not in adapters(model):
+            raise UsageError(f"the model has no adapter {name!r}", fix=did_you_mean(name, adapters(model)))

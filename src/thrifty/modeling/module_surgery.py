@@ -1,0 +1,171 @@
+"""Finding and changing modules of any model, without knowing its architecture.
+
+Changes here never rename a parameter: what is added to a module is a new parameter or buffer on it, what is computed
+differently goes through a forward wrapped in place. So a weight keeps its name from the plain run to the last
+checkpoint, whatever was switched on.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.modeling.stage_placeholders import present
+
+_notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[str]]:
+    """Collects what is said by `note` and `select` inside the block, for `explain`."""
+    token = _notes.set(notes := [])
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def note(text: str) -> None:
+    notes = _notes.get()
+    if notes is not None and text not in notes:
+        notes.append(text)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Modules that a filter matched, by name, and those of the right kind it passed over, with the reason."""
+
+    matched: Mapping[str, nn.Module]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = len(self.matched) + len(self.skipped)
+        skipped = "; ".join(f"skipped {name}: {reason}" for name, reason in self.skipped.items())
+        return f"{len(self.matched)} of {total} modules" + (f"; {skipped}" if skipped else "")
+
+
+def select(
+    model: nn.Module,
+    kind: type | tuple[type, ...],
+    where: str = "",
+    skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
+) -> Selection:
+    """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
+
+    Raises Refused when nothing matches, naming what there was: a filter that silently finds nothing is worse.
+    """
+    of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    matched, skipped = {}, {}
+    for name, module in of_kind.items():
+        if not re.search(where, name):
+            continue
+        reason = skip(name, module)
+        if reason:
+            skipped[name] = reason
+        else:
+            matched[name] = module
+    if not matched:
+        seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
+        why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise Refused(f"no module matches {where!r}" + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
+    selection = Selection(matched, skipped)
+    note(str(selection))
+    return selection
+
+
+def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list,
+    without blocks that another pipeline stage holds.
+
+    Raises Refused when the model has none.
+    """
+    lists = {name: _here(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
+    if not lists:
+        raise Refused(
+            f"no list of equal blocks was found in {type(model).__name__}",
+            fix="keep the repeated blocks of the model in one nn.ModuleList or nn.Sequential",
+        )
+    name = max(lists, key=lambda key: (len(lists[key]), sum(p.numel() for p in lists[key].parameters())))
+    return name, lists[name]
+
+
+def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
+    """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
+    encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
+    holds are left out. In a model without such lists an `nn.Sequential` of several equal blocks is one.
+
+    Raises Refused when the model has none.
+    """
+    return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
+
+
+def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]:
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inside = any(is_under(name, stack) for stack in stacks)
+        if not inside and _is_list_of_equals(module, kind) and len(weight_layers(present(module)[0])) > 1:
+            stacks[name] = _here(module)
+    return stacks
+
+
+def is_under(name: str, module: str) -> bool:
+    """Whether a name is that of something inside the module of another name; "" is the model itself."""
+    return not module or name.startswith(f"{module}.")
+
+
+def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList) -> TypeGuard[nn.ModuleList]:
+    if not isinstance(module, kind) or (kind is nn.Sequential and len(module) == 1):  # type: ignore[arg-type]
+        return False  # a sequence of one is something around a model, not a list of blocks
+    return len({type(child) for child in present(module)}) == 1
+
+
+def _here(blocks: nn.ModuleList) -> nn.ModuleList:
+    """The list itself, so that it can be changed, where all of its blocks are here."""
+    own = present(blocks)
+    return blocks if len(own) == len(blocks) else nn.ModuleList(own)
+
+
+def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that multiply by a matrix, by name, in the order of definition: linear layers of any class, and
+    `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        if _multiplies(child) and not any(is_under(name, whole) for whole in found):
+            found[name] = child
+    return found
+
+
+def _multiplies(module: nn.Module) -> bool:
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    is_leaf = not any(True for _ in module.children())
+    return is_leaf and not is_table and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Let a module compute `wrapper(module, inner, *args, **kwargs)`, `inner` being its present forward."""
+    inner = module.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, inner, *args, **kwargs)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Each parameter name that is another name's tensor, mapped to the first name it has."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[name] = first[id(parameter)]
+        else:
+            first[id(parameter)] = name
+    return aliases

@@ -1,0 +1,217 @@
+"""The residual branches of a block, and the matrices inside them, of any model.
+
+A block adds what its branches give to a stream of one width. Branches are found by structure and by the names that
+layers go by, not by a table of architectures: a branch ends in a layer that gives the stream's width and is not, by its
+name, a query, key, value, gate or inner layer. The other layers belong to the end that they share most of their path
+with, of equal ones to the next. A block with a weight that cannot be placed so is refused.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.modeling.module_surgery import find_stacks, note, weight_layers
+from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.modeling.stream_norms import is_norm
+
+Kind = Literal["attention", "cross-attention", "mlp"]
+Blocks = list[list["Branch"]]
+
+_PART = r"q|k|v|qkv|kv|quer(?:y|ies)|keys?|values?|query_key_value"
+_ATTENTION = re.compile(rf"(?:to_?|w_?|linear_)?({_PART})(?:_?(?:proj|lin|linear|layer|attn))?")
+_OTHER_ATTENTION = re.compile(r"(c_attn)|(in_proj)|(?:q|k|v|kv)_[ab]_proj\w*")
+_INNER = re.compile(r"up|gate|w1|w3|wi(_\d)?|fc1|lin1|linear1|c_fc|fc_in|dense_h_to_4h|(up|gate|gate_up)_proj")
+_LAST = re.compile(r"o|out|down|proj|wo|w2|fc2|lin2|linear2|fc_out|(o|out|c|down)_proj|(out|o)_lin|dense_4h_to_h")
+_CROSS = re.compile(r"cross|encoder_?att|enc_?dec|multihead_attn")
+_NO_WEIGHT = re.compile(r"position|relative|rotary")
+_NAME_THE_ENDS = (
+    'name the layers that write into the residual stream, for instance where="(out|down)$"; blocks whose weights are '
+    "not all in linear layers, such as experts, cannot be treated"
+)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch of a block; names are those in the model."""
+
+    writer: nn.Module
+    """The module whose output is added to the stream."""
+    name: str
+    """Of the writer."""
+    inner: Mapping[str, nn.Module]
+    """The weight layers before the last, in the order of definition."""
+    owner: nn.Module
+    """The module that holds the inner layers."""
+    kind: Kind
+
+    @property
+    def last(self) -> nn.Module:
+        """The layer whose weight is the last factor of the branch."""
+        return self.writer.out_proj if isinstance(self.writer, nn.MultiheadAttention) else self.writer
+
+
+def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
+    """The branches of each block of each stack.
+
+    `where` is a pattern of the names (inside a block) of the modules that write into the stream; without it they are
+    found. Raises Refused for a model without blocks or with a weight in a block that is in no branch.
+    """
+    found: dict[str, Blocks] = {}
+    for stack, blocks in find_stacks(model).items():
+        prefix = f"{stack}." if stack else ""
+        found[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
+        kinds = " + ".join(branch.kind for branch in found[stack][0])
+        note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
+    return found
+
+
+def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
+    """How many blocks of each stack a forward pass goes through: more than there are where it goes through them again
+    and again, as ALBERT does with its groups."""
+    config = getattr(model, "config", None)
+    groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
+    found = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
+    for stack, blocks in stacks.items():
+        if found[stack] != len(blocks):
+            note(f"the {len(blocks)} of {stack} count as {found[stack]}: so many are gone through")
+    return found
+
+
+def is_decoder(blocks: Blocks) -> bool:
+    """Whether these blocks attend to what another stack gives."""
+    return any(branch.kind == "cross-attention" for branch in blocks[0])
+
+
+def _branches(name: str, block: nn.Module, where: str) -> list[Branch]:
+    layers = weight_layers(block)
+    ends = _ends(layers, where)
+    inner: dict[str, dict[str, nn.Module]] = {end: {} for end in ends}
+    for index, (path, layer) in enumerate(layers.items()):
+        if isinstance(layer, nn.MultiheadAttention):
+            inner[path] = {path: layer}
+        elif path not in ends and (end := _end_of(path, ends, [*layers][index:])):
+            inner[end][path] = layer
+    found: list[Branch] = []
+    for end in ends:
+        full = {f"{name}.{path}": layer for path, layer in inner[end].items()}
+        owner = block.get_submodule(next(iter(inner[end]), end).rpartition(".")[0])
+        found.append(Branch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], found)))
+    _refuse_leftovers(name, block, found)
+    return found
+
+
+def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
+    """The end that a layer leads to: of those it shares most modules with the next one, or the last one before it
+    where they share more than the block."""
+    near = max((_shared(path, end) for end in ends), default=0)
+    nearest = [end for end in ends if _shared(path, end) == near]
+    return next((end for end in nearest if end in later), nearest[-1] if near else None)
+
+
+def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
+    """The layers that end a branch, in the order of definition. One whose name says nothing does if it gives the
+    stream's width and another layer came since the last end."""
+    width = next((in_width(layer) for layer in layers.values()), 0)
+    ends: list[str] = []
+    is_open = False
+    for path, layer in layers.items():
+        last = path.rpartition(".")[2]
+        if where:
+            is_end = re.search(where, path) is not None
+        else:
+            inside = bool(part_of_attention(path)) or _INNER.fullmatch(last) is not None
+            is_end = out_width(layer) == width and not inside and (is_open or _LAST.fullmatch(last) is not None)
+        is_end = is_end or isinstance(layer, nn.MultiheadAttention)
+        is_open = not is_end
+        ends += [path] if is_end else []
+    return ends
+
+
+def _shared(path: str, other: str) -> int:
+    """How many modules, from the block inwards, hold both."""
+    words = zip(path.split(".")[:-1], other.split(".")[:-1], strict=False)
+    return next((i for i, (mine, theirs) in enumerate(words) if mine != theirs), min(path.count("."), other.count(".")))
+
+
+def _kind(end: str, inner: Mapping[str, nn.Module], before: list[Branch]) -> Kind:
+    if not any(part_of_attention(path) or "att" in path.lower() for path in (end, *inner)):
+        return "mlp"
+    is_second = any(branch.kind == "attention" for branch in before)
+    return "cross-attention" if is_second and _CROSS.search(end.lower()) else "attention"
+
+
+def part_of_attention(path: str) -> str:
+    """What of attention a layer makes by its name, such as "q" or "qkv"; "low rank" where that is not one thing, ""
+    for a layer of another kind."""
+    last = path.rpartition(".")[2].lower()
+    if found := _ATTENTION.fullmatch(last):
+        return found[1]
+    found = _OTHER_ATTENTION.fullmatch(last)
+    if not found or (found[2] and "att" not in path.lower()):
+        return ""
+    return "qkv" if found[1] or found[2] else "low rank"
+
+
+def _refuse_leftovers(name: str, block: nn.Module, found: list[Branch]) -> None:
+    ends: dict[str, str] = {}
+    for branch in found:
+        if not branch.inner:
+            raise Refused(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
+        is_whole = isinstance(branch.writer, nn.MultiheadAttention)
+        parent = branch.name if is_whole else branch.name.rpartition(".")[0]
+        if branch.kind != "mlp" and ends.setdefault(parent, branch.name) != branch.name:
+            raise Refused(f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=_NAME_THE_ENDS)
+    for path, child in block.named_children():
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        holds_norm = not is_norm(child) and any(map(is_norm, child.modules()))
+        if holds_norm and not is_container and not weight_layers(child):
+            raise Refused(
+                f"{name}.{path} has a norm and no layer with weights: a branch without any cannot be treated",
+                fix="leave this model as it is, or use one whose branches end in linear layers",
+            )
+    layers = [layer for branch in found for layer in (*branch.inner.values(), branch.writer)]
+    placed = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}
+    for path, parameter in block.named_parameters():
+        if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
+            raise Refused(f"{name}.{path} is in no residual branch that could be found", fix=_NAME_THE_ENDS)
+    if not found:
+        raise Refused(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a layer keeps its weight as (in, out), as `Conv1D` of transformers does."""
+    return type(layer).__name__ == "Conv1D"
+
+
+def in_width(layer: nn.Module) -> int:
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer.embed_dim
+    return layer.weight.shape[0 if is_transposed(layer) else 1]
+
+
+def out_width(layer: nn.Module) -> int:
+    if isinstance(layer, nn.MultiheadAttention):
+        return layer.embed_dim
+    return layer.weight.shape[1 if is_transposed(layer) else 0]
+
+
+def biases(layer: nn.Module) -> list[nn.Parameter]:
+    """The bias vectors of a weight layer."""
+    return [p for name, p in layer.named_parameters() if name.rpartition(".")[2] in ("bias", "in_proj_bias")]
+
+
+def add_gain(writer: nn.Module, gain: nn.Parameter) -> None:
+    """Multiply what a module gives (the first of it where it gives several) by a new parameter of it named `gain`."""
+    writer.gain = gain
+    writer.gain_hook = writer.register_forward_hook(_times_gain)
+
+
+def _times_gain(module: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (output[0] * module.gain.to(output[0].dtype), *output[1:])
+    return output * module.gain.to(output.dtype)

@@ -1,0 +1,162 @@
+"""Attention of tokens over themselves and over another sequence, put together from objects.
+
+The core is an attribute: anything that maps q (b, h, t, k), k and v (b, g, s, k) to (b, h, t, k) can take its place,
+given a mask as a fourth argument where there is one: (b, 1 or h, 1 or t, s), boolean with True for what may be seen,
+or numbers that are added to the scores.
+
+Shapes: b batch, t tokens that look, s tokens looked at, d width, h heads, g key-value heads, k head width.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.rotary_embedding import rotary_table, rotate
+from thrifty.kernels.tiled_attention import causal_attention_reference as causal_attention
+from thrifty.kernels.tiled_attention import full_attention
+
+AttentionCore = Callable[..., Tensor]
+
+
+def padding_mask(keep: Tensor | None) -> Tensor | None:
+    """`keep` (b, s), False where there is only padding, in the shape of a mask: (b, 1, 1, s)."""
+    return None if keep is None else keep[:, None, None, :]
+
+
+def refuse_longer(tokens: int, limit: int) -> None:
+    if tokens > limit:
+        raise UsageError(
+            f"{tokens} tokens are more than the {limit} that this model was built for",
+            fix="build it for a longer context, or give it fewer tokens",
+        )
+
+
+class Rotary(nn.Module):
+    """Turns queries and keys by their position (Su et al. 2021), for up to `length` tokens.
+
+    The table is a buffer that is not part of the state: it follows from the settings.
+    """
+
+    start = 0
+    """Position of the first token given; above 0 only while text is generated token by token."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, frequencies: Tensor, length: int):
+        super().__init__()
+        for name, table in zip(("cos", "sin"), rotary_table(frequencies, length), strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        here = slice(self.start, self.start + q.shape[-2])
+        refuse_longer(here.stop, len(self.cos))
+        cos, sin = self.cos[here], self.sin[here]
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+
+def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
+    """The bucket of each offset from a token to the one it looks at (Raffel et al. 2020, arXiv 1910.10683, 2.1).
+
+    Half of the buckets hold one distance each, the other half grow logarithmically up to `distance`, beyond which all
+    share the last. Without `causal` the buckets are divided between looking back and looking ahead.
+    """
+    if causal:
+        side, away = 0, (-offset).clamp(min=0)
+    else:
+        buckets //= 2
+        side, away = buckets * (offset > 0), offset.abs()
+    exact = buckets // 2
+    # one float32 operation after another as in the published code: a bucket's edge must not move by rounding
+    growth = torch.log(away.clamp(min=exact).float() / exact) / math.log(distance / exact) * (buckets - exact)
+    far = (exact + growth.to(torch.long)).clamp(max=buckets - 1)
+    return side + torch.where(away < exact, away, far)
+
+
+class RelativePositions(nn.Module):
+    """T5's notion of position: a learned number per head and bucket of distance, added to the scores of every block."""
+
+    def __init__(self, heads: int, buckets: int = 32, distance: int = 128, causal: bool = False):
+        super().__init__()
+        self.buckets, self.distance, self.causal = buckets, distance, causal
+        self.scores = nn.Embedding(buckets, heads)
+
+    def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
+        """What is added to the scores, (1 or b, h, t, t): -inf where the mask, or causality, lets nothing be seen."""
+        place = torch.arange(length, device=self.scores.weight.device)
+        offset = place[None, :] - place[:, None]
+        bucket = relative_bucket(offset, self.buckets, self.distance, self.causal)
+        scores = self.scores(bucket).permute(2, 0, 1)[None]
+        if self.causal:
+            scores = scores.masked_fill(offset > 0, -torch.inf)
+        return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+
+
+class FusedLinear(nn.Linear):
+    """Linear layers of one input as a single product; `parts` names them, with the rows of `weight` that each has."""
+
+    def __init__(self, width: int, parts: Mapping[str, int], bias: bool):
+        super().__init__(width, sum(parts.values()), bias=bias)
+        self.parts = dict(parts)
+
+
+class Attention(nn.Module):
+    """Multi-head attention with h query heads sharing g key-value heads (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        kv_heads: int | None = None,
+        bias: bool = False,
+        position: nn.Module | None = None,
+        core: AttentionCore = causal_attention,
+        head_width: int | None = None,
+    ):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.head_width = head_width or width // heads
+        queries, keys = self.heads * self.head_width, self.kv_heads * self.head_width
+        self.qkv = FusedLinear(width, {"q": queries, "k": keys, "v": keys}, bias)
+        self.out = nn.Linear(queries, width, bias=bias)
+        self.position = position
+        self.core = core
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        split = [self.heads, self.kv_heads, self.kv_heads]
+        qkv = self.qkv(x).unflatten(-1, (sum(split), self.head_width)).transpose(1, 2)  # (b, h+2g, t, k)
+        q, k, v = qkv.split(split, dim=1)
+        if self.position is not None:
+            q, k = self.position(q, k)
+        seen = self.core(q, k, v) if mask is None else self.core(q, k, v, mask)
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention of tokens (b, t, d) over a memory (b, s, d), the last hidden states of an encoder."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        bias: bool = False,
+        core: AttentionCore = full_attention,
+        head_width: int | None = None,
+    ):
+        super().__init__()
+        self.heads, self.head_width = heads, head_width or width // heads
+        inner = self.heads * self.head_width
+        self.q = nn.Linear(width, inner, bias=bias)
+        self.kv = FusedLinear(width, {"k": inner, "v": inner}, bias)
+        self.out = nn.Linear(inner, width, bias=bias)
+        self.core = core
+
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        q = self.q(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
+        kv = self.kv(memory).unflatten(-1, (2 * self.heads, self.head_width)).transpose(1, 2)
+        k, v = kv.chunk(2, dim=1)
+        seen = self.core(q, k, v) if mask is None else self.core(q, k, v, mask)
+        return self.out(seen.transpose(1, 2).flatten(2))

@@ -1,0 +1,144 @@
+"""What a family of published models is: how it is put together, and how its Hugging Face folders spell it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.models.contrastive_model import ContrastiveModel
+from thrifty.models.masked_autoencoder import MaskedAutoencoder
+from thrifty.models.model_config import Shape
+from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer
+from thrifty.models.vision_transformer import VisionTransformer
+
+Config = Mapping[str, Any]
+Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
+
+ACTIVATION: dict[str, Callable[[], nn.Module]] = {
+    "gelu": nn.GELU,
+    "gelu_tanh": partial(nn.GELU, approximate="tanh"),
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+}
+SPELLED = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
+"""Our names of activations in the spelling of transformers."""
+READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Our parameter is their tensors stacked along its rows (`rows` of each; none for a single tensor)."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    transposed: bool = False
+    as_row: bool = False
+    """Theirs is a matrix of one row, ours a vector."""
+    ahead: int = 0
+    """So many dimensions of size 1 stand in front of ours that theirs has not."""
+
+    def pack(self, tensors: list[Tensor]) -> Tensor:
+        parts = [tensor.T if self.transposed else tensor for tensor in tensors]
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (packed[0] if self.as_row else packed[(None,) * self.ahead]).contiguous()
+
+    def unpack(self, tensor: Tensor) -> dict[str, Tensor]:
+        whole = tensor[None] if self.as_row else tensor[(0,) * self.ahead]
+        parts = whole.split(self.rows) if self.rows else [whole]
+        parts = [(part.T if self.transposed else part).contiguous() for part in parts]
+        return dict(zip(self.theirs, parts, strict=True))
+
+
+class Family:
+    """One architecture of transformers. `read` are the settings that `shape` looks at, `only` those with values it can
+    live with, `ignored` those that change nothing here."""
+
+    style: ClassVar[str]
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    task: ClassVar[Task]
+    bounded: ClassVar[bool] = True
+    """Whether the model takes no more tokens than its length."""
+
+    free_heads: ClassVar[bool] = False
+    """Whether config.json can say how wide a head is, so that heads together need not be as wide as the model."""
+    free_hidden: ClassVar[bool] = True
+    """Whether config.json can say how wide feed-forward networks are inside."""
+
+    sections: ClassVar[tuple[str, ...]] = ()
+    """Parts of config.json that hold settings like its own, one for each tower."""
+    read: ClassVar[frozenset[str]]
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    body: ClassVar[str] = ""
+    """What most names of tensors begin with, left out in some older files."""
+    token: ClassVar[str]
+    """Their name of the token embedding."""
+    head: ClassVar[str] = "lm_head.weight"
+    """Their name of the head, which holds the token embedding where it is tied; "" for a model without one."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """How names of tensors begin in some files, and how they begin in the table."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Names under which some files repeat a tensor."""
+    left_out: ClassVar[str] = r"(?!)"
+    """Pattern of tensors that are no part of the model: masks and tables that follow from the architecture, and heads
+    for other tasks."""
+
+    def assemble(self, shape: Shape) -> Model:
+        """The model, its values not yet initialised; a tied head is tied by the caller."""
+        raise NotImplementedError
+
+    def shape(self, config: Config) -> Shape:
+        """Raises Refused for what the model does not compute, UsageError for what is missing or malformed."""
+        raise NotImplementedError
+
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """The settings of config.json that are the family's own. Raises Refused for what it has no word for."""
+        raise NotImplementedError
+
+    def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
+        """config.json with the numbers of special tokens, where they belong. Raises Refused where one is missing that
+        the model cannot be used without."""
+        return config | special
+
+    def table(self, shape: Shape) -> Iterator[Packing]:
+        """Which of their tensors make up which of ours, a free head apart."""
+        raise NotImplementedError
+
+
+def number(config: Config, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
+    """A positive number of config.json."""
+    value = config.get(key)
+    value = default if value is None else value
+    if value is None:
+        raise UsageError(f"config.json has no {key}", fix=f"add {key}, or fetch the model folder again")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
+        wanted = "whole number" if kind is int else "number"
+        raise UsageError(f"config.json: {key} is {value!r}", fix=f"it must be a positive {wanted}")
+    return kind(value)
+
+
+def flag(config: Config, key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        raise UsageError(f"config.json: {key} is {value!r}", fix="it must be true or false")
+    return value
+
+
+def side(config: Config, key: str, default: int) -> int:
+    """A height and width of config.json, which may be given as one number or as two equal ones."""
+    value = config.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise Refused(f"config.json: {key} is {value}, and images and patches are square here")
+        config = {**config, key: value[0]}
+    pixels = number(config, key, int, default)
+    if pixels > 1 << 16:
+        raise UsageError(f"config.json: {key} is {pixels}", fix="give a number of pixels")
+    return pixels

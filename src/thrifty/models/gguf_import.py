@@ -1,0 +1,174 @@
+"""A GGUF file of a Llama model, made into a Hugging Face folder that anything can train (extra `gguf`).
+
+GGUF is the format of llama.cpp: one file with settings, tokenizer and weights, most of them in blocks of a few bits.
+The weights are written in float32, each at the value that its block stands for; what the rounding took is not brought
+back. Queries and keys are stored there for rotary positions that pair neighbouring channels, and the rows of their
+matrices are put back in the order that pairs the halves of a head, as our models and transformers have it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.models.families import FAMILIES
+from thrifty.models.hf_config import write_config
+from thrifty.models.hf_folder import CHAT_TEMPLATE, write_json, write_weights, written_aside
+from thrifty.models.model_config import Shape
+
+SPELLED = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""A block's tensors: GGUF's names, and those of transformers."""
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+SPLITTERS = {
+    "gpt-2": lambda: [],
+    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)],
+}
+"""What cuts a text into words before GPT-2's own pattern does, by `tokenizer.ggml.pre`."""
+CONTROL = 3
+"""The type of a token that stands for no text."""
+
+
+def convert_gguf(file: Path, folder: Path) -> Shape:
+    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; its shape.
+
+    Raises UsageError without the package gguf, Refused for another architecture or tokenizer, IntegrityError for a file
+    that is damaged or does not hold what its settings say.
+    """
+    reader = _open(file)
+    settings = _Settings(reader, file)
+    shape = _shape(settings, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
+    tensors = dict(_weights(reader, shape))
+    expected = {name for packing in FAMILIES["llama"].table(shape) for name in packing.theirs}
+    expected |= set() if shape.tied else {"lm_head.weight"}
+    if tensors.keys() != expected:
+        odd = sorted(tensors.keys() ^ expected)
+        raise IntegrityError(f"{file} does not hold the tensors of its settings: {odd[:3]} ({len(odd)} in all)")
+    tokenizer, special = _tokenizer(settings), _special(settings)
+    with written_aside(folder) as aside:
+        write_weights(aside, tensors)
+        ids = {f"{part}_id": number for part, (_, number) in special.items()}
+        write_json(aside / "config.json", write_config(shape) | ids | {"dtype": "float32"})
+        write_json(aside / "generation_config.json", ids)
+        tokenizer.save(str(aside / "tokenizer.json"))
+        words = {part: word for part, (word, _) in special.items()}
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": shape.length}
+        write_json(aside / "tokenizer_config.json", kind | words | {"clean_up_tokenization_spaces": False})
+        if template := settings.get("tokenizer.chat_template"):
+            (aside / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    return shape
+
+
+def half_split(matrix: Tensor, heads: int) -> Tensor:
+    """Rows (heads · k, …) ordered for rotations of neighbouring channels, in the order for rotations of halves."""
+    pairs = matrix.unflatten(0, (heads, -1, 2))  # (heads, k/2, 2, …)
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
+class _Settings:
+    """The key-value pairs of a GGUF file; a missing one is refused by its name."""
+
+    def __init__(self, reader: Any, file: Path):
+        self.reader, self.file = reader, file
+
+    def get(self, key: str) -> Any:
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise Refused(f"{self.file} has no setting {key}", fix="give a GGUF file of a Llama language model")
+        return value
+
+
+def _open(file: Path) -> Any:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UsageError(
+            "reading GGUF weights needs the package gguf, which is not installed", fix="pip install 'thrifty[gguf]'"
+        ) from error
+    try:
+        return GGUFReader(file)
+    except (ValueError, OSError, IndexError, KeyError) as error:
+        raise IntegrityError(f"{file} is not a readable GGUF file: {error}", fix="fetch it again") from error
+
+
+def _shape(settings: _Settings, tied: bool) -> Shape:
+    if settings["general.architecture"] != "llama":
+        raise Refused(f"{settings.file} is a {settings['general.architecture']} model; llama is converted")
+    if settings.get("llama.rope.scaling.type") not in (None, "none"):
+        raise Refused(f"{settings.file} scales its rotary positions, which is not converted")
+    heads = settings["llama.attention.head_count"]
+    return Shape(
+        style="llama",
+        depth=settings["llama.block_count"],
+        width=settings["llama.embedding_length"],
+        heads=heads,
+        kv_heads=settings.get("llama.attention.head_count_kv") or heads,
+        hidden=settings["llama.feed_forward_length"],
+        vocabulary=len(settings["tokenizer.ggml.tokens"]),
+        length=settings["llama.context_length"],
+        tied=tied,
+        # stored in float32: 1e-5 comes back as 9.99999974e-06
+        norm_eps=float(f"{settings['llama.attention.layer_norm_rms_epsilon']:.6g}"),
+        rope_base=float(settings.get("llama.rope.freq_base") or 10_000.0),
+    )
+
+
+def _weights(reader: Any, shape: Shape) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under the names of transformers, in float32."""
+    from gguf import dequantize
+
+    heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads}
+    for stored in reader.tensors:
+        if stored.name == "rope_freqs.weight":  # follows from the settings
+            continue
+        tensor = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy()).float()
+        part, *rest = stored.name.removesuffix(".weight").split(".")
+        if part != "blk":
+            yield f"{OUTSIDE.get(part, part)}.weight", tensor
+            continue
+        block, name = rest
+        if name in heads:
+            tensor = half_split(tensor, heads[name])
+        yield f"model.layers.{block}.{SPELLED.get(name, name)}.weight", tensor.contiguous()
+
+
+def _tokenizer(settings: _Settings) -> Tokenizer:
+    """The byte-level BPE of the file."""
+    kind, splitter = settings["tokenizer.ggml.model"], settings.get("tokenizer.ggml.pre") or "gpt-2"
+    if kind != "gpt2" or splitter not in SPLITTERS:
+        raise Refused(f"{settings.file} has a tokenizer of kind {kind}, {splitter}; converted are {list(SPLITTERS)}")
+    words = settings["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in settings["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
+    pattern = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*SPLITTERS[splitter](), pattern])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = settings["tokenizer.ggml.token_type"]
+    control = [word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL]
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])
+    return tokenizer
+
+
+def _special(settings: _Settings) -> dict[str, tuple[str, int]]:
+    """The parts that tokens play, in the words of transformers: how each is spelled, and its number."""
+    words = settings["tokenizer.ggml.tokens"]
+    parts = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    numbers = {part: settings.get(f"tokenizer.ggml.{name}_token_id") for part, name in parts.items()}
+    return {part: (words[number], number) for part, number in numbers.items() if number is not None}

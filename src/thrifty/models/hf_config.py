@@ -1,0 +1,56 @@
+"""config.json of the published families, to a `Shape` and back.
+
+Reading is strict: a setting that would change what is computed and that our model does not have is refused with its
+name, and so is a setting nobody here knows, unless it is switched off. Dropout rates are accepted and have no effect.
+"""
+
+from typing import Any
+
+from thrifty.core.errors import Refused
+from thrifty.models.families import FAMILIES
+from thrifty.models.families.model_family import Config, Family
+from thrifty.models.model_config import Shape
+
+_WITHOUT_EFFECT = frozenset({
+    "_name_or_path", "_num_labels", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id",
+    "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id", "gradient_checkpointing", "id2label",
+    "initializer_range", "is_decoder", "label2id", "model_type", "n_ctx", "output_attentions", "output_hidden_states",
+    "output_past", "pad_token_id", "problem_type", "resid_pdrop", "return_dict", "summary_activation",
+    "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "transformers.js_config", "transformers_version", "unk_token_id", "use_cache",
+})  # fmt: skip
+_OF_GENERATION = frozenset({
+    "bad_words_ids", "decoder_start_token_id", "early_stopping", "forced_bos_token_id", "forced_eos_token_id",
+    "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "prefix",
+    "repetition_penalty", "temperature", "top_k", "top_p",
+})  # fmt: skip
+_OFF = (None, False, [], {})
+
+
+def read_shape(config: Config) -> Shape:
+    """Raises Refused for what our model does not compute, UsageError for what is missing or malformed."""
+    name = config.get("model_type")
+    families = {family.model_type: family for family in FAMILIES.values()}
+    if name not in families:
+        raise Refused(f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}")
+    family = families[name]
+    parts = [config, *(config[name] for name in family.sections if isinstance(config.get(name), dict))]
+    for key, value in (item for part in parts for item in part.items()):
+        if not _accepted(family, key, value):
+            raise Refused(f"config.json sets {key} = {value!r}, and a {name} model is imported only without that")
+    return family.shape(config)
+
+
+def _accepted(family: Family, key: str, value: Any) -> bool:
+    if key in family.only:
+        return value in family.only[key]
+    return key in family.read | family.ignored | _WITHOUT_EFFECT | _OF_GENERATION or value in _OFF
+
+
+def write_config(shape: Shape) -> dict[str, Any]:
+    """Raises Refused for a shape that the family's format has no word for."""
+    family = FAMILIES[shape.style]
+    shared = {"architectures": [family.architecture], "model_type": family.model_type}
+    if family.task not in ("classify", "contrast", "reconstruct"):
+        shared |= {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "use_cache": True}
+    return shared | family.config(shape)

@@ -1,0 +1,138 @@
+"""Any language model of `transformers`, from a local folder, as the model of a run (extra `huggingface`).
+
+Only architectures that `transformers` itself knows are built: code from the folder is never run, pickled weights are
+never opened, and nothing is fetched from the network.
+"""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.modeling.structured_pruning import is_arranged
+from thrifty.models.hf_folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
+from thrifty.models.pad_pruned import evened_wrapped
+from thrifty.models.transformer import Task
+
+WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
+    wrapper.task: wrapper for wrapper in (HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceSeq2Seq)
+}
+
+
+def load_model(
+    folder: Path,
+    task: Task = "next_token",
+    fresh: bool = False,
+    vocabulary: int | None = None,
+    length: int | None = None,
+) -> HuggingFaceModel:
+    """The model of a folder in float32, as one that learns `task`; with `fresh`, its architecture with random values
+    from torch's generator.
+
+    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. Raises
+    UsageError without `transformers` or for a folder without config.json or safetensors, Refused for an architecture
+    that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
+    """
+    transformers, wrapper = _transformers(), WRAPPERS[task]
+    content = read_config(folder)
+    if not fresh:
+        weight_files(folder)
+    kind = getattr(transformers, wrapper.auto)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if fresh:
+            _resize(config, vocabulary, length)
+            lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        else:
+            lm = _with_weights(kind, folder, config)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise Refused(
+            f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r} from {folder}: {error}",
+            fix=f"give a folder of an architecture that this version of transformers knows as a {wrapper.words}",
+        ) from error
+    return wrapper(lm)
+
+
+def load_causal_lm(
+    folder: Path, fresh: bool = False, vocabulary: int | None = None, length: int | None = None
+) -> HuggingFaceModel:
+    """The causal language model of a folder, see `load_model`."""
+    return load_model(folder, "next_token", fresh, vocabulary, length)
+
+
+def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
+    lm, found = kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if found["missing_keys"] or found["mismatched_keys"]:
+        names = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+        raise Refused(
+            f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
+            fix="fetch the whole folder again, or set model.fresh = true to start from random values",
+        )
+    return lm
+
+
+def export_wrapped(
+    model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
+) -> None:
+    """The model's folder as `save_pretrained` writes it, complete or not at all, with its tokenizer."""
+    if is_arranged(model):
+        model = evened_wrapped(model)
+    values = {
+        name: value.to("cpu", dtype if value.is_floating_point() else value.dtype)
+        for name, value in _untied(model.lm).items()
+    }
+    config = deepcopy(model.lm.config)
+    with written_aside(folder) as aside:
+        model.lm.save_pretrained(aside, state_dict=values)
+        config.dtype = dtype
+        if tokenizer_json is not None:
+            for name, number in special_ids(tokenizer_json, model.task).items():
+                if name != "pad_token_id":  # some architectures count positions by it: it is part of the arithmetic
+                    setattr(config, name, number)
+            write_tokenizer(aside, tokenizer_json, getattr(config, "max_position_embeddings", None) or 1024)
+        config.save_pretrained(aside)
+
+
+def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:
+    """The state with each tensor once: copies of tied weights in another dtype would count as different tensors."""
+    once = {id(parameter): name for name, parameter in reversed(list(lm.named_parameters(remove_duplicate=False)))}
+    kept = set(once.values())
+    tied = {name for name, _ in lm.named_parameters(remove_duplicate=False)} - kept
+    return {name: value for name, value in lm.state_dict().items() if name not in tied}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "models of other families than ours need the package transformers, which is not installed",
+            fix="pip install 'thrifty[huggingface]'",
+        ) from error
+    return transformers
+
+
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")
+
+
+def _resize(config: Any, vocabulary: int | None, length: int | None) -> None:
+    if vocabulary is not None:
+        config.vocab_size = vocabulary
+        for name in _TOKENS:
+            token = getattr(config, name, None)
+            if isinstance(token, int) and token >= vocabulary:
+                setattr(config, name, None)
+    if length is not None and length > (getattr(config, "max_position_embeddings", None) or length):
+        config.max_position_embeddings = length

@@ -1,0 +1,115 @@
+"""The masked autoencoder (He et al. 2021, arXiv 2111.06377) in plain torch, put together from objects.
+
+A Vision Transformer looks at some patches of an image; a lighter stack of blocks is given what it made of them, one
+learned token in the place of every other patch, and gives the pixels of all. What is kept for other tasks is the
+Vision Transformer: its parameters have the names that they have in one.
+
+Shapes: b batch, c channels, h and w pixels, p pixels of a patch's side, t patches row by row, n of them visible, d and
+e the widths of encoder and decoder.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.kernels.image_patches import blanked
+from thrifty.kernels.image_resizing import resized_positions
+from thrifty.kernels.token_gather import put_back, taken
+from thrifty.models.init_laws import Law, mae_uniform
+from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransformer
+
+
+class PatchDecoder(nn.Module):
+    """Hidden states (b, 1 + n, d) of the class token and the visible patches to states (b, t, e) of all patches.
+
+    `position` (1, 1 + t, e) are fixed, and interpolated for images of another size than they were made for.
+    """
+
+    position: Tensor
+
+    def __init__(self, embed: nn.Linear, position: Tensor, blocks: Sequence[nn.Module], norm: nn.Module):
+        super().__init__()
+        self.embed = embed
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, embed.out_features))
+        self.register_buffer("position", position)
+        self.blocks, self.norm = nn.ModuleList(blocks), norm
+
+    def forward(self, hidden: Tensor, visible: Tensor | None, grid: tuple[int, int]) -> Tensor:
+        """`visible` (b, n) are the places of the patches in a grid of so many rows and columns; None for all."""
+        x = self.embed(hidden)
+        if visible is not None:
+            patches = put_back(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
+            x = torch.cat((x[:, :1], patches), 1)
+        x = x + resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table keeps float32
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)[:, 1:]
+
+
+class MaskedAutoencoder(nn.Module):
+    """Images (b, c, h, w) to the decoder's hidden states (b, t, e); `head` maps those to pixels (b, t, p · p · c), or
+    `logits` does both. Pixels are as `kernels.patches.patchify` orders them.
+
+    Of an image only the `visible` patches (b, n) are known, all of them unless they are given. The encoder is given
+    those alone, or with `blanks` all patches, the unknown ones with zeros for pixels.
+    """
+
+    task: Literal["reconstruct"] = "reconstruct"
+
+    def __init__(
+        self,
+        embedding: PatchEmbedding,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
+        decoder: PatchDecoder,
+        head: nn.Linear,
+        law: Law = mae_uniform,
+    ):
+        super().__init__()
+        self.embedding, self.blocks, self.norm = embedding, nn.ModuleList(blocks), norm
+        self.decoder, self.head, self.law = decoder, head, law
+
+    def forward(self, images: Tensor, visible: Tensor | None = None, blanks: bool = False) -> Tensor:
+        patch = self.embedding.patch_size
+        self.embedding.check(images)
+        if blanks and visible is not None:
+            hidden = self.encode(blanked(images, visible, patch))
+            hidden = torch.cat((hidden[:, :1], taken(hidden[:, 1:], visible)), 1)
+        else:
+            hidden = self.encode(images, visible)
+        return self.decoder(hidden, visible, (images.shape[-2] // patch, images.shape[-1] // patch))
+
+    def encode(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        """The encoder's final hidden states (b, 1 + n, d), the class token's first."""
+        x = self.embedding(images, visible)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def logits(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        return self.head(self(images, visible))
+
+    def example(self, device: torch.device) -> Tensor:
+        """One blank image, for whoever must watch a forward pass."""
+        embedding = self.embedding
+        return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
+
+    @torch.no_grad()
+    def resize(self, side: int) -> None:
+        """Let a trained model take images of another size: both tables of positions are interpolated."""
+        grid = (side // self.embedding.patch_size,) * 2
+        self.decoder.position = resized_positions(self.decoder.position, grid, 1).clone()
+        self.embedding.resize(side)
+
+
+@torch.no_grad()
+def encoder_alone(model: MaskedAutoencoder, labels: int, pool: Pool) -> VisionTransformer:
+    """The Vision Transformer that a trained autoencoder begins with, and a new head, its values still unset. Its
+    positions are learned from now on."""
+    embedding, table = model.embedding, model.embedding.position.to(model.norm.weight.dtype)
+    del embedding.position
+    embedding.position = nn.Parameter(table)
+    head = nn.Linear(model.norm.normalized_shape[0], labels, dtype=model.norm.weight.dtype)
+    return VisionTransformer(embedding, [*model.blocks], model.norm, head, pool)

@@ -1,0 +1,118 @@
+"""The model of a run with its first values: one of ours, or a wrapper around one of `transformers`."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thrifty.core.errors import UsageError
+from thrifty.core.model_spec import Ends, TextEnds
+from thrifty.core.recipe import ModelSettings
+from thrifty.models.contrastive_model import ContrastiveModel
+from thrifty.models.families import FAMILIES, assemble
+from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
+from thrifty.models.model_config import Shape
+from thrifty.models.model_presets import PRESETS
+from thrifty.models.model_resolution import check_fit, given_sizes, shape_for
+from thrifty.models.transformer import Task, initialize
+from thrifty.models.vision_transformer import VisionTransformer, refit
+from thrifty.models.weight_conversion import import_folder
+
+_SEES = {
+    "next_token": "no token sees later ones",
+    "masked_token": "a token can see later ones",
+    "sequence_to_sequence": "it reads a source and writes a target",
+    "classify": "it reads images",
+    "contrast": "it compares images with captions",
+    "reconstruct": "it gives back the pixels of images",
+}
+_KIND_FOR = {"answer": "next_token", "mass": "sequence_to_sequence"}
+"""Objectives that need the same kind of model as another one."""
+
+
+def build_model(
+    settings: ModelSettings,
+    vocabulary: int,
+    length: int,
+    seed: int,
+    task: Task | Literal["answer", "mass"] = "next_token",
+) -> nn.Module:
+    """The plain model of a run on text, see `build_for`."""
+    return build_for(TextEnds(vocabulary, length), settings, seed, task)
+
+
+def build_for(
+    ends: Ends, settings: ModelSettings, seed: int, task: Task | Literal["answer", "mass"] = "next_token"
+) -> nn.Module:
+    """The plain model of a run with its first values, the same at every call.
+
+    A preset, or a folder: what a family of ours computes becomes one of our models, anything else a wrapper around the
+    model of `transformers` that learns `task`. A trained model of images is refitted to the images and labels of the
+    data; of a trained MAE the encoder is taken where there are labels. Raises UsageError for a model of another kind
+    than the task needs, and where the data does not fit weights that exist.
+    """
+    task = _KIND_FOR.get(task, task)
+    shape = shape_for(ends, settings)
+    if shape is not None:
+        _refuse_another_kind(settings, shape, task)
+    if shape is None or (settings.folder and not settings.fresh):
+        # values from files are real even where everything else is being counted on fake tensors
+        with unset_fake_temporarily():
+            if shape is None:
+                return _build_other(settings, ends, seed, task)
+            model, _ = import_folder(Path(settings.folder))
+            if isinstance(model, ContrastiveModel):
+                model.image.embedding.resize(shape.image)
+            if isinstance(model, MaskedAutoencoder):
+                model.resize(shape.image)
+                if shape.style == "vit":
+                    model = encoder_alone(model, shape.vocabulary, shape.pool)  # type: ignore[arg-type]
+                    initialize(model, seed, within="head.")
+            if isinstance(model, VisionTransformer) and refit(model, shape.vocabulary, shape.image):
+                initialize(model, seed, within="head.")
+            return model
+    model = assemble(shape)
+    initialize(model, seed)
+    return model
+
+
+def _build_other(settings: ModelSettings, ends: Ends, seed: int, task: Task) -> nn.Module:
+    if not isinstance(ends, TextEnds):
+        raise UsageError(
+            f"the model in {settings.folder} is none of ours that read images",
+            fix="give the folder of a ViTForImageClassification, without a teacher's token, or a preset: vit-nano",
+        )
+    from thrifty.models.hf_loader import WRAPPERS, load_model
+
+    given = given_sizes(settings)
+    if given:
+        raise UsageError(
+            f"model.{given[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
+            fix=f"leave model.{given[0]} out, or edit the folder's config.json",
+        )
+    if task not in WRAPPERS:
+        raise UsageError(
+            f"a language model such as the one in {settings.folder} cannot learn {task}",
+            fix=f"set objective.name to {' or '.join(WRAPPERS)}",
+        )
+    vocabulary, length = ends.vocabulary, ends.length
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = load_model(Path(settings.folder), task, settings.fresh, vocabulary, length)
+    if not settings.fresh:
+        limit = getattr(model.lm.config, "max_position_embeddings", None) or length
+        check_fit(settings.folder, model.vocabulary, limit, vocabulary, length)
+    return model
+
+
+def _refuse_another_kind(settings: ModelSettings, shape: Shape, task: Task) -> None:
+    own = FAMILIES[shape.style].task
+    if own != task:
+        fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]
+        instead = f", or take a model that can, such as model.preset = {fitting[0]}" if fitting else ""
+        raise UsageError(
+            f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[own]}",
+            fix=f"set objective.name = {own}{instead}",
+        )

@@ -1,0 +1,75 @@
+"""A model at the end of its training as a folder that `transformers` loads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from thrifty.core.errors import Refused
+from thrifty.core.model_spec import ImageEnds
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.modeling.structured_pruning import is_arranged
+from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
+from thrifty.models.masked_autoencoder import MaskedAutoencoder
+from thrifty.models.model_config import Shape
+from thrifty.models.pad_pruned import evened
+from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
+from thrifty.models.vision_transformer import VisionTransformer
+from thrifty.models.weight_conversion import export_folder
+
+
+def export_model(
+    model: nn.Module,
+    shape: Shape | None,
+    folder: Path,
+    tokenizer_json: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    images: ImageEnds | None = None,
+) -> None:
+    """A model of `build_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
+    if isinstance(model, ContrastiveModel) and shape is not None:
+        _export_towers(model, shape, folder, tokenizer_json, dtype, images)
+        return
+    if isinstance(model, EncoderDecoder) and shape is not None:
+        shape = replace(shape, depth=len(model.encoder.blocks), decoder_depth=len(model.decoder.blocks))
+    if isinstance(model, MaskedAutoencoder) and shape is not None:
+        sizes = {"hidden": _inside(model.blocks), "decoder_hidden": _inside(model.decoder.blocks)}
+        shape = replace(shape, depth=len(model.blocks), decoder_depth=len(model.decoder.blocks), **sizes)
+        export_folder(model, shape, folder, dtype=dtype, images=images)
+        return
+    if isinstance(model, Transformer | Encoder | EncoderDecoder | VisionTransformer) and shape is not None:
+        if is_arranged(model):
+            model, shape = evened(model, shape)
+        else:  # what grows may be exported before it is as wide as its recipe says
+            shape = replace(shape, hidden=_inside(find_blocks(model)[1]))
+        export_folder(model, shape, folder, tokenizer_json, dtype, images)
+        return
+    from thrifty.models.hf_loader import HuggingFaceModel, export_wrapped
+
+    if not isinstance(model, HuggingFaceModel):
+        raise Refused(f"a {type(model).__name__} has no Hugging Face format to be exported to")
+    export_wrapped(model, folder, tokenizer_json, dtype)
+
+
+def _inside(blocks: nn.ModuleList) -> int:
+    """Inner width of the blocks' feed-forward networks."""
+    return blocks[0].mlp.down.in_features  # type: ignore[union-attr,return-value]
+
+
+def _export_towers(
+    model: ContrastiveModel,
+    shape: Shape,
+    folder: Path,
+    tokenizer_json: Path | None,
+    dtype: torch.dtype,
+    images: ImageEnds | None,
+) -> None:
+    if is_arranged(model):
+        raise Refused("a model of two towers that has lost heads or neurons has no Hugging Face format")
+    image, text = model.image.blocks, model.text.blocks
+    sizes = {"depth": len(image), "hidden": image[0].mlp.down.in_features}
+    sizes |= {"text_depth": len(text), "text_hidden": text[0].mlp.down.in_features}
+    with torch.no_grad():  # where transformers has no limit
+        model.logit_scale.clamp_(max=LARGEST_SCALE)
+    export_folder(model, replace(shape, **sizes), folder, tokenizer_json, dtype, images)

@@ -1,0 +1,109 @@
+"""Models that have lost heads and neurons, block by block differently, in a shape that a published format can say.
+
+A config.json has one number of heads and one of neurons for all blocks. So blocks that have fewer than the widest one
+are filled up with heads and neurons of zeros, which change nothing of what is computed; and where the format takes the
+width of a head from the width of the model, with as many heads as there were.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.structured_pruning import Pieces, arrange, filled_up, find_pieces
+from thrifty.models.families import FAMILIES
+from thrifty.models.families.model_family import Model
+from thrifty.models.model_config import Shape
+
+FILLED_UP = "filled up with zeros"
+
+
+def evened(model: Model, shape: Shape) -> tuple[Model, Shape]:
+    """A copy of a model of ours, all of its blocks alike, and its shape; `shape` is that of the whole model. Says by
+    `note` what was done."""
+    model, family = deepcopy(model), FAMILIES[shape.style]
+    heads, neurons = _by_kind(model)
+    together, count = heads[0].group or 1, max(each.count for each in heads)
+    # transformers takes only numbers of heads that divide the width of the model, even where they need not
+    while shape.width % (count * together) or not (family.free_heads or count * together == shape.heads):
+        count += 1
+    hidden = max(each.count for each in neurons) if family.free_hidden else shape.hidden
+    _fill_up(heads, count, family.free_heads)
+    _fill_up(neurons, hidden, family.free_hidden)
+    number = count * together
+    width = shape.head_width if number * shape.head_width != shape.width else None
+    kv_heads = count if heads[0].group else shape.kv_heads
+    return model, replace(shape, heads=number, kv_heads=kv_heads, hidden=hidden, fixed_head_width=width)
+
+
+def evened_wrapped(model: nn.Module) -> nn.Module:
+    """A copy of a model around one of transformers, all of its blocks alike, its config saying the sizes.
+
+    Which sizes the config can say is found out by building the model from it, without values.
+    """
+    model = deepcopy(model)
+    heads, neurons = _by_kind(model)
+    together, whole = heads[0].group or 1, _columns(model, {})
+    width = heads[0].width // together
+    most, count = (_count(heads, whole, heads[0].width), max(each.count for each in heads))
+    said = _sizes(count * together, count if heads[0].group else 0, width)
+    while count < most and _count(heads, _columns(model, said), heads[0].width) != count:
+        count += 1
+        said = _sizes(count * together, count if heads[0].group else 0, width)
+    hidden = max(each.count for each in neurons)
+    words = [word for word in _HIDDEN if _count(neurons, _columns(model, {word: hidden}), 1) == hidden]
+    hidden = hidden if words else _count(neurons, whole, 1)
+    _fill_up(heads, count, count < most or hasattr(model.lm.config, "head_dim"))
+    _fill_up(neurons, hidden, bool(words))
+    for name, value in (dict.fromkeys(words[:1], hidden) | (said if count < most else {})).items():
+        setattr(model.lm.config, name, value)
+    return model
+
+
+_HIDDEN = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "decoder_ffn_dim")
+"""What configs of transformers call the number of neurons."""
+
+
+def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
+    return {"num_attention_heads": heads, "head_dim": width} | ({"num_key_value_heads": kv_heads} if kv_heads else {})
+
+
+def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
+    """How many numbers each layer takes where the config says these sizes; none where it may not say them, as where
+    the heads must divide the width of the model."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    lm = model.lm
+    try:
+        config = type(lm.config).from_dict(lm.config.to_dict() | sizes)
+        with torch.device("meta"):
+            built = type(lm)(config)
+    except (StrictDataclassError, ValueError):
+        return {}
+    return {f"lm.{name}": layer.in_features for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def _count(pieces: list[Pieces], columns: Mapping[str, int], width: int) -> int:
+    """Of how many pieces these columns are, in all blocks; 0 where they are of different numbers."""
+    found = {columns.get(each.name, 0) for each in pieces}
+    return found.pop() // width if len(found) == 1 else 0
+
+
+def _by_kind(model: nn.Module) -> tuple[list[Pieces], list[Pieces]]:
+    found = list(find_pieces(model).values())
+    return [each for each in found if each.kind == "heads"], [each for each in found if each.kind == "neurons"]
+
+
+def _fill_up(pieces: list[Pieces], count: int, is_free: bool) -> None:
+    counts, words = [each.count for each in pieces], pieces[0].kind
+    if pieces[0].group > 1:
+        words = f"groups of {pieces[0].group} heads"
+    for each in pieces:
+        arrange(each, filled_up(each, count))
+    if min(counts) == count:
+        return
+    why = "the least that the format takes" if is_free else "the format has no word for fewer"
+    note(f"{min(counts)} to {max(counts)} {words} a block are written as {count}, {FILLED_UP}: {why}")

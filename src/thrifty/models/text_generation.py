@@ -1,0 +1,204 @@
+"""Text from a trained model, one token at a time.
+
+Our own Transformer keeps the keys and values of what it has read, so that a new token costs one token's work; any other
+model reads its context again for each token. Both give the same tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.models.attention_layers import Attention, Rotary, causal_attention
+from thrifty.models.transformer import Transformer
+from thrifty.models.transformer_blocks import Block, Embedding, PostNormBlock
+
+Reader = Callable[[Tensor], Tensor]
+"""Tokens (b, t), which grow by one from call to call, to the logits (b, v) of what comes next."""
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokens: Tensor,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    greedy: bool = False,
+    context: int | None = None,
+    stop: int | None = None,
+    seen: Callable[[Tensor], None] = lambda chosen: None,
+) -> Tensor:
+    """`tokens` (b, t) followed by up to `count` more, (b, t + count).
+
+    top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` takes the most likely
+    one. `context` bounds how many tokens the model looks back on, besides its own limit. A row that has produced
+    `stop` repeats it, and generation ends when all have. `seen` is given each new token (b,) at once. The model is in
+    eval mode meanwhile.
+    """
+    _check(model, tokens, temperature, top_k, top_p)
+    generator = torch.Generator(device=tokens.device).manual_seed(seed)
+    limit = min(filter(None, (context, context_limit(model))), default=None)
+    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    with evaluating(model), _reader(model, limit) as read:
+        for _ in range(count):
+            logits = read(tokens).float()
+            chosen = logits.argmax(-1) if greedy else draw(logits, generator, temperature, top_k, top_p)
+            if stop is not None:
+                chosen = torch.where(ended, stop, chosen)
+                ended |= chosen == stop
+            tokens = torch.cat((tokens, chosen[:, None]), dim=1)
+            seen(chosen)
+            if ended.all():
+                break
+    return tokens
+
+
+def draw(
+    logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None, top_p: float | None
+) -> Tensor:
+    """One token per row (b,) from logits (b, v)."""
+    logits, order = (logits / temperature).sort(descending=True)
+    if top_k is not None:
+        logits[:, top_k:] = -torch.inf
+    probabilities = logits.softmax(-1)
+    if top_p is not None:
+        reached = probabilities.cumsum(-1) - probabilities >= top_p  # without the token itself: one always stays
+        probabilities = probabilities.masked_fill(reached, 0.0)
+    return order.gather(1, probabilities.multinomial(1, generator=generator)).squeeze(1)
+
+
+def context_limit(model: nn.Module) -> int | None:
+    """How many tokens the model can take at once: its learned positions, or what a transformers config says."""
+    for module in model.modules():
+        if isinstance(module, Embedding) and module.position is not None:
+            return module.position.num_embeddings
+    config = getattr(getattr(model, "lm", None), "config", None)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_task(model: nn.Module) -> None:
+    """Raises UsageError for a model that does not predict the token that follows."""
+    task = getattr(model, "task", "next_token")
+    if task != "next_token":
+        raise UsageError(
+            f"a model that learned {task} does not predict the token that follows, so it cannot continue text",
+            fix="give a decoder, such as a model of the GPT or Llama family",
+        )
+
+
+def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    check_task(model)
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise UsageError(
+            f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="give one or more"
+        )
+    if temperature <= 0:
+        raise UsageError(f"temperature is {temperature}", fix="give a positive one, or sample greedily")
+    if top_k is not None and top_k < 1:
+        raise UsageError(f"top_k is {top_k}", fix="keep 1 token or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"top_p is {top_p}", fix="give a probability above 0, up to 1")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode inside; each module as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
+    """The way to read tokens that suits the model: with a cache until the context is full, where that is possible."""
+
+    def read_again(tokens: Tensor) -> Tensor:
+        return last_logits(model, tokens if limit is None else tokens[:, -limit:])
+
+    if not cacheable(model):
+        yield read_again
+        return
+    with ExitStack() as cache:
+        read_new = cache.enter_context(caching(model))
+
+        def read(tokens: Tensor) -> Tensor:
+            if limit is None or tokens.shape[1] <= limit:
+                return read_new(tokens)
+            cache.close()  # from here on the window slides and every position changes
+            return read_again(tokens)
+
+        yield read
+
+
+def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Logits (b, v) after the last token; a model without a head apart gives logits outright."""
+    out = model(tokens)[:, -1]
+    return out if model.head is None else model.head(out)
+
+
+def cacheable(model: nn.Module) -> bool:
+    """Whether tokens meet only in plain attention cores: no module on the way was swapped, no forward wrapped."""
+    if type(model) is not Transformer or any(type(block) not in (Block, PostNormBlock) for block in model.blocks):
+        return False
+    on_the_way = [m for m in model.modules() if isinstance(m, (Transformer, Block, Attention, Embedding, Rotary))]
+    attentions = [module for module in on_the_way if isinstance(module, Attention)]
+    return (
+        len(attentions) == len(model.blocks)
+        and all(attention.core is causal_attention for attention in attentions)
+        and not any("forward" in vars(module) for module in on_the_way)
+    )
+
+
+class CachingCore:
+    """Causal attention that keeps the keys and values (b, g, t, k) of all it has seen; first a prompt, then one token
+    at a time."""
+
+    def __init__(self) -> None:
+        self.seen: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.seen is None:
+            self.seen = k, v
+            return causal_attention(q, k, v)
+        past_k, past_v = self.seen
+        self.seen = k, v = torch.cat((past_k, k), dim=2), torch.cat((past_v, v), dim=2)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@contextmanager
+def caching(model: nn.Module) -> Iterator[Reader]:
+    """A reader that reads only what is new. Inside, every attention has a caching core and positions count on from
+    where the last call ended; afterwards the model is as it was."""
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    positions = [module for module in model.modules() if isinstance(module, (Rotary, Embedding))]
+
+    def start_at(position: int) -> None:
+        for module in positions:
+            module.start = position
+
+    def read(tokens: Tensor) -> Tensor:
+        nonlocal known
+        start_at(known)
+        new, known = tokens[:, known:], tokens.shape[1]
+        return last_logits(model, new)
+
+    known = 0
+    cores = [attention.core for attention in attentions]
+    for attention in attentions:
+        attention.core = CachingCore()
+    try:
+        yield read
+    finally:
+        start_at(0)
+        for attention, core in zip(attentions, cores, strict=True):
+            attention.core = core

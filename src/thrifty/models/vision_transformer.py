@@ -1,0 +1,148 @@
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) in plain torch, put together from objects.
+
+What DeiT (Touvron et al. 2020, arXiv 2012.12877) trains without a teacher is the same model in smaller sizes. Blocks
+are those of text models; only the embedding and what is read off at the end are its own.
+
+Shapes: b batch, c channels, h and w pixels, t tokens (patches row by row, behind the class token where there is one), d
+width, v labels.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.image_resizing import resized_positions
+from thrifty.kernels.token_gather import taken
+from thrifty.models.init_laws import Law, vit_uniform
+
+Pool = Literal["class", "mean", "patches"]
+"""What the head is given: the class token; the mean over all patches of a model without one; or that mean in a model
+that has a class token too."""
+
+
+class PatchEmbedding(nn.Module):
+    """Images (b, c, h, w) to tokens (b, t, d): patches through one matrix, the class token in front, positions added.
+    These are learned, unless a `fixed` table of them (1, t, d) is given. The table is for square images of `side`
+    pixels; for others it is interpolated at each call."""
+
+    position: Tensor
+
+    def __init__(
+        self,
+        side: int,
+        patch: int,
+        channels: int,
+        width: int,
+        pool: Pool = "class",
+        bias: bool = True,
+        fixed: Tensor | None = None,
+    ):
+        super().__init__()
+        self.before = int(pool != "mean")
+        """Tokens in front of the patches."""
+        self.side, self.channels, self.patch_size = side, channels, patch
+        self.patch = nn.Conv2d(channels, width, patch, patch, bias=bias)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width)) if self.before else None
+        if fixed is None:
+            self.position = nn.Parameter(torch.zeros(1, self.before + (side // patch) ** 2, width))
+        else:
+            self.register_buffer("position", fixed)
+
+    def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        """`visible` int64 (b, n) numbers the patches of each image that are to be seen; all are unless it is given."""
+        tokens = self.patches(images) + self.positions(images)[:, self.before :]
+        if visible is not None:
+            tokens = taken(tokens, visible)
+        if self.class_token is None:
+            return tokens
+        first = self.class_token + self.position[:, : self.before].to(self.class_token.dtype)
+        return torch.cat((first.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """The patches (b, t, d), without positions."""
+        self.check(images)
+        return self.patch(images).flatten(2).mT
+
+    def positions(self, images: Tensor) -> Tensor:
+        """The positions (1, before + t, d) that belong to images of this size."""
+        grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
+        positions = resized_positions(self.position, grid, self.before)
+        return positions.to(self.patch.weight.dtype)  # a fixed table keeps float32
+
+    @torch.no_grad()
+    def resize(self, side: int) -> None:
+        """Let the table be that for images of another size."""
+        if side == self.side:
+            return
+        grid = (side // self.patch_size,) * 2
+        table = resized_positions(self.position, grid, self.before).clone()
+        self.position = nn.Parameter(table) if isinstance(self.position, nn.Parameter) else table
+        self.side = side
+
+    def check(self, images: Tensor) -> None:
+        """Raises UsageError for what is no batch of images that can be cut into patches."""
+        if images.ndim != 4 or images.shape[1] != self.channels:
+            raise UsageError(
+                f"images of shape {tuple(images.shape)} were given to a model of {self.channels} channels",
+                fix=f"give images of shape (batch, {self.channels}, height, width)",
+            )
+        if images.shape[2] % self.patch_size or images.shape[3] % self.patch_size:
+            raise UsageError(
+                f"images of {images.shape[2]} x {images.shape[3]} pixels cannot be cut into patches of "
+                f"{self.patch_size} x {self.patch_size}",
+                fix=f"set data.size to a multiple of {self.patch_size}",
+            )
+
+
+class VisionTransformer(nn.Module):
+    """Images (b, c, h, w) to the final hidden states of all tokens (b, t, d); `pooled` takes from those what the head
+    maps to logits (b, v), and `logits` does all three. Of an image only the `visible` patches (b, n) are looked at,
+    where they are given."""
+
+    task: Literal["classify"] = "classify"
+
+    def __init__(
+        self,
+        embedding: PatchEmbedding,
+        blocks: Sequence[nn.Module],
+        norm: nn.Module,
+        head: nn.Linear,
+        pool: Pool = "class",
+        law: Law = vit_uniform,
+    ):
+        super().__init__()
+        self.embedding, self.blocks, self.norm, self.head = embedding, nn.ModuleList(blocks), norm, head
+        self.pool, self.law = pool, law
+
+    def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        x = self.embedding(images, visible)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """What stands for each image (b, d), of its hidden states (b, t, d)."""
+        return hidden[:, 0] if self.pool == "class" else hidden[:, self.embedding.before :].mean(1)
+
+    def logits(self, images: Tensor) -> Tensor:
+        return self.head(self.pooled(self(images)))
+
+    def example(self, device: torch.device) -> Tensor:
+        """One blank image, for whoever must watch a forward pass."""
+        embedding = self.embedding
+        return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
+
+
+@torch.no_grad()
+def refit(model: VisionTransformer, labels: int, side: int) -> bool:
+    """Let a trained model take images of another size and tell other labels apart: its positions are interpolated, its
+    head is put in anew where the number of labels differs. Returns whether the head is new, its values still unset."""
+    embedding = model.embedding
+    embedding.resize(side)
+    if labels == model.head.out_features:
+        return False
+    model.head = nn.Linear(model.head.in_features, labels, dtype=model.head.weight.dtype)
+    return True

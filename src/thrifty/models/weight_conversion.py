@@ -1,0 +1,194 @@
+"""Weights of Hugging Face models, to our models and back, without `transformers`.
+
+One table for each family says which of their tensors make up which of ours; import reads it one way, export the other.
+What differs is the packing only: queries, keys and values are rows of one matrix here, as are gate and value; GPT-2
+stores its matrices transposed. No number is changed, so a round trip in the stored dtype is bit-exact.
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.model_spec import ImageEnds
+from thrifty.models.families import FAMILIES, assemble, tie
+from thrifty.models.families.model_family import Model, Packing
+from thrifty.models.hf_config import read_shape, write_config
+from thrifty.models.hf_folder import (
+    StoredTensors,
+    read_config,
+    special_ids,
+    write_json,
+    write_tokenizer,
+    write_weights,
+    written_aside,
+)
+from thrifty.models.model_config import Shape
+
+_OLDER = {".gamma": ".weight", ".beta": ".bias"}
+"""How BERT's first files call the parameters of a norm."""
+
+
+def packing_table(shape: Shape) -> list[Packing]:
+    family = FAMILIES[shape.style]
+    head = [] if shape.tied or not family.head else [Packing("head.weight", (family.head,))]
+    return [*family.table(shape), *head]
+
+
+def folder_shape(folder: Path, fresh: bool = False) -> Shape:
+    """The shape that a folder's config.json gives; its weights are looked at where they exist and decide something.
+
+    Raises Refused for an architecture we do not compute.
+    """
+    config = read_config(folder)
+    shape = read_shape(config)
+    if not shape.tied and config.get("tie_word_embeddings") and not fresh:
+        with StoredTensors(folder) as stored:
+            if FAMILIES[shape.style].head not in stored.names:
+                raise Refused(f"{folder} ties its head without scaling it, which our T5 does not compute")
+    return shape
+
+
+def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, Shape]:
+    """A folder of one of the families as our model, its weights in `dtype`.
+
+    Raises Refused for an architecture we do not compute, UsageError for a folder that is none or holds pickles,
+    IntegrityError where weights are damaged, missing, left over or of another shape.
+    """
+    shape = folder_shape(folder)
+    with torch.device("meta"):
+        model = assemble(shape)
+    with StoredTensors(folder) as stored:
+        values = _read_values(stored, shape, dtype)
+    for name, tensor in _kept(model, values.keys()).items():
+        if values[name].shape != tensor.shape:
+            raise IntegrityError(
+                f"{folder}: {name} would be {tuple(values[name].shape)} by its weights and "
+                f"{tuple(tensor.shape)} by config.json"
+            )
+    model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head has no value of its own
+    tie(model, shape)
+    return model, shape
+
+
+def _read_values(stored: StoredTensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    family, table = FAMILIES[shape.style], packing_table(shape)
+    wanted = {name for packing in table for name in packing.theirs}
+    names = {_today(name, family.renamed): name for name in stored.names if not re.search(family.left_out, name)}
+    if not any(name.startswith(family.body) for name in names):  # as first published, without the prefix
+        names = {family.body + name if family.body + name in wanted else name: own for name, own in names.items()}
+    _discard_repeats(stored, shape, names)
+    if wanted != names.keys():
+        missing, extra = sorted(wanted - names.keys()), sorted(names.keys() - wanted)
+        raise IntegrityError(
+            f"{stored.folder}: the weights do not fit config.json: {len(missing)} missing {missing[:3]}, "
+            f"{len(extra)} unexpected {extra[:3]}",
+            fix="fetch weights and config.json of one and the same model",
+        )
+    return {packing.ours: packing.pack([stored[names[name]].to(dtype) for name in packing.theirs]) for packing in table}
+
+
+def _kept(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
+    """The parameters of a model, and those of its buffers that have a place in a file."""
+    kept: dict[str, Tensor] = dict(model.named_parameters())
+    return kept | {name: buffer for name, buffer in model.named_buffers() if name in places}
+
+
+def _today(name: str, renamed: Mapping[str, str]) -> str:
+    for old, new in renamed.items():
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    for old, new in _OLDER.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _discard_repeats(stored: StoredTensors, shape: Shape, names: dict[str, str]) -> None:
+    """Drop from `names` what some files hold twice, once it is found to be the same."""
+    family = FAMILIES[shape.style]
+    aliases = dict(family.aliases) | ({family.head: family.token} if shape.tied else {})
+    for alias, name in aliases.items():
+        if alias not in names or name not in names:
+            continue
+        if not torch.equal(stored[names.pop(alias)], stored[names[name]]):
+            raise IntegrityError(
+                f"{stored.folder}: config.json ties the head to the embedding, but {alias} holds other values than "
+                f"{name}",
+                fix="set tie_word_embeddings to false in config.json if the head is meant to be free",
+            )
+
+
+def export_folder(
+    model: Model,
+    shape: Shape,
+    folder: Path,
+    tokenizer_json: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    images: ImageEnds | None = None,
+) -> None:
+    """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all; a model of images
+    with the names of its labels and what its image processor must do, where `images` says so.
+
+    Raises Refused when the model holds parameters the format has no place for, UsageError when the folder exists.
+    """
+    table = packing_table(shape)
+    tensors = _written_tensors(model, table, dtype)
+    config = write_config(shape)
+    task = FAMILIES[shape.style].task
+    if task not in ("classify", "reconstruct"):
+        config = FAMILIES[shape.style].with_special(config, special_ids(tokenizer_json, task))
+    if images is not None and images.labels:
+        config |= label_names(images)
+    with written_aside(folder) as aside:
+        write_weights(aside, tensors)
+        write_json(aside / "config.json", config | {"dtype": str(dtype).removeprefix("torch.")})
+        if task in ("next_token", "sequence_to_sequence") and config["eos_token_id"] is not None:
+            write_json(aside / "generation_config.json", special_ids(tokenizer_json, task))
+        if tokenizer_json is not None:
+            write_tokenizer(aside, tokenizer_json, shape.length)
+        if images is not None:
+            write_json(aside / "preprocessor_config.json", image_processor(images))
+
+
+def label_names(images: ImageEnds) -> dict[str, Any]:
+    """What config.json says of labels."""
+    return {
+        "id2label": {str(number): name for number, name in enumerate(images.labels)},
+        "label2id": {name: number for number, name in enumerate(images.labels)},
+    }
+
+
+def image_processor(images: ImageEnds) -> dict[str, Any]:
+    """preprocessor_config.json for transformers' image processor of ViT: sizes, and pixels of 0 … 255 normalised."""
+    return {
+        "image_processor_type": "ViTImageProcessor",
+        "do_resize": True,
+        "size": {"height": images.side, "width": images.side},
+        "resample": 2,  # bilinear
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(images.mean),
+        "image_std": list(images.std),
+    }
+
+
+def _written_tensors(model: Model, table: list[Packing], dtype: torch.dtype) -> dict[str, Tensor]:
+    places = {packing.ours for packing in table}
+    values = {name: tensor.detach() for name, tensor in _kept(model, places).items()}
+    if values.keys() != places:
+        extra, missing = sorted(values.keys() - places), sorted(places - values.keys())
+        raise Refused(
+            f"the model does not fit the format: no place for {extra[:3]} ({len(extra)} in all), "
+            f"no values for {missing[:3]} ({len(missing)} in all)",
+            fix="merge adapters and other additions into the weights first, and give the shape the model has now",
+        )
+    tensors = {}
+    for packing in table:
+        tensors |= packing.unpack(values[packing.ours].to("cpu", dtype))
+    return tensors

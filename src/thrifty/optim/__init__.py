@@ -1,0 +1,1 @@
+"""Optimizers: transform elements, torch optimizer, fused and chunked updates, partition, weight masks."""

@@ -1,0 +1,188 @@
+"""Ends of chains that are one of torch's fused kernels.
+
+A chain states what is computed; when it ends in Adam, or momentum, or a plain gradient, with decay and scalar factors,
+one pass over memory does all of it and writes the parameters directly. Nothing here changes a formula:
+`tests/core/test_transforms.py` holds the fused and the element-wise result together.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, moves
+from thrifty.optim.chunked_update import local, product
+from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByMomentum, ScaleBySchedule
+
+
+class Fused:
+    """What kernels take as one number for a whole list: the parameters with weight decay, and those without."""
+
+    def __init__(self, factors: Chain, decay: AddDecayedWeights | None):
+        self.factors, self.decay = factors, decay
+
+    def lists(self, count: int) -> list[tuple[float, list[int]]]:
+        chosen = set(self.decay.chosen) if self.decay else set()
+        decay = self.decay.decay if self.decay else 0.0
+        split = [(decay, [i for i in range(count) if i in chosen]), (0.0, [i for i in range(count) if i not in chosen])]
+        return [(decay, own) for decay, own in split if own]
+
+    def rate(self, numbers: Numbers) -> float:
+        return -product(self.factors, numbers)
+
+
+@contextmanager
+def in_one_layout(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Lists of tensors, one entry per parameter, as torch's kernels must have them: these go through memory as it lies
+    and ask no strides. Where the tensors of a parameter lie in different orders, or apart, copies stand in for them."""
+    odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _lie_alike(own)]
+    if not odd:
+        yield list(lists)
+        return
+    lent = [[tensor.contiguous() if i in odd else tensor for i, tensor in enumerate(tensors)] for tensors in lists]
+    yield lent
+    for tensors, copies in zip(lists, lent, strict=True):
+        for i in odd:
+            if copies[i] is not tensors[i]:
+                tensors[i].copy_(copies[i])
+
+
+def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    strides = {tensor.stride() for tensor in tensors}
+    return len(strides) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0])
+
+
+class FusedAdamW(Fused):
+    """The tail `scale_by_adam · add_decayed_weights? · factors`, as torch's fused AdamW."""
+
+    def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: Chain):
+        super().__init__(factors, decay)
+        self.key, self.adam = key, adam
+
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        lists = [parameters, gradients, slots[f"{self.key}.mean"], slots[f"{self.key}.square"]]
+        count = float(numbers[f"{self.key}.count"])
+        for weight_decay, own in self.lists(len(parameters)):
+            chosen = (local([tensors[i] for i in own]) for tensors in lists)
+            fused_adamw(self.adam, *chosen, count, self.rate(numbers), weight_decay)
+
+
+def fused_adamw(
+    adam: ScaleByAdam,
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    mean: list[Tensor],
+    square: list[Tensor],
+    count: float,
+    rate: float,
+    weight_decay: float,
+) -> None:
+    """The `count`-th step of AdamW by torch's kernel."""
+    # the kernel only reads them, so that one tensor serves all parameters of a device
+    counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
+    with in_one_layout(parameters, gradients, mean, square) as lists:
+        torch._fused_adamw_(
+            *lists,
+            [],
+            [counts[parameter.device] for parameter in parameters],
+            lr=rate,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            weight_decay=weight_decay,
+            eps=adam.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class AdamByKernel(Transform):
+    """`scale_by_adam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
+
+    reach = Reach.ROWS
+
+    def __init__(self, adam: ScaleByAdam, decay: AddDecayedWeights | None = None):
+        self.adam, self.decay = adam, decay
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        return AdamByKernel(self.adam, self.decay.only(indices) if self.decay else None)
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        decay = self.decay.decay if self.decay else 0.0
+        chosen = set(self.decay.chosen) if self.decay else set()
+        found = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
+        # without a first moment the gradients are it: written over by themselves
+        mean = slots["mean"] if self.adam.beta1 else updates
+        fused_adamw(self.adam, found, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
+        return found
+
+
+class FusedSGD(Fused):
+    """The tail `add_decayed_weights? · scale_by_momentum? · factors`, as torch's fused SGD."""
+
+    def __init__(self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: Chain):
+        super().__init__(factors, decay)
+        self.key, self.momentum = key, momentum
+
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        lists = [parameters, gradients, *([slots[f"{self.key}.momentum"]] if self.momentum else [])]
+        for weight_decay, own in self.lists(len(parameters)):
+            chosen = (local([tensors[i] for i in own]) for tensors in lists)
+            with in_one_layout(*chosen) as (moved, given, *momentum):
+                torch._fused_sgd_(
+                    moved,
+                    given,
+                    *(momentum or [[]]),
+                    weight_decay=weight_decay,
+                    momentum=self.momentum.decay if self.momentum else 0.0,
+                    lr=self.rate(numbers),
+                    dampening=0.0,
+                    nesterov=self.momentum.nesterov if self.momentum else False,
+                    maximize=False,
+                    is_first_step=False,  # the sum starts at zero, so that the first step is like any other
+                )
+
+
+def fused_tail(chain: Chain) -> tuple[Chain, Fused] | None:
+    """What of a chain comes before a fused kernel, and the kernel for the rest; None where there is none."""
+    inner, factors = without_factors(chain.part([key for key, element in chain.elements.items() if moves(element)]))
+    rest = list(inner.elements.items())
+    decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
+    if rest and type(rest[-1][1]) is ScaleByAdam and rest[-1][1].correct and rest[-1][1].beta1:
+        key, adam = rest.pop()
+        return chain.part([key for key, _ in rest]), FusedAdamW(key, adam, decay, factors)
+    if not rest:
+        return chain.part([]), FusedSGD("", None, decay, factors)
+    if decay is not None or type(rest[-1][1]) is not ScaleByMomentum:
+        return None
+    key, momentum = rest.pop()
+    decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
+    return chain.part([key for key, _ in rest]), FusedSGD(key, momentum, decay, factors)
+
+
+def without_factors(chain: Chain) -> tuple[Chain, Chain]:
+    """A chain as what comes before its last multiplications by a number, and those."""
+    keys = list(chain.elements)
+    end = len(keys)
+    while end and type(chain.elements[keys[end - 1]]) is ScaleBySchedule:
+        end -= 1
+    return chain.part(keys[:end]), chain.part(keys[end:])
+
+
+def by_kernels(chain: Chain) -> Chain:
+    """A chain with its elements replaced where a kernel stands for one or two of them."""
+    some = Chain([])
+    before = ""
+    for key, element in chain.elements.items():
+        last = some.elements.get(before)
+        if type(element) is ScaleByAdam and element.correct:
+            some.elements[key] = AdamByKernel(element)
+        elif type(last) is AdamByKernel and last.decay is None and type(element) is AddDecayedWeights:
+            some.elements[before] = AdamByKernel(last.adam, element)
+            continue
+        else:
+            some.elements[key] = element
+        before = key
+    return some

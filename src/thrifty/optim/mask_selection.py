@@ -1,0 +1,119 @@
+"""What sparse techniques share: how a density is spread over layers, which weights are the largest, how connections are
+replaced, and masks drawn at random by name. Plain functions on tensors."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.shard_layout import in_order, order_of
+from thrifty.core.state import fill_tensor
+from thrifty.distributed.stage_communication import over_stages, values_over_stages
+from thrifty.modeling.parameter_kinds import is_matrix
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shapes of what can be masked, by name: matrices, of which tables of positions are none."""
+    return {
+        name: tuple(parameter.shape)
+        for name, parameter in parameters.items()
+        if parameter.ndim == 2 and is_matrix(name, parameter)
+    }
+
+
+def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[str, float]:
+    """The density of each layer such that the kept weights sum to `density` of all.
+
+    "uniform" gives each the same. "erk" (Evci et al. 2020) gives eps · (sum of dims) / (product of dims), solving for
+    eps; a layer that would exceed 1 becomes dense and eps is solved again for the rest. Layers of other pipeline stages
+    count among all.
+    """
+    own, shapes = shapes, over_stages(shapes)
+    if distribution == "uniform" or not shapes:
+        return dict.fromkeys(own, density)
+    if distribution != "erk":
+        raise UsageError(f"unknown distribution {distribution!r}", fix='use "erk" or "uniform"')
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    dense: set[str] = set()
+    while True:
+        rest = [name for name in shapes if name not in dense]
+        budget = density * sum(sizes.values()) - sum(sizes[name] for name in dense)
+        eps = budget / sum(sum(shapes[name]) for name in rest) if rest else 0.0
+        over = {name for name in rest if eps * sum(shapes[name]) >= sizes[name]}
+        if not over:
+            return {name: 1.0 if name in dense else eps * sum(shapes[name]) / sizes[name] for name in own}
+        dense |= over
+
+
+def layer_counts(shapes: Shapes, density: float, distribution: str) -> dict[str, int]:
+    """How many weights each layer keeps."""
+    densities = layer_densities(shapes, density, distribution)
+    return {name: round(densities[name] * torch.Size(shape).numel()) for name, shape in shapes.items()}
+
+
+def global_count(shapes: Shapes, density: float) -> int:
+    """How many weights all layers together keep, those of other pipeline stages too."""
+    return round(density * sum(torch.Size(shape).numel() for shape in over_stages(shapes).values()))
+
+
+def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
+    """A boolean mask like `parameter` (sharded as it is) with round(density · numel) places, drawn from `key` alone."""
+    generator = keyed_generator(key)
+    mask = torch.zeros(parameter.numel(), dtype=torch.bool)
+    mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True
+    return like_parameter(mask.view(parameter.shape), parameter)
+
+
+def full_mask(parameter: Tensor) -> Tensor:
+    """A mask like `parameter` (sharded as it is) that keeps all."""
+    return like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
+
+
+def like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
+    """A whole mask, which every rank has, sharded as the parameter is."""
+    kept = in_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
+    fill_tensor(kept, mask)
+    return kept
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """A mask of the `count` largest scores, in their shape; of equal ones the first."""
+    mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
+    mask[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
+    return mask.view_as(scores)
+
+
+def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Masks of the `count` largest scores over all layers together, those of other pipeline stages too: one threshold
+    for all. Of equal scores the first counts, in the order of names."""
+    everywhere = values_over_stages(scores, over_stages(dict.fromkeys(scores)))
+    names = sorted(everywhere)
+    if not names:
+        return {}
+    mask = largest(torch.cat([everywhere[name].flatten() for name in names]), count)
+    parts = dict(zip(names, mask.split([everywhere[name].numel() for name in names]), strict=True))
+    return {name: parts[name].view_as(values) for name, values in scores.items()}
+
+
+def replaced(mask: Tensor, worth: Tensor, promise: Tensor, fraction: float) -> Tensor:
+    """The mask after dropping the `fraction` of the active places that are worth least and growing as many inactive
+    ones (just-dropped ones included) that promise most. All tensors have one shape; worth and promise are not
+    negative."""
+    active = int(mask.sum())
+    moved = round(fraction * active)
+    if moved == 0 or active == mask.numel():
+        return mask
+    kept = torch.zeros_like(mask).flatten()
+    kept[worth.masked_fill(~mask, -1.0).flatten().topk(active - moved).indices] = True
+    kept[promise.flatten().masked_fill(kept, -1.0).topk(moved).indices] = True
+    return kept.view_as(mask)
+
+
+def drop_fraction(step: int, alpha: float, until: int) -> float:
+    """The share of connections moved at this step: alpha / 2 · (1 + cos(π step / until))."""
+    return alpha / 2 * (1 + math.cos(math.pi * step / until)) if step < until else 0.0

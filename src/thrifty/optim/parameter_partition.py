@@ -1,0 +1,112 @@
+"""Gradient transforms side by side: each parameter goes through exactly one of several."""
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.gradient_transform import Content, Numbers, Reach, Rule, Slots, Transform, above, under
+
+
+class Partition(Transform):
+    """Each parameter goes to the first rule it meets; a parameter that meets none is an error, not a default."""
+
+    name = "partition"
+
+    def __init__(self, rules: Iterable[tuple[str, Rule, Transform]]):
+        self.rules = {label: (rule, transform) for label, rule, transform in rules}
+        self.members: dict[str, list[int]] = {}
+
+    @property
+    def reach(self) -> Reach:  # type: ignore[override]
+        return max(transform.reach for _, transform in self.rules.values())
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        return {
+            name: value
+            for label, (_, transform) in self.rules.items()
+            for name, value in above(label, transform.numbers(step, age)).items()
+        }
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        self.members = {label: [] for label in self.rules}
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            label = next((label for label, (rule, _) in self.rules.items() if rule(name, parameter)), None)
+            if label is None:
+                raise UsageError(
+                    f"partition: no rule covers parameter {name!r} of shape {tuple(parameter.shape)}",
+                    fix='add a last rule ("rest", lambda name, parameter: True, …)',
+                )
+            self.members[label].append(index)
+        slots: Slots = {}
+        for label, (_, transform) in self.rules.items():
+            own = self.members[label]
+            inner = transform.init([names[i] for i in own], [parameters[i] for i in own])
+            for slot, tensors in inner.items():
+                # parameters of other members hold an empty place, so that every slot has one entry per parameter
+                filled = [parameter.new_empty(0) for parameter in parameters]
+                for index, tensor in zip(own, tensors, strict=True):
+                    filled[index] = tensor
+                slots[f"{label}.{slot}"] = filled
+        return slots
+
+    def _own(self, label: str, slots: Slots) -> Slots:
+        own = self.members[label]
+        return {slot: [tensors[i] for i in own] for slot, tensors in under(label, slots).items()}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        result = list(updates)
+        for label, (_, transform) in self.rules.items():
+            own = self.members[label]
+            if not own:
+                continue
+            changed = transform.update(
+                [updates[i] for i in own], self._own(label, slots), [parameters[i] for i in own], under(label, numbers)
+            )
+            for index, update in zip(own, changed, strict=True):
+                result[index] = update
+        return result
+
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+        for label, (_, transform) in self.rules.items():
+            own = [parameters[i] for i in self.members[label]]
+            transform.follow(self._own(label, slots), own, under(label, numbers))
+
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+        result, changed = list(parameters), False
+        for label, (_, transform) in self.rules.items():
+            own = self.members[label]
+            values = transform.judged(self._own(label, slots), [parameters[i] for i in own], under(label, numbers))
+            if values is not None:
+                changed = True
+                for index, value in zip(own, values, strict=True):
+                    result[index] = value
+        return result if changed else None
+
+    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+        for label, (_, transform) in self.rules.items():
+            transform.impose(self._own(label, slots), [parameters[i] for i in self.members[label]])
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = copy(self)
+        some.rules, some.members = {}, {}
+        for label, (rule, transform) in self.rules.items():
+            places = [self.members[label].index(i) for i in indices if i in self.members[label]]
+            some.rules[label] = (rule, transform.only(places))
+            some.members[label] = [place for place, i in enumerate(indices) if i in self.members[label]]
+        return some
+
+    def content(self, slot: str) -> Content:
+        label, _, own = slot.partition(".")
+        return self.rules[label][1].content(own)
+
+    def rate(self, numbers: Numbers) -> float:
+        """The first rule's: that of what the optimizer is named after."""
+        label, (_, transform) = next(iter(self.rules.items()))
+        return transform.rate(under(label, numbers))
+
+
+def partition(*rules: tuple[str, Rule, Transform]) -> Partition:
+    """`partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True, chain(…)))`."""
+    return Partition(rules)

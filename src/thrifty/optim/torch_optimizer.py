@@ -1,0 +1,165 @@
+"""Gradient transforms behind one `torch.optim.Optimizer`, usable in anybody's own loop.
+
+optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.core.gradient_transform import MOVE, Chain, Numbers, Slots, Transform, chain
+from thrifty.optim.fused_updates import Fused
+from thrifty.optim.update_plan import split
+
+
+class Site:
+    """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
+
+    behind = False
+    """Whether the parameters are an update behind the state."""
+
+    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor]):
+        self.transform, self.parameters = transform, parameters
+        self.state: Slots = transform.init(names, parameters)
+        self.head, self.tail = split(transform, parameters)
+        self._compiled: Callable | None = None
+
+    @property
+    def slots(self) -> Slots:
+        """All that a checkpoint must hold of it."""
+        return self.state
+
+    def compile(self, **options: Any) -> None:
+        if not isinstance(self.tail, Fused):
+            self._compiled = torch.compile(_transform_and_add, **options)
+
+    def update(self, gradients: list[Tensor], step: int, age: int) -> None:
+        """Moves the parameters; `step` and `age` as in `Transform.numbers`."""
+        numbers = self.transform.numbers(step, age)
+        if self._compiled is not None:
+            inputs = {name: torch.tensor(value) for name, value in numbers.items()}
+            self._compiled(self.transform, gradients, self.state, self.parameters, inputs)
+        else:
+            gradients = self.head.update(gradients, self.state, self.parameters, numbers)
+            self.tail.apply(gradients, self.state, self.parameters, numbers)
+        self.transform.follow(self.state, self.parameters, numbers)
+
+    def judged(self, numbers: Numbers) -> list[Tensor] | None:
+        return self.transform.judged(self.state, self.parameters, numbers)
+
+    def impose(self) -> None:
+        self.transform.impose(self.state, self.parameters)
+
+
+class TransformOptimizer(torch.optim.Optimizer):
+    """Applies a transform to the gradients of named parameters and adds the result to them.
+
+    Only parameters that require a gradient take part; a missing gradient counts as zero, and gradients may be
+    overwritten. The state is `slots`, one tensor per parameter under each slot name, and two counters: `updates`
+    finished, and `born`, the update at which the state was last fresh.
+    """
+
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: Transform):
+        trained = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+        super().__init__(list(trained.values()), {})
+        self.names, self.parameters = list(trained), list(trained.values())
+        self.transform = transform if type(transform) is Chain else chain(transform)
+        self.site = (self.transform.site or Site)(self.transform, self.names, self.parameters)
+        self.updates, self.born = 0, 0
+
+    @property
+    def slots(self) -> Slots:
+        return self.site.slots
+
+    def compile(self, **options: Any) -> None:
+        """Trace the arithmetic once with torch.compile, unless torch has a kernel for it; the numbers of each step go
+        in as tensors."""
+        self.site.compile(**options)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the update that comes next."""
+        return self.transform.numbers(self.updates, self.updates - self.born)
+
+    def will_move(self) -> bool:
+        """Whether the update that comes next decides anew where there may be values, as when masks move."""
+        return any(value for name, value in self.numbers().items() if name.rpartition(".")[2] == MOVE)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        self.site.update(gradients, self.updates, self.updates - self.born)
+        self.updates += 1
+        return loss
+
+    def learning_rate(self) -> float:
+        """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""
+        return self.transform.rate(self.numbers())
+
+    @torch.no_grad()
+    def judged(self) -> list[Tensor] | None:
+        """The values to evaluate and to export where those are not the parameters being trained (an average of them),
+        one for each of `names`; None where they are."""
+        return self.site.judged(self.numbers())
+
+    @torch.no_grad()
+    def impose(self) -> None:
+        """Brings parameters and state in line with what the state demands (masks); whoever has filled either with
+        values from elsewhere calls this."""
+        self.site.impose()
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """The parameters at the values to evaluate, for as long as the block lasts."""
+        values = self.judged()
+        if values is None:
+            yield
+            return
+        with torch.no_grad():
+            trained = [parameter.clone() for parameter in self.parameters]
+            _set(self.parameters, values)
+        try:
+            yield
+        finally:
+            _set(self.parameters, trained)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        slots = {slot: dict(zip(self.names, tensors, strict=True)) for slot, tensors in self.slots.items()}
+        return {"slots": slots, "updates": self.updates, "born": self.born}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
+        own, found = self.state_dict()["slots"], state_dict.get("slots", {})
+        for slot, tensors in own.items():
+            for name, tensor in tensors.items():
+                _check_fits(tensor, found.get(slot, {}).get(name), f"{slot!r} of {name}")
+        for slot, tensors in own.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(found[slot][name])
+        self.updates, self.born = state_dict["updates"], state_dict["born"]
+
+
+def _check_fits(tensor: Tensor, found: Tensor | None, where: str) -> None:
+    if found is None or found.shape != tensor.shape:
+        how = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(tensor.shape)}"
+        fix = "load it into an optimizer of the same transforms and the same parameters"
+        raise UsageError(f"this state is another optimizer's: {where} {how}", fix=fix)
+
+
+@torch.no_grad()
+def _set(parameters: list[Tensor], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def _transform_and_add(
+    transform: Transform, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers
+) -> None:
+    torch._foreach_add_(parameters, transform.update(gradients, slots, parameters, numbers))

@@ -1,0 +1,295 @@
+"""The elements that several optimizers share: momentum, Adam, decay, trust ratio, clipping, factors."""
+
+import math
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from thrifty.core.gradient_transform import Numbers, Reach, Rule, Slots, Transform
+from thrifty.core.mesh import axis
+from thrifty.core.shard_layout import Order, order_of
+from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_matrix
+from thrifty.optim.chunked_update import local
+
+
+class ScaleByMomentum(Transform):
+    """A decaying sum of gradients, v = decay · v + g (Polyak 1964), or with `nesterov` a step ahead of it,
+    g + decay · v (Sutskever et al. 2013)."""
+
+    name = "scale_by_momentum"
+    reach = Reach.ROWS
+
+    def __init__(self, decay: float = 0.9, nesterov: bool = False):
+        self.decay, self.nesterov = decay, nesterov
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        momentum = slots["momentum"]
+        torch._foreach_mul_(momentum, self.decay)
+        torch._foreach_add_(momentum, updates)
+        if self.nesterov:
+            torch._foreach_add_(updates, momentum, alpha=self.decay)
+            return updates
+        return [tensor.clone() for tensor in momentum]
+
+
+class ScaleByAdam(Transform):
+    """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1). With a beta1 of 0 the
+    first moment is the gradient itself and is not kept."""
+
+    name = "scale_by_adam"
+    reach = Reach.ROWS
+    squares = frozenset({"square"})
+
+    def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, correct: bool = True):
+        self.beta1, self.beta2, self.eps, self.correct = beta1, beta2, eps, correct
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        mean, square = self.beta1 ** (age + 1), self.beta2 ** (age + 1)
+        shrunk = 1 - mean if self.correct else 1.0
+        root_factor = shrunk / (1 - square) ** 0.5 if self.correct else 1.0
+        return {"count": age + 1, "root_factor": root_factor, "eps": self.eps * shrunk}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        slots = ("mean", "square") if self.beta1 else ("square",)
+        return {slot: [torch.zeros_like(parameter) for parameter in parameters] for slot in slots}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        square = slots["square"]
+        if self.beta1:
+            torch._foreach_lerp_(slots["mean"], updates, 1 - self.beta1)
+        torch._foreach_mul_(square, self.beta2)
+        torch._foreach_addcmul_(square, updates, updates, 1 - self.beta2)
+        # both corrections in one factor: mean / c1 / (root / c2 + eps) is mean / (root · c1 / c2 + eps · c1)
+        root = torch._foreach_sqrt(square)
+        torch._foreach_mul_(root, numbers["root_factor"])
+        torch._foreach_add_(root, numbers["eps"])
+        return list(torch._foreach_div(slots["mean"] if self.beta1 else updates, root))
+
+
+class Selective(Transform):
+    """What elements share that act on the parameters of a rule alone: which those are, by index."""
+
+    def __init__(self, where: Rule):
+        self.where = where
+        self.chosen: list[int] = []
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        self.chosen = [i for i, pair in enumerate(zip(names, parameters, strict=True)) if self.where(*pair)]
+        return {}
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = copy(self)
+        some.chosen = [place for place, i in enumerate(indices) if i in self.chosen]
+        return some
+
+
+class AddDecayedWeights(Selective):
+    """Adds decay · parameter where the toolkit's rule says so: after the moments that is decoupled weight decay
+    (Loshchilov & Hutter 2019), before them L2 regularisation."""
+
+    name = "add_decayed_weights"
+    reach = Reach.ROWS
+
+    def __init__(self, decay: float, where: Rule = is_matrix):
+        super().__init__(where)
+        self.decay = decay
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        if self.decay and self.chosen:
+            own = [updates[i] for i in self.chosen]
+            torch._foreach_add_(own, [parameters[i] for i in self.chosen], alpha=self.decay)
+        return updates
+
+
+class ScaleParameters(Selective):
+    """Multiplies the updates of some parameters by a constant: a learning rate of their own."""
+
+    name = "scale_parameters"
+    reach = Reach.ROWS
+
+    def __init__(self, factor: float, where: Rule):
+        super().__init__(where)
+        self.factor = factor
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        if self.chosen:
+            torch._foreach_mul_([updates[i] for i in self.chosen], self.factor)
+        return updates
+
+
+def trust_ratio(
+    weight: Tensor,
+    update: Tensor,
+    coefficient: float = 1.0,
+    decay: float = 0.0,
+    bounds: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and of its update, φ keeping ‖w‖
+    within `bounds`; 1 where either norm is 0."""
+    ratio = coefficient * weight.clamp(*bounds) / (update + decay * weight)
+    return torch.where((weight > 0) & (update > 0), ratio, 1.0)
+
+
+class ScaleByTrustRatio(Selective):
+    """Gives the update of each layer a length in proportion to that of its weights: `trust_ratio` · (update + decay ·
+    parameter). With decay it is that of LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. `slices`
+    takes what several layers share (`modeling/parameter_kinds.py`) as layers of their own."""
+
+    name = "scale_by_trust_ratio"
+    reach = Reach.TENSOR
+
+    def __init__(
+        self,
+        coefficient: float = 1.0,
+        decay: float = 0.0,
+        bounds: tuple[float, float] = (0.0, math.inf),
+        slices: bool = False,
+        where: Rule = is_matrix,
+    ):
+        super().__init__(where)
+        self.coefficient, self.decay, self.bounds, self.slices = coefficient, decay, bounds, slices
+        self.cuts: list[Slices | None] = []
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
+        return super().init(names, parameters)
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = super().only(indices)
+        some.cuts = [self.cuts[i] for i in indices]
+        return some
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        if not self.chosen:
+            return updates
+        own, weights = [updates[i] for i in self.chosen], [parameters[i] for i in self.chosen]
+        cuts = [self.cuts[i] for i in self.chosen]
+        orders = [order_of(parameter) for parameter in weights]
+        lengths = zip(layer_norms(weights, cuts, orders), layer_norms(own, cuts, orders), strict=True)
+        if self.decay:
+            torch._foreach_add_(local(own), local(weights), alpha=self.decay)
+        for update, (weight_norm, update_norm) in zip(own, lengths, strict=True):
+            update.mul_(trust_ratio(weight_norm, update_norm, self.coefficient, self.decay, self.bounds))
+        return updates
+
+
+class ScaleBySchedule(Transform):
+    """Multiplies by a number that depends on the step alone."""
+
+    reach = Reach.ROWS
+
+    def __init__(self, factor: Callable[[int], float], name: str = "scale_by_schedule"):
+        self.factor, self.name = factor, name
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        return {"factor": self.factor(step)}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        torch._foreach_mul_(updates, numbers["factor"])
+        return updates
+
+    def rate(self, numbers: Numbers) -> float:
+        return abs(float(numbers["factor"]))
+
+
+def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
+    """Turns a direction of ascent into a step of descent: multiplies by -rate."""
+    return ScaleBySchedule(lambda step: -rate, name="scale_by_learning_rate")
+
+
+class ClipByGlobalNorm(Transform):
+    """Scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al. 2013)."""
+
+    name = "clip_by_global_norm"
+
+    def __init__(self, largest: float):
+        self.largest = largest
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        factor = (self.largest / (global_norm(updates) + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(local(updates), factor)
+        return updates
+
+
+def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
+    """tensors += factor · others, the factor a number or, while being compiled, a tensor."""
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
+    else:
+        torch._foreach_add_(tensors, others, alpha=factor)
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where ranks hold parts."""
+    dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
+    norms = [
+        whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
+        for group in divided_alike(tensors)
+    ]
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
+    stages = axis("pipeline")
+    if stages.size > 1:
+        square = norm.square()
+        dist.all_reduce(square, group=stages.group)
+        norm = square.sqrt()
+    return norm
+
+
+def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Groups, by index, of tensors that are divided over the ranks in the same way."""
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        is_parted = isinstance(tensor, DTensor)
+        groups.setdefault((tensor.device_mesh, tensor.placements) if is_parted else None, []).append(index)
+    return list(groups.values())
+
+
+def layer_norms(
+    tensors: Sequence[Tensor], cuts: Sequence[Slices | None], orders: Sequence[Order | None] | None = None
+) -> list[Tensor]:
+    """The 2-norm of each tensor; of one that is cut, the norm of its slice for each of its lines, in a shape that the
+    tensor can be multiplied by. Whole even where the tensors are sharded; `orders` are those of their parameters."""
+    orders = orders or [None] * len(tensors)
+    norms = [
+        tensor if cut is None else _slice_norms(tensor, cut, order)
+        for tensor, cut, order in zip(tensors, cuts, orders, strict=True)
+    ]
+    uncut = [i for i, cut in enumerate(cuts) if cut is None]
+    for group in divided_alike([tensors[i] for i in uncut]):
+        own = [uncut[i] for i in group]
+        for i, norm in zip(own, whole(torch.stack(torch._foreach_norm([tensors[i] for i in own]))), strict=True):
+            norms[i] = norm
+    return norms
+
+
+def _slice_norms(tensor: Tensor, cut: Slices, order: Order | None) -> Tensor:
+    lines = torch.linalg.vector_norm(tensor, dim=1 - cut.dim)
+    along = None if order is None else replace(order, dim=0)
+    norms = [part.norm().expand(len(part)) for part in whole(lines, along).split(list(cut.sizes))]
+    return like_parts(torch.cat(norms).unsqueeze(1 - cut.dim), tensor, order)
+
+
+def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
+    """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found if order is None else order.whole(found)
+
+
+def like_parts(tensor: Tensor, sharded: Tensor, order: Order | None = None) -> Tensor:
+    """A tensor that every rank has, so that it can be combined with one of which each has a part and which is kept in
+    this order."""
+    if order is not None:
+        tensor = order.kept(tensor)
+    if not isinstance(sharded, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim)

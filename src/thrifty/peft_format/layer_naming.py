@@ -1,0 +1,137 @@
+"""What the layers and parameters of a model are called in the folder that others load it from.
+
+A model of transformers goes by its own names. One of our families is exported under other names, some of its layers in
+parts: its table of packings says which.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.modeling.lora_layers import parameter_names, weight_name
+from thrifty.modeling.lora_model import adapters
+from thrifty.modeling.module_surgery import tied_names
+from thrifty.modeling.residual_branches import is_transposed
+from thrifty.models.families import FAMILIES
+from thrifty.models.families.model_family import Packing
+from thrifty.models.model_config import Shape
+from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
+from thrifty.models.weight_conversion import packing_table
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the factors of one of our layers go: to one layer of theirs, or to several that are fused in ours, each
+    as wide as `rows` says."""
+
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...]
+    transposed: bool
+    """Whether they keep the weight as (in, out)."""
+
+
+def misfit(what: str) -> IntegrityError:
+    return IntegrityError(what, fix="load it onto the model it was made for")
+
+
+class Naming:
+    """Raises UsageError for a model of our own families without its shape."""
+
+    def __init__(self, model: nn.Module, shape: Shape | None):
+        self.model = model
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.repeated: frozenset[str]
+        """Names of theirs that several modules of theirs have, and one of ours."""
+        if isinstance(model, Transformer | Encoder | EncoderDecoder):
+            if shape is None:
+                raise UsageError("the names that this model is exported under depend on its shape", fix="give shape=")
+            family = FAMILIES[shape.style]
+            packings = packing_table(shape)
+            self.repeated = frozenset(family.aliases.values())
+            self.aliases = dict(family.aliases) | ({family.head: family.token} if shape.tied else {})
+        else:
+            factors = {each for name in adapters(model) for each in parameter_names(name)}
+            packings = [Packing(name, (name,)) for name in self.parameters if name.rpartition(".")[2] not in factors]
+            self.repeated = frozenset()
+            self.aliases = tied_names(model)
+        self.packings = {packing.ours: packing for packing in packings}
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """Every module of theirs that holds parameters, at whatever depth."""
+        names = [*self.aliases, *(name for packing in self.packings.values() for name in packing.theirs)]
+        paths = [name.split(".")[:-1] for name in names]
+        return {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+
+    def place(self, path: str) -> Place:
+        """Of one of our layers."""
+        layer = self.model.get_submodule(path)
+        packing = self.packings[f"{path}.{weight_name(layer)}"]
+        theirs = tuple(name.rpartition(".")[0] for name in packing.theirs)
+        return Place(theirs, packing.rows, packing.transposed or is_transposed(layer))
+
+    @cached_property
+    def layers(self) -> dict[str, tuple[str, int]]:
+        """For each layer of theirs the one of ours, and which part of it it is."""
+        found: dict[str, tuple[str, int]] = {}
+        for name, packing in self.packings.items():
+            path, _, last = name.rpartition(".")
+            if last == weight_name(self.model.get_submodule(path)):
+                found |= {theirs.rpartition(".")[0]: (path, index) for index, theirs in enumerate(packing.theirs)}
+        return found
+
+    def holders(self, parameter: str) -> set[str]:
+        """The modules of theirs that one of our parameters is in, by all names that it has."""
+        theirs = set(self.packings[parameter].theirs)
+        theirs |= {alias for alias, name in self.aliases.items() if name in theirs}
+        return {name.rpartition(".")[0] for name in theirs}
+
+    def values(self, module: str) -> dict[str, Tensor]:
+        """Every parameter inside one of their modules, under their names."""
+        found: dict[str, Tensor] = {}
+        for packing in self.packings.values():
+            again = {alias: name for alias, name in self.aliases.items() if name in packing.theirs}
+            if any(name.startswith(f"{module}.") for name in (*packing.theirs, *again)):
+                parts = packing.unpack(self.parameters[packing.ours].detach())
+                found |= parts | {alias: parts[name] for alias, name in again.items()}
+        return {name: tensor for name, tensor in found.items() if name.startswith(f"{module}.")}
+
+    @torch.no_grad()
+    def fill(self, given: Mapping[str, Tensor]) -> list[nn.Parameter]:
+        """Give parameters, by their names, these values; those of ours that were written to.
+
+        Raises IntegrityError for a name or a shape that the model does not have, Refused where names of one tensor
+        are given different values.
+        """
+        known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()
+        if unknown := sorted(given.keys() - known):
+            raise misfit(f"the model has no place for {unknown[:3]}")
+        wanted = {self.aliases.get(name, name): tensor for name, tensor in given.items()}
+        self._refuse_untied(given, wanted)
+        changes: list[tuple[nn.Parameter, Tensor]] = []
+        for packing in self.packings.values():
+            if wanted.keys() & set(packing.theirs):
+                parameter = self.parameters[packing.ours]
+                parts = packing.unpack(parameter.detach())
+                parts |= {name: wanted[name].to(parameter) for name in packing.theirs if name in wanted}
+                changes.append((parameter, packing.pack([*parts.values()])))
+                if changes[-1][1].shape != parameter.shape:
+                    raise misfit(
+                        f"{packing.ours} would be {tuple(changes[-1][1].shape)} instead of {tuple(parameter.shape)}"
+                    )
+        for parameter, value in changes:
+            parameter.copy_(value)
+        return [parameter for parameter, _ in changes]
+
+    def _refuse_untied(self, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+        for alias, name in self.aliases.items():
+            if name not in wanted:
+                continue
+            values = [given.get(each) for each in (alias, name)]
+            present = self.values(name.rpartition(".")[0])[name]
+            if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
+                raise Refused(f"{alias} and {name} are one tensor in the model, and were trained apart")

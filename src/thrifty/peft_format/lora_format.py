@@ -1,0 +1,180 @@
+"""LoRA in PEFT's layout."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.modeling.lora_layers import Factors, parameter_names, widths
+from thrifty.modeling.lora_model import adapted, adapters, attach
+from thrifty.models.model_config import Shape
+from thrifty.peft_format.adapter_folder import Format, Stored
+from thrifty.peft_format.layer_naming import Naming, misfit
+from thrifty.peft_format.lora_pairs import Pair, join_pairs, rank_and_alpha, rank_settings, split_pairs, targets
+
+_PREFIX = "base_model.model."
+_INSIDE = ".base_layer"
+"""Where PEFT keeps what a layer had before it was adapted."""
+_FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
+
+
+class LoraFormat(Format):
+    peft_type = "LORA"
+    read = frozenset(
+        {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
+    )
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base as well
+        **dict.fromkeys(("use_dora", "lora_bias", "use_qalora"), (False,)),
+        **dict.fromkeys(("layer_replication", "trainable_token_indices", "target_parameters"), (None, [])),
+        **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config"), (None,)),
+        **dict.fromkeys(("monteclora_config", "use_bdlora", "velora_config"), (None,)),
+    }
+    ignored = frozenset({
+        "target_modules", "exclude_modules", "fan_in_fan_out", "bias", "layers_to_transform", "layers_pattern",
+        "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_config", "megatron_core",
+        "qalora_group_size", "ensure_weight_tying", "runtime_config",
+    })  # fmt: skip
+
+    def is_on(self, model: nn.Module, name: str) -> bool:
+        return name in adapters(model)
+
+    def take(self, model: nn.Module, name: str, shape: Shape | None) -> Stored:
+        naming, layers = Naming(model, shape), adapted(model, name)
+        _refuse_own_attention(model, layers)
+        places = {path: naming.place(path) for path in layers}
+        pairs = {key: pair for path, layer in layers.items() for key, pair in split_pairs(layer, name, places[path])}
+        tables = {key for path in layers if isinstance(layers[path], nn.Embedding) for key in places[path].theirs}
+        _refuse_repeated(naming, tables)
+        tensors: dict[str, Tensor] = {}
+        for path, pair in pairs.items():
+            kind, end = ("lora_embedding_", "") if path in tables else ("lora_", ".weight")
+            key = f"{_PREFIX}{path}.{kind}"
+            tensors |= {f"{key}A{end}": pair.a, f"{key}B{end}": pair.b}
+        extras, modules = _extras(naming, pairs)
+        some = next(layer.lora_adapters.factors[name] for layer in layers.values())
+        config = {
+            "lora_dropout": some.dropout,
+            "use_rslora": some.stabilised,
+            "fan_in_fan_out": any(place.transposed for place in places.values()),
+            "bias": "lora_only" if any(key.endswith(f"{_INSIDE}.bias") for key in extras) else "none",
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "target_modules": targets(pairs, naming.modules),
+            "modules_to_save": modules or None,
+        }
+        return Stored(config | rank_settings(pairs), tensors | extras)
+
+    def put(self, model: nn.Module, stored: Stored, name: str, shape: Shape | None) -> None:
+        naming = Naming(model, shape)
+        pairs, extras = _read(stored)
+        _refuse_other_base(naming, extras, adapters(model))
+        layers: dict[str, dict[int, Pair]] = {}
+        for theirs, pair in pairs.items():
+            if theirs not in naming.layers:
+                raise misfit(f"the adapter is for a layer {theirs}, which the model does not have")
+            path, index = naming.layers[theirs]
+            layers.setdefault(path, {})[index] = pair
+        _refuse_own_attention(model, layers)
+        dropout, stabilised = float(stored.config.get("lora_dropout", 0)), bool(stored.config.get("use_rslora"))
+        joined = {path: join_pairs(parts, naming.place(path), dropout, stabilised) for path, parts in layers.items()}
+        for path, (factors, a, b) in joined.items():
+            _check_fit(path, model.get_submodule(path), factors, a, b)
+        written = naming.fill(extras)
+        attach(model, {path: factors for path, (factors, _, _) in joined.items()}, name)
+        for path, (_, a, b) in joined.items():
+            _fill(model.get_submodule(path), name, (a, b))
+        for parameter in written:
+            parameter.requires_grad_(bool(stored.config.get("modules_to_save")))
+
+
+def _read(stored: Stored) -> tuple[dict[str, Pair], dict[str, Tensor]]:
+    """Pairs by the layer of theirs they are on, and parameters that were trained as they are."""
+    halves: dict[str, dict[str, Tensor]] = {}
+    extras: dict[str, Tensor] = {}
+    for name, tensor in stored.tensors.items():
+        inner = name.removeprefix(_PREFIX)
+        if found := _FACTOR.fullmatch(inner):
+            halves.setdefault(found[1].replace(f"{_INSIDE}.", "."), {})[found[2]] = tensor
+        else:
+            extras[inner.replace(f"{_INSIDE}.", ".")] = tensor
+    if not halves:
+        raise IntegrityError("the adapter holds no factors", fix="fetch the folder again")
+    pairs = {}
+    for path, both in halves.items():
+        rank, alpha = rank_and_alpha(stored.config, path)
+        if both.keys() != {"A", "B"} or any(x.ndim != 2 for x in both.values()) or both["A"].shape[0] != rank:
+            raise IntegrityError(
+                f"the factors of {path} are not two matrices of the rank {rank} that adapter_config.json states",
+                fix="fetch the folder again",
+            )
+        pairs[path] = Pair(both["A"], both["B"], alpha)
+    return pairs, extras
+
+
+def _check_fit(path: str, layer: nn.Module, factors: Factors, a: Tensor, b: Tensor) -> None:
+    takes, gives = widths(layer)
+    gives = sum(factors.sizes[index] for index in factors.chosen) if factors.sizes else gives
+    if (a.shape[1], b.shape[0]) != (takes, gives):
+        raise misfit(f"the factors of {path} are for {a.shape[1]} by {b.shape[0]}, the layer is {takes} by {gives}")
+
+
+@torch.no_grad()
+def _fill(layer: nn.Module, name: str, values: tuple[Tensor, Tensor]) -> None:
+    for each, value in zip(parameter_names(name), values, strict=True):
+        getattr(layer, each).copy_(value)
+
+
+def _extras(naming: Naming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """What was trained as it is: the tensors, and the modules of theirs to be saved whole for it."""
+    tensors: dict[str, Tensor] = {}
+    modules: set[str] = set()
+    for name in naming.packings:
+        for module in naming.holders(name) if naming.parameters[name].requires_grad else ():
+            if module not in pairs:
+                modules.add(module)
+                continue
+            last = name.rpartition(".")[2]
+            tensors[f"{module}{_INSIDE}.{last}"] = naming.values(module)[f"{module}.{last}"]
+    for module in modules:
+        if not module or any(path.startswith(f"{module}.") for path in pairs):
+            raise Refused(
+                f"PEFT would save {module or 'the model'} as a whole, which has adapted layers inside",
+                fix="adapt no layer there, by another pattern as where",
+            )
+        tensors |= naming.values(module)
+    return {f"{_PREFIX}{key}": value for key, value in tensors.items()}, sorted(modules)
+
+
+def _refuse_own_attention(model: nn.Module, paths: Iterable[str]) -> None:
+    """peft (0.21 and before) adds what it has for `out_proj` of torch's attention twice, so that one file would mean
+    two things."""
+    for path in paths:
+        around = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(model.get_submodule(path), nn.MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
+            raise Refused(
+                f"{path} is of torch's own attention, for which PEFT's files mean something else than they say",
+                fix="merge the adapter into the weights, or adapt other layers",
+            )
+
+
+def _refuse_repeated(naming: Naming, tables: Collection[str]) -> None:
+    for table in tables:
+        if f"{table}.weight" in naming.repeated:
+            raise Refused(
+                f"in the model that others load, several modules look up {table}; an adapter would reach one of them",
+                fix="adapt no embedding of this family, or merge it into the model",
+            )
+
+
+def _refuse_other_base(naming: Naming, extras: Mapping[str, Tensor], others: Collection[str]) -> None:
+    for name, value in extras.items() if others else ():
+        present = naming.values(name.rpartition(".")[0]).get(name)
+        if present is not None and not torch.equal(present, value.to(present)):
+            raise Refused(
+                f"the adapter has another {name} than the base that it would share with {', '.join(others)}",
+                fix="remove those first, or load this one onto a model of its own",
+            )

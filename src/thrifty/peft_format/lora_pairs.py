@@ -1,0 +1,118 @@
+"""LoRA factors layer by layer: from ours to pairs as PEFT stores them, and back; and the settings that say what a pair
+is worth.
+
+A layer of ours that fuses several of theirs becomes as many pairs. One of theirs that fuses several for which ours has
+an A each becomes one pair of as many times the rank, whose B has blocks of zeros.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.modeling.lora_layers import Factors, factors_of
+from thrifty.peft_format.layer_naming import Place
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One low-rank addition: A (rank, in), B (out, rank), and the alpha that makes the scale with the rank."""
+
+    a: Tensor
+    b: Tensor
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+
+def split_pairs(layer: nn.Module, name: str, place: Place) -> Iterator[tuple[str, Pair]]:
+    """What each layer of theirs gets of an adapter on one of ours."""
+    own: Factors = layer.lora_adapters.factors[name]
+    a, b, scale = factors_of(layer, name)
+    if len(place.theirs) == 1:
+        yield place.theirs[0], Pair(a, b, _alpha(scale, a.shape[0], own.stabilised))
+        return
+    if own.sizes and own.sizes != place.rows:
+        raise Refused(f"{' and '.join(place.theirs)} are cut in another way than the factors on them")
+    for index, (theirs, rows) in enumerate(zip(place.theirs, b.split(list(place.rows)), strict=True)):
+        if not own.sizes:
+            yield theirs, Pair(a, rows, own.alpha)
+        elif index in own.chosen:
+            start = own.rank * own.chosen.index(index)
+            thin = slice(start, start + own.rank)
+            yield theirs, Pair(a[thin], rows[:, thin], own.alpha)
+
+
+def _alpha(scale: float, rank: int, stabilised: bool) -> float:
+    alpha = scale * (math.sqrt(rank) if stabilised else rank)
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
+
+
+def join_pairs(
+    parts: Mapping[int, Pair], place: Place, dropout: float, stabilised: bool
+) -> tuple[Factors, Tensor, Tensor]:
+    """The factors of one layer of ours from those of the layers of theirs that it holds. Raises Refused where these
+    differ in rank or alpha."""
+    order = sorted(parts)
+    first = parts[order[0]]
+    if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):
+        raise Refused(
+            f"the adapter has different ranks for {' and '.join(place.theirs)}, which are one layer here",
+            fix="load it onto the model of transformers instead",
+        )
+    sizes = place.rows if len(place.theirs) > 1 else ()
+    factors = Factors(first.rank, first.alpha, dropout, stabilised, sizes, tuple(order) if sizes else ())
+    return factors, torch.cat([parts[i].a for i in order]), torch.cat([parts[i].b for i in order])
+
+
+def rank_settings(pairs: Mapping[str, Pair]) -> dict[str, Any]:
+    """r and lora_alpha of most layers, and patterns for those that differ."""
+    common = Counter((pair.rank, pair.alpha) for pair in pairs.values()).most_common(1)[0][0]
+    by_word: dict[str, set[tuple[int, float]]] = {}
+    for path, pair in pairs.items():
+        by_word.setdefault(path.rpartition(".")[2], set()).add((pair.rank, pair.alpha))
+    ranks, alphas = {}, {}
+    for path, pair in pairs.items():
+        word = path.rpartition(".")[2]
+        key = word if len(by_word[word]) == 1 else path
+        if pair.rank != common[0]:
+            ranks[key] = pair.rank
+        if pair.alpha != common[1]:
+            alphas[key] = pair.alpha
+    return {"r": common[0], "lora_alpha": common[1], "rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[int, float]:
+    """What the settings say of one layer; 8 and 8 unless they say anything, as in PEFT."""
+    return (
+        _by_pattern(config.get("rank_pattern"), path, config.get("r", 8)),
+        _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", 8)),
+    )
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, path: str, otherwise: Any) -> Any:
+    try:
+        found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
+        value = next(found, otherwise)
+    except re.error as error:
+        raise UsageError(f"adapter_config.json has a pattern that is none: {error}") from error
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise IntegrityError(f"adapter_config.json gives {value!r} as rank or alpha of {path}")
+    return value
+
+
+def targets(wanted: Iterable[str], modules: Iterable[str]) -> list[str] | str:
+    """`target_modules` that fit these modules and no other: last words, whole paths, or a pattern."""
+    wanted = set(wanted)
+    for words in ({path.rpartition(".")[2] for path in wanted}, wanted):
+        if {path for path in modules if any(f".{path}".endswith(f".{word}") for word in words)} == wanted:
+            return sorted(words)
+    return "|".join(re.escape(path) for path in sorted(wanted))

@@ -1,0 +1,153 @@
+"""Prompts and prefixes in PEFT's layout: one tensor, `prompt_embeddings`."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.modeling.adapter_base import names_ending, train_only
+from thrifty.modeling.module_surgery import find_stacks
+from thrifty.models.families import FAMILIES
+from thrifty.models.model_config import Shape
+from thrifty.peft_format.adapter_folder import Format, Stored
+from thrifty.techniques.adapters.prefix_tuning import (
+    Place,
+    body_of,
+    find_places,
+    give_prefixes,
+    prefix_of,
+    put_in_front,
+)
+from thrifty.techniques.adapters.prompt_tuning import add_prompt, feeding_tables
+
+_TENSOR = "prompt_embeddings"
+_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM", "masked_token": "FEATURE_EXTRACTION"}
+
+
+class _VirtualTokens(Format):
+    """What both have in common. They have no names: a model has one of them, which goes by PEFT's default."""
+
+    last_words: ClassVar[tuple[str, ...]]
+    """Of the names of its parameters."""
+    read = frozenset({"num_virtual_tokens"})
+    only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "num_transformer_submodules": (None, 1),
+        "modules_to_save": (None, []),
+    }
+    ignored = frozenset({"token_dim", "num_attention_heads", "num_layers"})
+    other_task = "FEATURE_EXTRACTION"  # without any word PEFT would load virtual tokens and leave them out
+
+    def is_on(self, model: nn.Module, name: str) -> bool:
+        return name == "default" and bool(names_ending(model, *self.last_words))
+
+    def take(self, model: nn.Module, name: str, shape: Shape | None) -> Stored:
+        values, heads = self.values(model)
+        stacks = find_stacks(model)
+        blocks = [*stacks.values()][-1]
+        task = {"task_type": _TASKS[FAMILIES[shape.style].task]} if shape is not None else {}
+        config = {
+            "num_virtual_tokens": len(values),
+            "num_transformer_submodules": 1,
+            "num_layers": len(blocks),
+            "num_attention_heads": heads,
+            "inference_mode": True,
+        }
+        return Stored(task | config | self.settings(values, len(blocks)), {_TENSOR: values})
+
+    def put(self, model: nn.Module, stored: Stored, name: str, shape: Shape | None) -> None:
+        if name != "default":
+            raise Refused(f"virtual tokens go by no name, and {name!r} was given", fix="leave the name out")
+        if names_ending(model, "prompt", "prefix", "prefix_out"):
+            raise UsageError("the model has virtual tokens already", fix="load these onto a model of their own")
+        values, count = stored.tensors.get(_TENSOR), stored.config.get("num_virtual_tokens")
+        if values is None or values.ndim != 2 or len(values) != count:
+            raise IntegrityError(
+                f"the adapter has no {_TENSOR} of {count} rows, as its adapter_config.json says",
+                fix="fetch the folder again",
+            )
+        self.give(model, values)
+        train_only(model, names_ending(model, *self.last_words))
+
+    @abstractmethod
+    def values(self, model: nn.Module) -> tuple[Tensor, int]:
+        """The rows that PEFT stores, and the number of heads that their columns are for."""
+
+    @abstractmethod
+    def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
+        """What else PEFT asks for."""
+
+    @abstractmethod
+    def give(self, model: nn.Module, values: Tensor) -> None:
+        """Put rows on a model. Raises IntegrityError where they are for another."""
+
+
+class PromptFormat(_VirtualTokens):
+    peft_type = "PROMPT_TUNING"
+    last_words = ("prompt",)
+    ignored = _VirtualTokens.ignored | {
+        "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs",
+    }  # fmt: skip
+
+    def values(self, model: nn.Module) -> tuple[Tensor, int]:
+        table = next(iter(feeding_tables(model).values()))
+        return table.prompt.detach(), 1
+
+    def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
+        return {"token_dim": values.shape[1], "prompt_tuning_init": "RANDOM"}
+
+    def give(self, model: nn.Module, values: Tensor) -> None:
+        table = next(iter(feeding_tables(model).values())).weight
+        _refuse_misfit(values.shape[1], table.shape[1])
+        add_prompt(model, values.to(table.device, table.dtype, copy=True))
+
+
+class PrefixFormat(_VirtualTokens):
+    peft_type = "PREFIX_TUNING"
+    last_words = ("prefix", "prefix_out")
+    # what a network made is stored made, so that the network is of no matter
+    ignored = _VirtualTokens.ignored | {"prefix_projection", "encoder_hidden_size", "init_weights"}
+
+    def values(self, model: nn.Module) -> tuple[Tensor, int]:
+        places = _places(model)
+        if len({(place.heads, place.head_width) for place in places.values()}) > 1:
+            raise Refused(
+                f"PEFT's files have prefixes of one width for all blocks, and those of {type(model).__name__} differ",
+                fix="use LoRA, which is stored for any model",
+            )
+        with torch.no_grad():
+            rows = torch.cat([prefix_of(place.module, body_of(model)) for place in places.values()], 1)
+        return rows, next(iter(places.values())).heads
+
+    def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
+        return {"token_dim": values.shape[1] // (2 * blocks), "prefix_projection": False}
+
+    def give(self, model: nn.Module, values: Tensor) -> None:
+        places = _places(model)
+        widths = [2 * place.heads * place.head_width for place in places.values()]
+        _refuse_misfit(values.shape[1], sum(widths))
+        give_prefixes(model, places, len(values), hidden=0, seed=0)
+        for place, rows in zip(places.values(), values.split(widths, 1), strict=True):
+            with torch.no_grad():
+                place.module.prefix.copy_(rows)
+        put_in_front(model, places, len(values))
+
+
+def _places(model: nn.Module) -> Mapping[str, Place]:
+    places = find_places(model)
+    stacks = [*find_stacks(model).values()]
+    if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
+        raise Refused(
+            f"PEFT's files have prefixes for the blocks of a decoder, and {type(model).__name__} is something else",
+            fix="use LoRA, which is stored for any model",
+        )
+    return places
+
+
+def _refuse_misfit(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise IntegrityError(
+            f"{_TENSOR} is for a model of width {found}, and this one needs {wanted}", fix="load it onto its own base"
+        )

@@ -1,0 +1,66 @@
+"""Why each technique of the catalogue is in a plan for a cluster, or is not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thrifty.core.technique import Numerics, Technique
+from thrifty.planning.choice_explanations import AMOUNTS, Reason
+from thrifty.planning.cluster_layouts import TECHNIQUES, Layout
+from thrifty.planning.search_space import STRICTNESS, Catalogue
+
+
+@dataclass(frozen=True)
+class ClusterReasons:
+    before: Sequence[Technique]
+    after: Sequence[Technique]
+    chosen: Layout
+    found: Sequence[Layout]
+    """Everything that was simulated, from the fastest."""
+    catalogue: Catalogue
+    allow: Numerics
+
+    def all(self) -> list[Reason]:
+        return [self.of(name) for name in sorted(self.catalogue)]
+
+    def of(self, name: str) -> Reason:
+        before = {technique.name: technique for technique in self.before}
+        after = {technique.name: technique for technique in self.after}
+        if name in after and name in before:
+            same = before[name] == after[name]
+            return Reason(name, "kept" if same else "changed", "your recipe has it" if same else self._share(name))
+        if name in after:
+            return Reason(name, "added", self._share(name))
+        if name in before:
+            return Reason(name, "taken out", "the fastest layout that fits has no use for it")
+        return Reason(name, "not taken", self._not_taken(name))
+
+    def _share(self, name: str) -> str:
+        if (axis := _axis(name)) is not None:
+            return f"{getattr(self.chosen.mesh, axis)} ranks along {axis} are in the fastest layout that fits"
+        return "part of the fastest layout that fits"
+
+    def _not_taken(self, name: str) -> str:
+        if (axis := _axis(name)) is not None:
+            return self._of_axis(axis)
+        if name in ("memory.recompute", "large_batch.gradient_accumulation"):
+            return "the fastest layout that fits does without it"
+        if STRICTNESS.index(self.catalogue[name].numerics) > STRICTNESS.index(self.allow):
+            return f"changes the result, and you asked for {AMOUNTS[self.allow]}"
+        return "not looked at: nothing is simulated of it; a plan for one device (without --cluster) tells what it does"
+
+    def _of_axis(self, axis: str) -> str:
+        if axis == "replicate" and self.chosen.mesh.replicate > 1:
+            return "parallelism.shard serves the ranks along replicate as well"
+        first = next((layout for layout in self.found if getattr(layout.mesh, axis) > 1), None)
+        if first is None:
+            return f"no layout has ranks along {axis}"
+        ratio = first.seconds / self.chosen.seconds
+        if ratio < 1:
+            return (
+                f"by simulation a step takes {ratio:.2f} of the plan's time with it, but it does not fit or is refused"
+            )
+        return f"by simulation the fastest layout with it takes {ratio:.2f} of the plan's time"
+
+
+def _axis(name: str) -> str | None:
+    return next((axis for axis, technique in TECHNIQUES.items() if technique == name), None)

@@ -1,0 +1,103 @@
+"""Ways to lay a run out over the ranks of a cluster, each with the step that is simulated for it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from thrifty.core import mesh as core_mesh
+from thrifty.core.errors import ThriftyError
+from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
+from thrifty.simulators.cluster.network_topology import Cluster
+from thrifty.simulators.cluster.simulated_step import simulate
+from thrifty.simulators.cluster.step_report import StepReport
+from thrifty.simulators.cluster.workload import Recompute, Workload
+
+TECHNIQUES = {axis: technique for axis, (_, technique) in core_mesh.USED_BY.items()}
+"""By the axis whose ranks they give work to."""
+MOST_PARTS = 64
+"""Micro-batches of a rank beyond which nothing is gained."""
+NO_DIFFERENCE = 1.03
+"""The factor in time from which on a simulation tells layouts apart."""
+AGAIN: tuple[Recompute, ...] = ("none", "selective", "every")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh, its settings, and what is simulated of a step with them."""
+
+    mesh: Mesh
+    settings: Settings
+    report: StepReport
+
+    @property
+    def seconds(self) -> float:
+        return self.report.step_seconds
+
+    @property
+    def changes(self) -> int:
+        """How much there is to it: axes beside that of copies, ZeRO's stage, micro-batches, recomputation."""
+        axes = sum(getattr(self.mesh, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
+        return axes + self.settings.zero + (self.report.micro_batches > 1) + (self.settings.recompute != "none")
+
+    @property
+    def label(self) -> str:
+        axes = [f"{axis}={getattr(self.mesh, axis)}" for axis in TECHNIQUES]
+        said = [axis for axis in axes if not axis.endswith("=1")] or ["one rank"]
+        if self.mesh.shard > 1:
+            said.append(f"ZeRO {self.settings.zero}")
+        if self.report.micro_batches > 1:
+            said.append(f"{self.report.micro_batches} micro-batches")
+        if self.settings.recompute != "none":
+            said.append(f"recompute {self.settings.recompute}")
+        return ", ".join(said)
+
+
+def in_a_recipe(mesh: Mesh) -> core_mesh.Mesh:
+    """A simulated mesh as a recipe has it."""
+    return core_mesh.Mesh(**{axis: getattr(mesh, axis) for axis in core_mesh.AXES})
+
+
+def layouts(
+    workload: Workload, cluster: Cluster, batch: int, number_format: str, recompute: Recompute | None = None
+) -> list[Layout]:
+    """All that divide the effective batch evenly, from the fastest, of those as fast from the simplest; `recompute`
+    where that is decided already."""
+    found = []
+    for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
+        for settings in _settings(mesh, batch, number_format, (recompute,) if recompute else AGAIN):
+            try:
+                found.append(Layout(mesh, settings, simulate(workload, cluster, mesh, settings)))
+            except ThriftyError:  # sizes that do not go together
+                continue
+    return sorted(found, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
+
+
+def meshes(ranks: int, per_node: int, depth: int) -> Iterator[Mesh]:
+    """Tensor groups stay on a node; data ranks replicate, shard, or shard on a node and replicate over nodes."""
+    for tensor in _divisors(ranks, per_node):
+        for pipeline in _divisors(ranks // tensor, depth):
+            data = ranks // tensor // pipeline
+            inside = max(_divisors(data, max(per_node // tensor, 1)))
+            for shard in sorted({1, inside, data}):
+                yield Mesh(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+
+
+def _settings(mesh: Mesh, batch: int, number_format: str, again: tuple[Recompute, ...]) -> Iterator[Settings]:
+    own, left = divmod(batch, mesh.data)
+    if left:
+        return
+    for parts in (parts for parts in _divisors(own, MOST_PARTS) if parts >= mesh.pipeline):
+        for zero in (1, 2, 3) if mesh.shard > 1 else (0,):
+            for recompute in again:
+                yield Settings(
+                    batch=batch,
+                    micro_batch=own // parts,
+                    recompute=recompute,
+                    zero=zero,
+                    number_format=number_format,
+                    gradient_bytes=4,
+                )
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]

@@ -1,0 +1,269 @@
+"""A plan for a cluster that is not here: which axes to divide the work along, by simulated steps and counted memory.
+
+Every layout of the mesh is simulated; of the fastest the footprint of a rank is counted with the techniques themselves,
+until enough are known to fit. Nothing is run.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from thrifty.composition.compose import Plain, compose
+from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.core.footprint import Footprint
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.fake_ranks import as_first_rank
+from thrifty.planning.choice_explanations import Reason
+from thrifty.planning.cluster_explanations import ClusterReasons
+from thrifty.planning.cluster_layouts import TECHNIQUES, Layout, in_a_recipe, layouts
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, counted, largest_part
+from thrifty.planning.forecast import Wanted, refuse_no_step
+from thrifty.planning.search_space import MICRO_BATCHES, Catalogue
+from thrifty.simulators.cluster.network_topology import Cluster
+from thrifty.simulators.cluster.published_runs import RUNS
+from thrifty.simulators.cluster.workload import Recompute, Workload
+
+ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
+"""Layouts told beside the fastest that fits; most that are counted, and most until the first that fits."""
+TOO_MUCH = 2.0
+"""How many times the memory a layout may take by simulation, and still be counted."""
+TOO_LARGE = "does not fit"
+PARTS = {
+    "compute": "computing",
+    "tensor": "collectives of tensor groups",
+    "bubble": "the pipeline's bubble",
+    "transfers": "messages between stages",
+    "data": "collectives of data ranks",
+    "optimizer": "the update",
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout that was counted to fit, and the recipe's techniques for it."""
+
+    layout: Layout
+    techniques: tuple[Technique, ...]
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    recipe: Recipe
+    place: str
+    limit: float
+    """Bytes that a rank may hold."""
+    chosen: Placed
+    alternatives: tuple[Placed, ...]
+    misfits: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    tokens: float
+    """Of a step."""
+    steps: float
+    price: float | None
+
+    def step(self, placed: Placed) -> Estimate:
+        """Seconds, simulated: as far off as published runs may be from what is simulated of them."""
+        off = max(run.tolerance or 0.0 for run in RUNS.values())
+        return Estimate.within(placed.layout.seconds, 1 - off, 1 + off)
+
+    @property
+    def seconds(self) -> Estimate:
+        return self.step(self.chosen).times(self.steps)
+
+    @property
+    def cost(self) -> Estimate | None:
+        return None if self.price is None else self.seconds.times(self.price / 3600)
+
+    @property
+    def dominant(self) -> dict[str, tuple[str, float]]:
+        spent = vars(self.chosen.layout.report.seconds)
+        name = max(spent, key=lambda part: spent[part])
+        return {
+            "memory": largest_part(self.chosen.footprint),
+            "time": (PARTS[name], spent[name] / self.chosen.layout.seconds),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.name,
+            "cluster": self.place,
+            "simulated": True,
+            "mesh": vars(self.recipe.mesh),
+            "limit": self.limit,
+            "steps": self.steps,
+            "seconds": self.seconds.as_dict(),
+            "cost": self.cost and self.cost.as_dict(),
+            "dominant": {name: [*found] for name, found in self.dominant.items()},
+            "alternatives": [
+                {
+                    "layout": placed.layout.label,
+                    "memory": placed.footprint.memory,
+                    "step": self.step(placed).as_dict(),
+                    "tokens_per_second": self.tokens / placed.layout.seconds,
+                }
+                for placed in (self.chosen, *self.alternatives)
+            ],
+            "misfits": dict(self.misfits),
+            "techniques": [reason.as_dict() for reason in self.reasons],
+        }
+
+
+@dataclass(frozen=True)
+class ClusterPlanner:
+    """Plans for a recipe on a cluster, of all of whose ranks it makes use. `tokens` are those of an example."""
+
+    recipe: Recipe
+    plain: Plain
+    workload: Workload
+    cluster: Cluster
+    place: str
+    catalogue: Catalogue
+    wanted: Wanted
+    tokens: int
+    steps: int
+    say: Callable[[str], None] = lambda text: None
+
+    def plan(self) -> ClusterPlan:
+        """Raises UsageError where only exact changes are allowed, Infeasible where nothing fits, or takes longer than
+        it may."""
+        if self.wanted.allow is Numerics.EXACT and self.cluster.ranks > 1:
+            raise UsageError(
+                "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+            )
+        found = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
+        if self.wanted.allow is Numerics.EXACT:
+            found = [layout for layout in found if layout.report.micro_batches == self._parts()]
+        if not found:
+            raise Infeasible(
+                f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
+                fix=f"--set data.batch={self.cluster.ranks}, or fewer --ranks",
+            )
+        self.say(f"{len(found)} layouts of {self.cluster.ranks:,} ranks simulated")
+        placed, misfits = self._counted(found)
+        if not placed:
+            self._raise_infeasible(found, misfits)
+        chosen = placed[0]
+        budget = self._budget()
+        per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
+        steps = _steps(budget, seconds, per_step)
+        refuse_no_step(budget, steps, seconds, per_step)
+        before, allow = self.recipe.techniques, self.wanted.allow
+        reasons = ClusterReasons(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
+        plan = ClusterPlan(
+            recipe=replace(
+                self.recipe,
+                name=f"{self.recipe.name}-planned",
+                techniques=chosen.techniques,
+                mesh=in_a_recipe(chosen.layout.mesh),
+                budget=budget,
+            ),
+            place=self.place,
+            limit=self._limit,
+            chosen=chosen,
+            alternatives=tuple(placed[1:]),
+            misfits=misfits,
+            reasons=tuple(reasons.all()),
+            tokens=per_step,
+            steps=steps,
+            price=self.wanted.price,
+        )
+        self.wanted.refuse_late(plan.seconds)
+        return plan
+
+    def _raise_infeasible(self, found: list[Layout], misfits: Mapping[str, str]) -> NoReturn:
+        if misfits and not any(why.startswith(TOO_LARGE) for why in misfits.values()):
+            label, why = next(iter(misfits.items()))
+            raise Infeasible(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
+        least = min(found, key=lambda layout: layout.report.fullest.total)
+        needed = least.report.fullest.total
+        why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
+        raise Infeasible(
+            f"no layout fits {self._limit / 1e9:,.1f} GB a rank; that which takes least is {least.label}: {why}",
+            fix="more --ranks, a larger --memory, or a smaller model or data.length",
+        )
+
+    @property
+    def _limit(self) -> float:
+        return min(self.wanted.memory, self.cluster.device.memory)
+
+    def _budget(self) -> Budget:
+        return self.wanted.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
+
+    def _format(self) -> str:
+        """Of products: what the recipe computes in, or the device's nearest to it."""
+        mixed = any(technique.name.startswith("precision.") for technique in self.recipe.techniques)
+        wished = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
+        return next(name for name in (*wished, *self.cluster.device.flops) if name in self.cluster.device.flops)
+
+    def _again(self) -> Recompute | None:
+        """What the recipe runs again already; None where that may be chosen."""
+        again = next((t for t in self.recipe.techniques if "recomputation" in t.claims), None)
+        if again is None:
+            return None
+        return "selective" if getattr(again, "schedule", "") == "selective" else "every"
+
+    def _parts(self) -> int:
+        """Micro-batches of the recipe, of which another number adds up in another order."""
+        cutting = (technique for technique in self.recipe.techniques if MICRO_BATCHES in technique.claims)
+        return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+
+    def _counted(self, found: list[Layout]) -> tuple[list[Placed], dict[str, str]]:
+        """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
+        placed: list[Placed] = []
+        misfits: dict[str, str] = {}
+        lightest = TOO_MUCH * self._limit
+        for layout in found:
+            held, tries = layout.report.fullest.total, len(placed) + len(misfits)
+            if len(placed) > ALTERNATIVES or tries >= (COUNTS if placed else MOST_COUNTS):
+                break
+            # where so many did not fit, only what holds less than all of them
+            most = TOO_MUCH * self._limit if tries < COUNTS else 0.99 * lightest
+            if held > most or layout.mesh in (p.layout.mesh for p in placed):
+                continue
+            try:
+                techniques = self._techniques(layout)
+                footprint = self._footprint(layout, techniques)
+            except ThriftyError as refusal:
+                misfits[layout.label] = refusal.what
+                continue
+            if footprint.memory * OVER_MESH_HIGH > self._limit:
+                misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted on a rank"
+                lightest = min(lightest, held)
+                continue
+            self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
+            placed.append(Placed(layout, techniques, footprint))
+        return placed, misfits
+
+    def _techniques(self, layout: Layout) -> tuple[Technique, ...]:
+        mesh, parts = layout.mesh, layout.report.micro_batches
+        cut = {*TECHNIQUES.values()}
+        kept = [t for t in self.recipe.techniques if t.name not in cut and MICRO_BATCHES not in t.claims]
+        if mesh.shard > 1:
+            kept.append(self._made(TECHNIQUES["shard"], zero=layout.settings.zero))
+        elif mesh.replicate > 1:
+            kept.append(self._made(TECHNIQUES["replicate"]))
+        if mesh.tensor > 1:
+            kept.append(self._made(TECHNIQUES["tensor"]))
+        if mesh.pipeline > 1:
+            kept.append(self._made(TECHNIQUES["pipeline"], parts=parts))
+        elif parts > 1:
+            kept.append(self._made("large_batch.gradient_accumulation", parts=parts))
+        if self._again() is None and layout.settings.recompute != "none":
+            kept.append(self._made("memory.recompute", schedule=layout.settings.recompute))
+        return tuple(kept)
+
+    def _made(self, name: str, **settings: Any) -> Technique:
+        return self.catalogue[name](**settings)
+
+    def _footprint(self, layout: Layout, techniques: tuple[Technique, ...]) -> Footprint:
+        """Of the first rank, as techniques claim it over the mesh."""
+        with as_first_rank(in_a_recipe(layout.mesh)):
+            return counted(compose(self.plain, techniques, self.steps))
+
+
+def _steps(budget: Budget, seconds: float, tokens: float) -> float:
+    if budget.seconds is not None:
+        return budget.seconds // seconds
+    return float(budget.steps or (budget.tokens or 0) // tokens)

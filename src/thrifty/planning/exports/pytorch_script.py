@@ -1,0 +1,105 @@
+"""A plain PyTorch script: the same model, data, order and update, with nothing of ours imported."""
+
+from thrifty.core.errors import Refused
+from thrifty.planning.exports.portable_recipe import Elsewhere
+
+TEMPLATE = '''"""{name}, in plain PyTorch. Beside this file: the model with its first weights, and the tokens.
+
+    python {file}          (needs torch, transformers, numpy)
+{notes}"""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+HERE = Path(__file__).parent
+BATCH, PARTS, LENGTH, STEPS, SEED = {batch}, {parts}, {length}, {steps}, {seed}
+LR, BETAS, EPS, WEIGHT_DECAY, CLIP = {lr!r}, {betas!r}, {eps!r}, {weight_decay!r}, {clip!r}
+SCHEDULE, WARMUP, UNTIL, FLOOR = {schedule!r}, {warmup}, {until}, {floor!r}
+DTYPE, COMPILED, RECOMPUTE = torch.{dtype}, {compiled}, {recompute}
+
+
+# ---- the order of examples: a permutation for each epoch, any position of which is computed on its own
+{permutation}
+
+def batch_at(tokens, step):
+    """The examples of a step (b, t + 1)."""
+    count = (len(tokens) - 1) // LENGTH
+    numbers = step * BATCH + np.arange(BATCH)
+    chosen = [permuted(np.array([n % count]), count, SEED, int(n // count))[0] for n in numbers]
+    places = np.array(chosen)[:, None] * LENGTH + np.arange(LENGTH + 1)
+    return torch.from_numpy(tokens[places].astype(np.int64))
+
+
+def rate_at(step):
+    """The factor of the learning rate before update `step`."""
+    if SCHEDULE == "constant":
+        return 1.0
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    progress = min((step - WARMUP) / max(UNTIL - WARMUP, 1), 1.0)
+    falling = 1 - progress if SCHEDULE == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return FLOOR + (1 - FLOOR) * falling
+
+
+def is_decayed(name, parameter):
+    return parameter.ndim > 1 and not any(word in name for word in ("wpe", "position", "bias"))
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() and {on_gpu} else "cpu"
+    tokens = np.load(HERE / "tokens.npy", mmap_mode="r")
+    model = AutoModelForCausalLM.from_pretrained(HERE / "model", dtype=torch.float32).to(device).train()
+    model.config.use_cache = False
+    if RECOMPUTE:
+        model.gradient_checkpointing_enable({{"use_reentrant": False}})
+    if COMPILED:
+        model.compile()
+    decayed = [p for name, p in model.named_parameters() if is_decayed(name, p)]
+    others = [p for name, p in model.named_parameters() if not is_decayed(name, p)]
+    groups = [{{"params": decayed, "weight_decay": WEIGHT_DECAY}}, {{"params": others, "weight_decay": 0.0}}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    rows = -(-BATCH // PARTS)
+    for step in range(STEPS):
+        batch, loss = batch_at(tokens, step).to(device), 0.0
+        for part in batch.split(rows):
+            with torch.autocast(device, DTYPE, enabled=DTYPE != torch.float32):
+                logits = model(input_ids=part[:, :-1]).logits
+            share = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten()) * len(part) / BATCH
+            share.backward()
+            loss += share.item()
+        if CLIP is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = LR * rate_at(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"{{step + 1}} {{loss:.8f}}", flush=True)
+    model.save_pretrained(HERE / "trained")
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def script(run: Elsewhere, permutation: str, file: str) -> str:
+    """The program. `permutation` is the source of the function that orders examples. Raises Refused where a technique
+    is lost without which it would be another algorithm, or the number format needs a loss scale."""
+    if run.lost:
+        raise Refused(
+            f"script: plain PyTorch has no {', '.join(run.lost)}, and without it is another algorithm",
+            fix=" ".join(f"--without {name}" for name in run.lost),
+        )
+    if run.lr == 0.0 or run.dtype == "float16" or run.ranks > 1:
+        raise Refused(
+            "script: it is written for AdamW on one device, in float32 or bfloat16",
+            fix="--with optimizers.adamw, --set techniques.precision.mixed.format=bfloat16, and no mesh",
+        )
+    notes = "".join(f"    {note}\n" for note in run.notes())
+    values = vars(run) | {"recompute": run.recompute != "none", "on_gpu": run.device != "cpu"}
+    return TEMPLATE.format(**values | {"notes": notes, "permutation": permutation, "file": file})

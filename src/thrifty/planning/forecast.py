@@ -1,0 +1,179 @@
+"""What is asked of a plan, and what a candidate is forecast to take."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thrifty.core.errors import Infeasible
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Numerics
+from thrifty.planning.cost_estimates import Estimate, Timing, largest_part
+from thrifty.planning.disk_usage import disk_bytes
+from thrifty.planning.forecast_ledger import Record
+from thrifty.planning.plan_candidate import Candidate
+
+SURE, UNSURE = 0.15, 3.0
+"""How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
+MARGIN = 1.1
+"""By how much a run may hold more than its probe did, until the ledger knows better."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is asked for. Bytes, seconds, FLOP, money per hour."""
+
+    allow: Numerics = Numerics.EXACT
+    memory: float = math.inf
+    disk: float = math.inf
+    seconds: float | None = None
+    """The budget, or, beside tokens or FLOPs, the time they may take."""
+    tokens: float | None = None
+    flops: float | None = None
+    price: float | None = None
+
+    def budget(self, given: Budget, flops_per_step: float) -> Budget:
+        if self.tokens is not None:
+            return Budget(tokens=self.tokens)
+        if self.flops is not None:
+            steps = int(self.flops // flops_per_step)
+            if steps < 1:
+                raise Infeasible(
+                    f"{self.flops:.3g} FLOP do not pay for one step of {flops_per_step:.3g}",
+                    fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
+                )
+            return Budget(steps=steps)
+        return Budget(seconds=self.seconds) if self.seconds is not None else given
+
+    def refuse_late(self, least: Estimate) -> None:
+        """Raises Infeasible where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
+        limit = self.seconds
+        if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
+            return
+        raise Infeasible(
+            f"the fastest that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
+            f"{least.high / 3600:.3g}), and may take {limit / 3600:.3g} h",
+            fix=f"--hours {least.high / 3600:.2g}, {limit / least.value:.0%} of the tokens, or a smaller model",
+        )
+
+
+def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0) -> None:
+    """Raises Infeasible where a budget does not pay for one step of so many seconds and tokens."""
+    if steps >= 1:
+        return
+    if budget.seconds is not None:
+        starting = f"starting is forecast to take {startup:.3g} s and " if startup else ""
+        raise Infeasible(
+            f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step {step:.3g} s",
+            fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
+        )
+    raise Infeasible(
+        f"a budget of {budget.tokens or 0:,.0f} tokens does not fit one step of {tokens:,.0f}",
+        fix=f"--tokens {tokens:.0f} or more, or a smaller data.batch",
+    )
+
+
+@dataclass(frozen=True)
+class Forecast:
+    counted: float
+    """Bytes of tensors at the peak."""
+    memory: Estimate
+    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor; of tensors alone
+    where nothing was run."""
+    step: Estimate
+    tokens_per_second: Estimate
+    seconds: Estimate
+    """Until the budget is used up, evaluations and checkpoints included."""
+    steps: Estimate
+    tokens: Estimate
+    cost: Estimate | None
+    memory_is: tuple[str, float]
+    """What most of the peak is, and its share."""
+    time_is: tuple[str, float]
+    disk: Mapping[str, float]
+    """Bytes that a run takes on disk, by what takes them."""
+    startup: float = 0.0
+    """Seconds that are no steps: the start, an evaluation and a checkpoint."""
+    others: float = 0.0
+    """How many of the cores other work took while the step was measured, where it was enough to disturb it, ..."""
+    cores: int = 1
+    """... and how many there are."""
+
+    def as_dict(self) -> dict[str, Any]:
+        plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
+        dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
+        besides = {"disk": dict(self.disk), "other_work": {"cores": self.others, "of": self.cores}}
+        return {"counted": self.counted, "cost": None, **plain, "dominant": dominant, **besides}
+
+
+@dataclass(frozen=True)
+class Expecting:
+    """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches on a device, for those that were not
+    run; `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of
+    prepared data."""
+
+    recipe: Recipe
+    wanted: Wanted
+    tokens: int
+    rate: float
+    past: Mapping[str, Record]
+    data: float = 0.0
+    own_devices: bool = False
+    """Whether ranks have a device each."""
+
+    def forecast(self, candidate: Candidate, budget: Budget) -> Forecast:
+        timing, footprint = candidate.timing, candidate.footprint
+        assert footprint is not None
+        if timing is None:
+            rate = self.rate * (candidate.ranks if self.own_devices else 1)
+            step = Estimate.within(footprint.flops / rate, 1 / UNSURE, UNSURE)
+            memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
+            time_is = ("not measured", 0.0)
+        else:
+            step = self._step(candidate.step, timing)
+            held = max(timing.memory, footprint.memory)
+            # a compiler's own memory is in what was seen, and is not taken again where its results are cached
+            low = footprint.memory / held if candidate.is_compiled else 1.0
+            memory = self.past["memory"].around(held, 0.9 * low, MARGIN)
+            aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
+            share = timing.update / candidate.step
+            time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
+            started = timing.startup + timing.evaluation + timing.save
+        per_step = candidate.batch * self.tokens
+        if budget.seconds is not None:
+            steps = step.over(max(budget.seconds - started, 0.0))
+            # as training does, the budget is divided among steps alone: evaluations and checkpoints come on top
+            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
+        else:
+            number = budget.steps or math.floor((budget.tokens or 0) / per_step)
+            steps = Estimate(number, number, number)
+            seconds = step.plus(aside).times(number).plus(started)
+        return Forecast(
+            counted=footprint.memory,
+            memory=memory,
+            step=step,
+            tokens_per_second=step.over(per_step),
+            seconds=seconds,
+            steps=steps,
+            tokens=steps.times(per_step),
+            cost=seconds.times(self.wanted.price / 3600) if self.wanted.price is not None else None,
+            memory_is=largest_part(footprint),
+            time_is=time_is,
+            disk=self.disk(candidate),
+            startup=started,
+            others=timing.others if timing and timing.is_disturbed else 0.0,
+            cores=timing.cores if timing else 1,
+        )
+
+    def _step(self, seconds: float, timing: Timing) -> Estimate:
+        """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
+        off = max(SURE, 2 * timing.spread)
+        step = self.past["step"].around(seconds, 1 / (1 + off), 1 + off)
+        if not timing.is_disturbed:
+            return step
+        return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)
+
+    def disk(self, candidate: Candidate) -> dict[str, float]:
+        whole = candidate.undivided or candidate.footprint
+        assert whole is not None
+        return disk_bytes(self.recipe.checkpoints, whole, candidate.techniques, self.data)

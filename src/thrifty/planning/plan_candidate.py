@@ -1,0 +1,63 @@
+"""A candidate of a plan: ways to go, and what is known of where they lead."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import Mesh
+from thrifty.core.technique import Technique
+from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, Timing
+from thrifty.planning.search_space import MICRO_BATCHES, Way, mesh_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Ways to go, one of an axis at most, and what is known of where they lead."""
+
+    ways: tuple[Way, ...]
+    techniques: tuple[Technique, ...]
+    batch: int
+    relative: float = 1.0
+    """Expected seconds of a step over those of the recipe as it is."""
+    footprint: Footprint | None = field(default=None, compare=False)
+    timing: Timing | None = field(default=None, compare=False)
+    undivided: Footprint | None = field(default=None, compare=False)
+    """Of the same on one rank, whose state is what checkpoints hold."""
+
+    @cached_property
+    def parts(self) -> int:
+        cutting = (t for t in self.techniques if MICRO_BATCHES in t.claims)
+        return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.ways)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.least_ranks
+
+    @property
+    def counted_high(self) -> float:
+        """By what factor a rank may hold more than is counted for it."""
+        return COUNTED_HIGH if self.ranks == 1 else OVER_MESH_HIGH
+
+    @property
+    def is_compiled(self) -> bool:
+        return any("compiled blocks" in technique.claims for technique in self.techniques)
+
+    @property
+    def step(self) -> float:
+        """Measured seconds of a step, as a run will see it."""
+        assert self.timing is not None
+        return self.timing.step(self.batch, self.parts)
+
+    @property
+    def least_step(self) -> float:
+        """The same without what other programs add: what candidates are compared by."""
+        assert self.timing is not None
+        return self.timing.least_step(self.batch, self.parts)
+
+    @property
+    def label(self) -> str:
+        return ", ".join(way.label for way in self.ways) or "the recipe as it is"

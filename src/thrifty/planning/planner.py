@@ -1,0 +1,185 @@
+"""A plan: the recipe to run, what it is forecast to take, what came next, and why each technique is in it or not."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from thrifty.composition.compose import Plain, compose
+from thrifty.composition.explain import count
+from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.technique import Numerics
+from thrifty.core.tensor_tracing import settled
+from thrifty.planning.choice_explanations import Reason, Reasons
+from thrifty.planning.forecast import MARGIN, Expecting, Forecast, Wanted, refuse_no_step
+from thrifty.planning.forecast_ledger import Entry, Record, record_of
+from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.plan_search import FINALISTS, NO_ROOM, Search, TimeOf
+from thrifty.planning.rank_options import RANKS, over_ranks
+from thrifty.planning.search_space import (
+    ADAPTERS,
+    AXES,
+    MICRO_BATCHES,
+    STRICTNESS,
+    Catalogue,
+    Way,
+    lacking,
+    micro_batches,
+    ways_along,
+)
+
+STEPS = 1000
+"""Of a run whose budget is none in steps, for what depends on them."""
+OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    chosen: Candidate
+    forecast: Forecast
+    alternatives: tuple[tuple[Candidate, Forecast], ...]
+    """Everything that was run, or counted to fit where nothing was run, from the fastest."""
+    misfits: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    past: Mapping[str, Record]
+    """The ledger's of "memory" and "step"."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe.name,
+            "changes": [way.label for way in self.chosen.ways],
+            "ranks": self.chosen.ranks,
+            "forecast": self.forecast.as_dict(),
+            "past_error": {name: {"median": r.error, "runs": len(r.ratios)} for name, r in self.past.items()},
+            "alternatives": [
+                {"changes": [way.label for way in candidate.ways], "forecast": forecast.as_dict()}
+                for candidate, forecast in self.alternatives
+            ],
+            "misfits": dict(self.misfits),
+            "techniques": [reason.as_dict() for reason in self.reasons],
+        }
+
+
+def allowed_ways(
+    recipe: Recipe, plain: Plain, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
+) -> tuple[dict[str, list[Way]], dict[str, list[Way]]]:
+    """Along each axis the ways that may be gone, and those that what is asked for does not allow."""
+    batch = plain.source.batch
+    offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
+    if ranks > 1:
+        offers |= {RANKS: tuple(over_ranks(ranks, batch, device))}
+    if recipe.model.folder and not recipe.model.fresh:
+        offers |= {"adapters": ADAPTERS}
+    most = STRICTNESS.index(allow)
+    free: dict[str, list[Way]] = {}
+    barred: dict[str, list[Way]] = {}
+    for axis, some in offers.items():
+        for way in ways_along(axis, some, recipe.techniques, catalogue, device):
+            where = free if STRICTNESS.index(way.numerics) <= most else barred
+            where.setdefault(axis, []).append(way)
+    return free, barred
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, for plans without probes;
+    `tokens` are those of an example; there may be as many `ranks`, or one."""
+
+    recipe: Recipe
+    plain: Plain
+    catalogue: Catalogue
+    wanted: Wanted
+    device: torch.device
+    tokens: int
+    data: float = 0.0
+    """Bytes of the data as prepared."""
+    rate: float = 1e12
+    time: TimeOf | None = None
+    kept: Sequence[Entry] = ()
+    outside: Sequence[str] = ()
+    """Names of what third parties installed: their code is loaded only where a recipe names it."""
+    evidence: Mapping[str, str] = field(default_factory=dict)
+    say: Callable[[str], None] = lambda text: None
+    finalists: int = FINALISTS
+    ranks: int = 1
+    shared: bool = False
+    """Whether the memory wanted is there for all ranks together, and not for each."""
+
+    def plan(self) -> Plan:
+        """Raises Infeasible where nothing fits, or takes longer than it may."""
+        with settled():
+            return self._plan()
+
+    def _plan(self) -> Plan:
+        records = {ranks: self._records(ranks) for ranks in {1, self.ranks}}
+        steps = self.recipe.budget.steps or STEPS
+        kind = self.device.type
+        free, barred = allowed_ways(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
+        margin = max(past["memory"].around(1.0, 1.0, MARGIN).high for past in records.values())
+        search = Search(
+            self.plain,
+            self.recipe.techniques,
+            steps,
+            free,
+            self.wanted.memory,
+            margin,
+            self.time,
+            self.finalists,
+            self.no_room,
+            self.shared,
+            device=self.device,
+            say=self.say,
+        )
+        chosen = search.run()
+        flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
+        budget = self.wanted.budget(self.recipe.budget, flops)
+        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks]) for c in search.tried}
+        forecast = forecasts[chosen.ways]
+        refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
+        self.wanted.refuse_late(forecast.seconds)
+        told = Reasons(
+            search, chosen, barred, self.catalogue, lacking(self.catalogue, kind), self.wanted.allow, self.evidence
+        )
+        name = f"{self.recipe.name}-planned"
+        return Plan(
+            recipe=replace(
+                self.recipe,
+                name=name,
+                techniques=chosen.techniques,
+                mesh=chosen.mesh if chosen.ranks > 1 else self.recipe.mesh,
+                budget=budget,
+            ),
+            chosen=chosen,
+            forecast=forecast,
+            alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
+            misfits={Candidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
+            reasons=(*told.all(), *(Reason(name, "not taken", OUTSIDE) for name in self.outside)),
+            past=records[chosen.ranks],
+        )
+
+    def _records(self, ranks: int) -> dict[str, Record]:
+        """How well memory and steps of runs over so many ranks were told."""
+        alike = [entry for entry in self.kept if entry.ranks == ranks]
+        return {name: record_of(alike, name, name) for name in ("memory", "step")}
+
+    def expecting(self, past: Mapping[str, Record]) -> Expecting:
+        own_devices = self.device.type != "cpu"
+        return Expecting(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
+
+    def forecast(self, candidate: Candidate, budget: Budget, past: Mapping[str, Record]) -> Forecast:
+        return self.expecting(past).forecast(candidate, budget)
+
+    def no_room(self, candidate: Candidate) -> str:
+        """Why a candidate does not fit the disk; "" where it does."""
+        taken = self.expecting({}).disk(candidate)
+        if sum(taken.values()) <= self.wanted.disk:
+            return ""
+        parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())
+        return f"{NO_ROOM}: {parts}"
+
+    def _plain_flops(self, steps: int) -> float:
+        """Of a step without techniques."""
+        _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
+        return bare.flops

@@ -1,0 +1,177 @@
+"""Probes: steps of a candidate, run in processes of their own and kept for this machine."""
+
+import hashlib
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import thrifty
+from thrifty.core.cache_dir import cache_folder
+from thrifty.core.errors import ThriftyError
+from thrifty.machine.cpu_features import usable_cores
+from thrifty.machine.machine_info import cpu_model
+from thrifty.planning.cost_estimates import Timing
+from thrifty.training.process_launch import python, settings
+
+IRRELEVANT = ("name", "about", "budget", "checkpoints")
+"""Sections of a recipe that change nothing about how long a step takes."""
+
+
+class ProbeFailed(ThriftyError):
+    """A probe ended without a result; says how."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a probe is asked: a recipe as tables, without what cuts its batches apart, and the sizes to try."""
+
+    recipe: Mapping[str, Any]
+    steps: int
+    """Of the whole run, for what depends on them."""
+    rows: tuple[int, ...]
+    parts: int
+    seconds: float
+    counted: tuple[float, float]
+    """Bytes and FLOPs of the candidate: they tell models apart that are called alike, such as two folders of one name
+    in different places."""
+    model: str = ""
+    """A function of the user's own that builds the model in place of the recipe's, as package.module:function, ..."""
+    code: str = ""
+    """... and the sha256 of the file that it is in."""
+    bar: float = math.inf
+    """Seconds of a step from which on the smaller sizes are of no use."""
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for size in self.recipe.get("mesh", {}).values() if size)
+
+    def as_dict(self) -> dict[str, Any]:
+        relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
+        return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
+
+    def is_answered_by(self, timing: Timing) -> bool:
+        """Whether nothing is missing there, but what the bar leaves out."""
+        batch = self.parts * self.rows[-1]
+        return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
+
+
+Probe = Callable[[Job], Timing]
+"""Raises ProbeFailed."""
+
+
+def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
+    """The micro-batches to try for a step of `batch` examples in so many parts: that of the plan, its half, and its
+    quarter where no compiler asks for seconds at each new shape; the plan's alone where they are `fixed`."""
+    rows = -(-batch // parts)
+    if fixed:
+        return (rows,)
+    return tuple(sorted({-(-rows // divisor) for divisor in ((1, 2) if compiled else (1, 2, 4))}))
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
+    return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}
+
+
+def kept(probe: Probe, device: str) -> Probe:
+    """A probe whose results are kept for this machine, and not made again; but for those that other work disturbed."""
+    here = machine(device)
+
+    def found_or_made(job: Job) -> Timing:
+        same = {name: value for name, value in job.as_dict().items() if name != "bar"}
+        asked = json.dumps(same | here, sort_keys=True, default=str)
+        path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
+        with suppress(OSError, ValueError, TypeError, LookupError):  # not there, or damaged
+            timing = Timing.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+            if job.is_answered_by(timing):
+                return timing
+        timing = probe(job)
+        if timing.is_disturbed:
+            return timing
+        with suppress(OSError):  # no room, or not allowed to: measured again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+                json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": here}, file, default=str)
+            os.replace(file.name, path)
+        return timing
+
+    return found_or_made
+
+
+def in_process(module: str, limit: float = 600.0) -> Probe:
+    """Probes by a module that is given the file of a job, over as many ranks as the job's mesh has, and writes its
+    answer beside it (`answer`); it may take `limit` seconds in all."""
+
+    def probe(job: Job) -> Timing:
+        with tempfile.TemporaryDirectory() as folder:
+            asked = Path(folder, "job.json")
+            asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
+            code, said = _ended([*python(job.ranks), "-m", module, str(asked)], job.ranks, limit)
+            with suppress(OSError):
+                found = json.loads(answer_file(asked).read_text(encoding="utf-8"))
+                if "refused" in found:
+                    raise ProbeFailed(found["refused"].splitlines()[0])
+                return Timing.from_dict(found)
+        if code == -9 or "(exitcode: -9)" in said:
+            raise ProbeFailed("its process was killed, as the system does when memory runs out")
+        lines = [line for line in said.splitlines() if line.strip()]
+        raise ProbeFailed(lines[-1].strip() if lines else f"its process ended with exit code {code}")
+
+    return probe
+
+
+def answer_file(asked: Path) -> Path:
+    return asked.with_suffix(".answer.json")
+
+
+def answer(asked: Path, found: Mapping[str, Any]) -> None:
+    """A timing, or what was "refused", by whichever rank says it first."""
+    with tempfile.NamedTemporaryFile("w", dir=asked.parent, encoding="utf-8") as file:
+        json.dump(dict(found), file)
+        file.flush()
+        with suppress(FileExistsError):  # whole or not at all, whenever its process ends
+            os.link(file.name, answer_file(asked))
+
+
+def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
+    """The exit code of a command and what it said on standard error. Raises ProbeFailed where it takes too long."""
+    process = subprocess.Popen(
+        [*command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=settings(ranks) | os.environ,
+    )
+    try:
+        said = process.communicate(timeout=limit)[1]
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        raise ProbeFailed(f"its steps were not done after {limit:.0f} s") from None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Kills a process that has not ended, and what it started: torchrun's ranks would outlive it."""
+    if process.poll() is not None:
+        return
+    with suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid)
+        for one in [*family.children(recursive=True), family]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+    process.wait()

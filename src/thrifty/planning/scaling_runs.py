@@ -1,0 +1,105 @@
+"""Runs to fit a scaling law to, from run folders or from a table."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN
+from thrifty.planning.scaling_law_fit import TrainedRun
+from thrifty.training.run_folder import RunFolder
+
+COLUMNS = {
+    "parameters": ("parameters", "Model Size"),
+    "tokens": ("tokens", "Training Tokens"),
+    "flops": ("flops", "Training FLOP"),
+    "loss": ("loss",),
+}
+"""Names of a column: ours, and that of the table which Epoch AI read off the figure of Hoffmann et al."""
+
+SEPARATORS = ",;\t"
+
+
+def runs_from_folders(paths: Sequence[Path]) -> list[TrainedRun]:
+    """Raises UsageError where a run has not finished, or where runs read text through different tokenizers: then their
+    losses per token do not compare."""
+    runs = [run_from_folder(path) for path in paths]
+    tokenizers = {path: _tokenizer(path) for path in paths}
+    other = next((path for path in paths if tokenizers[path] != tokenizers[paths[0]]), None)
+    if other is not None:
+        raise UsageError(
+            f"{other} has another tokenizer than {paths[0]}: their losses per token do not compare",
+            fix="fit runs of one tokenizer and one text",
+        )
+    return runs
+
+
+def _tokenizer(path: Path) -> bytes:
+    file = RunFolder.open(path).tokenizer
+    return file.read_bytes() if file.exists() else b""
+
+
+def run_from_folder(path: Path) -> TrainedRun:
+    """Raises UsageError where the run has not finished."""
+    folder = RunFolder.open(path)
+    summary, explanation = folder.read_json("summary"), folder.read_json("explanation")
+    try:
+        status, tokens, loss = (summary[key] for key in ("status", "tokens", "held_out_loss"))
+        parameters = explanation["parameters"]
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"summary.json or explanation.json of {path} is not what a run writes: {error}", fix="leave this run out"
+        ) from error
+    if status != "finished" or loss is None:
+        raise UsageError(
+            f"{path} is {status} with a held-out loss of {loss}",
+            fix=f"leave it out, or finish it: thrifty resume {path}",
+        )
+    return TrainedRun(parameters, tokens, loss)
+
+
+def runs_from_table(path: Path) -> list[TrainedRun]:
+    """Rows of a CSV file with the columns parameters, tokens and loss; flops = 6 N D may stand in place of tokens.
+    Columns may be separated by commas, semicolons or tabs, and others stand beside them."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header = file.readline()
+            separator = max(SEPARATORS, key=header.count)
+            names = [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
+            table = csv.DictReader(file, names, delimiter=separator)
+            columns = _columns(path, names)
+            rows = [(table.line_num + 1, row) for row in table]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read: {error}", fix="give a CSV file with a header line") from error
+    return [_run(path, line, row, columns) for line, row in rows]
+
+
+def _columns(path: Path, header: Sequence[str]) -> dict[str, str]:
+    """The column in which each quantity stands."""
+    found = {quantity: [name for name in names if name in header] for quantity, names in COLUMNS.items()}
+    columns = {quantity: names[0] for quantity, names in found.items() if names}
+    twice = next((name for name in columns.values() if list(header).count(name) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="leave one of them")
+    for quantity in ("parameters", "tokens", "loss"):
+        if quantity not in columns and not (quantity == "tokens" and "flops" in columns):
+            near = did_you_mean(quantity, header)
+            hint = (
+                f"rename the column: {near}" if near.startswith("did you mean") else "columns: parameters,tokens,loss"
+            )
+            raise UsageError(f"{path} has no column {quantity!r}", fix=hint)
+    return columns
+
+
+def _run(path: Path, line: int, row: dict[str, str], columns: dict[str, str]) -> TrainedRun:
+    try:
+        missing = next((quantity for quantity, column in columns.items() if not (row[column] or "").strip()), None)
+        if missing is not None:
+            raise ValueError(f"it has no {missing}")
+        values = {quantity: float(row[column]) for quantity, column in columns.items()}
+        if "tokens" not in values:
+            values["tokens"] = values["flops"] / (FLOP_PER_PARAMETER_AND_TOKEN * values["parameters"])
+        return TrainedRun(values["parameters"], values["tokens"], values["loss"])
+    except (ValueError, TypeError, ZeroDivisionError, UsageError) as error:
+        what = error.what if isinstance(error, UsageError) else str(error)
+        raise UsageError(f"line {line} of {path}: {what}", fix="give positive numbers, or remove the line") from error

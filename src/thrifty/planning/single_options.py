@@ -1,0 +1,108 @@
+"""What each way of a plan does by itself, counted, and what several together are expected to do."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.explain import held
+from thrifty.core.errors import ThriftyError
+from thrifty.core.footprint import Footprint
+from thrifty.core.technique import Technique
+from thrifty.distributed.fake_ranks import as_first_rank
+from thrifty.planning.cost_estimates import between, counted
+from thrifty.planning.search_space import MICRO_BATCHES, Way, applied, mesh_of
+
+COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
+
+
+@dataclass
+class Singles:
+    """`base` are the techniques of the recipe, `ways` those that may be gone, by axis."""
+
+    plain: Plain
+    base: tuple[Technique, ...]
+    steps: int
+    ways: Mapping[str, Sequence[Way]]
+    device: torch.device = field(default=CPU, kw_only=True)
+    say: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
+    count: Callable[[Composition], Footprint] = field(default=counted, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.singles: dict[Way, Footprint] = {}
+        self.refused: dict[Way, str] = {}
+        self.told: set[Way] = set()
+        """Ways whose footprint was not counted, but follows from those of others."""
+        self.counts = 0
+
+    @cached_property
+    def plainest(self) -> Footprint:
+        """Of the recipe as it is."""
+        return self.counted(())
+
+    def counted(self, ways: Sequence[Way]) -> Footprint:
+        """With all of these ways; over several ranks of the first, which is built as well: what techniques claim over a
+        mesh says nothing of models that cannot be so divided."""
+        self.counts += 1
+        mesh = mesh_of(ways)
+        with as_first_rank(mesh):
+            run = compose(self.plain, applied(ways, self.base), self.steps, self.device)
+            if mesh.least_ranks > 1:
+                held(run)
+            return self.count(run)
+
+    def look_at_singles(self) -> None:
+        """The footprint of every way by itself, or why it is refused."""
+        self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
+        for axis, ways in self.ways.items():
+            cutting = sorted((way for way in ways if way.techniques), key=self._rows)
+            inner = cutting[1:-1] if axis == MICRO_BATCHES else []
+            self._look_at(way for way in ways if way not in inner)
+            if inner:
+                self._tell(inner, cutting[0], cutting[-1])
+
+    def _look_at(self, ways: Iterable[Way]) -> None:
+        for way in ways:
+            try:
+                self.singles[way] = self.counted((way,))
+                self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")
+            except ThriftyError as refusal:
+                self.refused[way] = refusal.what
+
+    def _tell(self, ways: Sequence[Way], most: Way, fewest: Way) -> None:
+        """Of ways between two: what depends on the examples of a micro-batch does so on a straight line. All are
+        counted where one of the two is refused."""
+        span = self._rows(fewest) - self._rows(most)
+        if not span or not {most, fewest} <= self.singles.keys():
+            return self._look_at(ways)
+        for way in ways:
+            share = (self._rows(way) - self._rows(most)) / span
+            self.singles[way] = between(self.singles[most], self.singles[fewest], share)
+            self.told.add(way)
+
+    def _rows(self, way: Way) -> int:
+        """Examples of a micro-batch."""
+        return -(-self.plain.source.batch // way.parts)
+
+    def alone(self, way: Way) -> Footprint:
+        """The footprint of a way by itself, counted. Raises as counting does."""
+        if way in self.told:
+            self.singles[way] = self.counted((way,))
+            self.told.remove(way)
+        return self.singles[way]
+
+    def relative(self, way: Way) -> float:
+        """What a way is expected to make of a step's time: by its card, and by the FLOPs that were counted."""
+        return way.factor * self.singles[way].flops / max(self.plainest.flops, 1.0)
+
+    def estimated(self, ways: Sequence[Way]) -> float:
+        """Bytes at the peak, as if what each way does to each part did not depend on the others."""
+        base, parts = self.plainest, {}
+        for name in COUNTED_PARTS:
+            whole = getattr(base, name)
+            ratios = [getattr(self.singles[way], name) / whole for way in ways] if whole else [1.0]
+            parts[name] = whole * prod(ratios)
+        return replace(base, **parts).memory

@@ -1,0 +1,152 @@
+"""Whole steps of a run, timed: what a probe does in its process."""
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from thrifty.composition.compose import Composition
+from thrifty.core.backward import Backward
+from thrifty.core.batches import Batch
+from thrifty.core.errors import ThriftyError
+from thrifty.core.state import TrainState
+from thrifty.machine.cpu_contention import OtherWork
+from thrifty.optim.transform_elements import global_norm
+from thrifty.planning.cost_estimates import Timing, counted
+from thrifty.training import checkpoint
+from thrifty.training.evaluation import evaluate
+from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.rank_sync import together
+
+LEAST, MOST = 3, 12
+"""Steps timed of each size, after one that is not: more than the least until they agree, or are as many as the most."""
+AGREE, SECONDS = 1.03, 2.0
+"""By how much the median may be above the fastest where steps agree, and what they take together at least: machines are
+faster and slower for a second at a time."""
+JUDGED = 2
+"""Batches by which the time of an evaluation is told, after one that may compile."""
+
+
+def timed(
+    run: Composition, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
+) -> Timing:
+    """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
+    and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
+
+    Of several ranks all must call it: the times are each one's own, the bytes those of that which held most.
+
+    `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
+    several `parts`, so that gradients stand beside activations as they will.
+    """
+    counted(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
+    meter, began = MemoryMeter(run.device), time.perf_counter()
+    state = run.place()
+    passes: dict[int, list[float]] = {}
+    updates: list[float] = []
+    spreads: list[float] = []
+    largest, startup, others, all_ranks = max(rows), 0.0, None, together()
+    for size in sorted(rows, reverse=True):
+        cut = 2 if parts > 1 and size == largest else 1
+        _step(run, state, size, cut, 0)
+        startup = startup or time.perf_counter() - began
+        others = others or OtherWork()
+        passes[size], update = _repeated(run, state, size, cut, seconds / len(rows))
+        updates += update
+        spreads.append(_spread([a + b for a, b in zip(passes[size], update, strict=True)]))
+        step = run.source.batch / size * min(passes[size]) + min(update)
+        if all_ranks.first(lambda step=step: step > bar):
+            break
+    assert others is not None
+    memory, taken = meter.peak(), others.taken()
+    first, evaluation = _timed_evaluation(run, state, held_out)
+    sizes = sorted(passes)
+    return Timing(
+        rows=tuple(sizes),
+        passes=tuple(statistics.median(passes[size]) for size in sizes),
+        least=tuple(min(passes[size]) for size in sizes),
+        update=statistics.median(updates),
+        spread=max(spreads),
+        startup=startup + first,
+        evaluation=evaluation,
+        save=_timed_save(state),
+        memory=max(all_ranks.all(lambda: max(memory, meter.peak()))),
+        others=taken if run.device.type == "cpu" else 0.0,
+        cores=len(others.cores),
+    )
+
+
+def _repeated(
+    run: Composition, state: TrainState, rows: int, cut: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Seconds of each micro-batch and of each update, over some steps."""
+    backward: list[float] = []
+    update: list[float] = []
+    began, all_ranks = time.perf_counter(), together()
+
+    while len(backward) < LEAST or not all_ranks.first(lambda: _is_enough(backward, began, seconds)):
+        one, other = _step(run, state, rows, cut, 1 + len(backward))
+        backward.append(one / cut)
+        update.append(other)
+    return backward, update
+
+
+def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
+    so_far = time.perf_counter() - began
+    settled = len(passes) >= MOST or statistics.median(passes) <= AGREE * min(passes)
+    return so_far > seconds or (so_far > SECONDS and settled)
+
+
+def _step(run: Composition, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
+    """A step as the training loop makes it, and the seconds of its two halves."""
+    model, optimizer = state.model, state.optimizer
+    assert model is not None and optimizer is not None
+    model.train()
+    batch = run.source.at(max(run.steps - 1 - number, 0))
+    backward: Backward = run.backward
+    start = time.perf_counter()
+    for _ in range(cut):
+        outcome = backward(model, run.objective, batch.rows(0, rows).to(run.device))
+    outcome.loss.item()
+    half = time.perf_counter()
+    norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
+    if torch.isfinite(norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+    return half - start, time.perf_counter() - half
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / 2 / middle
+
+
+def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
+    """Seconds of the first batch, compilation included, and of all of them, told by the next few."""
+
+    def judged(batches: Sequence[Batch]) -> float:
+        assert state.model is not None
+        start = time.perf_counter()
+        evaluate(state.model, run.judged_by, batches, run.device)
+        return time.perf_counter() - start
+
+    first, few = judged(held_out[:1]), held_out[1 : 1 + JUDGED] or held_out[:1]
+    return first, judged(few) / len(few) * len(held_out)
+
+
+def _timed_save(state: TrainState) -> float:
+    """Seconds of a checkpoint, on the disk for temporary files; 0 where there is no room for one."""
+    all_ranks = together()
+    folder = Path(all_ranks.first(tempfile.mkdtemp))
+    try:
+        return checkpoint.save(folder, 0, state.tensors(), {**state.scalars(), "steps": 0}, ranks=all_ranks).seconds
+    except (OSError, ThriftyError):
+        return 0.0
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,42 @@
+"""Models that learn from images with captions."""
+
+from thrifty.core.recipe import (
+    Augmentation,
+    Budget,
+    Checkpoints,
+    DataSettings,
+    Evaluation,
+    ModelSettings,
+    ObjectiveSettings,
+    Recipe,
+)
+from thrifty.techniques.data_selection.drop_patches import DropPatches
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.schedules.cosine import Cosine
+
+
+def flip_emoji() -> Recipe:
+    """Two small towers learn which caption belongs to which emoji, seeing half of each drawing until the last tenth.
+
+    Command   thrifty data get emoji && thrifty train flip-emoji && thrifty retrieve flip-emoji
+    Expect    after 291 of the 600 steps 29 % of the 1,911 held-out drawings, by another vendor than those trained on,
+              find their caption among the first ten, 31 % of the captions their drawing (seed 0; by chance 0.5 %). The
+              whole recipe was not run to its end.
+    """
+    return Recipe(
+        name="flip-emoji",
+        about="A small CLIP learns emoji and what they are called from half of their patches (FLIP).",
+        model=ModelSettings(preset="clip-nano", patch=8),
+        data=DataSettings(source="emoji", batch=128, length=32, vocabulary=2048, size=64, augment=Augmentation(crop=6)),
+        objective=ObjectiveSettings("contrast"),
+        budget=Budget(steps=600),
+        evaluation=Evaluation(every=100, examples=1024),
+        checkpoints=Checkpoints(every=300),
+        techniques=(
+            DropPatches(rate=0.5, until=0.9),
+            AdamW(lr=1e-3, weight_decay=0.2),
+            Cosine(warmup=0.1),
+            Clip(),
+        ),
+    )

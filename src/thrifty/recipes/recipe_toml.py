@@ -1,0 +1,74 @@
+"""The TOML spelling of a recipe. Reading what was written gives the same value."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from thrifty import techniques
+from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import build, to_data
+from thrifty.core.recipe import Recipe
+
+LARGEST = 1_000_000
+"""Bytes: a larger file is not a recipe."""
+
+
+def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as tables; a technique's table stands under its dotted name."""
+    data = to_data(recipe)
+    data["techniques"] = {}
+    for technique in recipe.techniques:
+        *group, last = technique.name.split(".")
+        table = data["techniques"]
+        for name in group:
+            table = table.setdefault(name, {})
+        table[last] = to_data(technique)
+    return data
+
+
+def recipe_from_data(data: Mapping[str, Any]) -> Recipe:
+    """Raises UsageError for unknown keys and techniques and for values of the wrong type, each with its path."""
+    plain = {key: value for key, value in data.items() if key != "techniques"}
+    chosen = tuple(
+        build(techniques.find(name), settings, f"techniques.{name}")
+        for name, settings in technique_tables(data.get("techniques", {}))
+    )
+    return replace(build(Recipe, plain), techniques=chosen)
+
+
+def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each technique named in a [techniques] table, with its settings."""
+    return _tables_below(table, "", techniques.names())
+
+
+def _tables_below(table: Mapping[str, Any], prefix: str, known: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"techniques{'.' + prefix if prefix else ''} must be a table, not {table!r}")
+    for key, value in table.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if any(other.startswith(name + ".") for other in known) and name not in known:
+            yield from _tables_below(value, name, known)
+        else:
+            yield name, value
+
+
+def write_recipe(recipe: Recipe) -> str:
+    return tomli_w.dumps(recipe_to_data(recipe))
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file; raises UsageError for what is no readable TOML."""
+    if path.stat().st_size > LARGEST:
+        raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe")
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+
+
+def read_recipe(path: Path) -> Recipe:
+    return recipe_from_data(read_tables(path))

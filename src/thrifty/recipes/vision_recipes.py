@@ -1,0 +1,72 @@
+"""Vision Transformers on images with labels."""
+
+import torch
+
+from thrifty.core.recipe import (
+    Augmentation,
+    Budget,
+    Checkpoints,
+    DataSettings,
+    Evaluation,
+    ModelSettings,
+    ObjectiveSettings,
+    Recipe,
+)
+from thrifty.core.technique import Technique
+from thrifty.machine.cpu_features import can_compile, has_fast_bfloat16
+from thrifty.techniques.compile import Compile
+from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.precision.mixed import Mixed
+from thrifty.techniques.schedules.cosine import Cosine
+
+
+def quick(lr: float) -> tuple[Technique, ...]:
+    """AdamW as DeiT has it, with a cosine and clipping, and what makes a small machine's steps fast."""
+    chosen: list[Technique] = [AdamW(lr=lr, weight_decay=0.05), Cosine(), Clip()]
+    if has_fast_bfloat16():
+        chosen.append(Mixed())
+    if can_compile() and torch.cuda.is_available():
+        chosen.append(Compile())
+    return tuple(chosen)
+
+
+def vit_digits() -> Recipe:
+    """The zero-download run on images: a small ViT reads the 1,797 handwritten digits that come with Thrifty.
+
+    Command   thrifty train vit-digits
+    Expect    97 % of the 497 test images after 600 steps (97.4 % at seed 0), in about a minute of one core.
+    """
+    return Recipe(
+        name="vit-digits",
+        about="A small Vision Transformer reads handwritten digits, which come with Thrifty.",
+        model=ModelSettings(preset="vit-nano", patch=2, width=64),
+        data=DataSettings(source="digits", batch=64),
+        objective=ObjectiveSettings("classify"),
+        budget=Budget(steps=600),
+        evaluation=Evaluation(every=100, examples=497),
+        checkpoints=Checkpoints(every=300),
+        techniques=(AdamW(lr=2e-3, weight_decay=0.05), Cosine(), Clip()),
+    )
+
+
+def vit_cifar10() -> Recipe:
+    """A ViT of 0.8M parameters tells the ten classes of CIFAR-10 apart.
+
+    Command   thrifty data get cifar10 && thrifty train vit-cifar10
+    Expect    a step takes 0.5 s of one core with bfloat16 units. 365 steps, less than one epoch, reach 38 % of 2,000
+              test images (seed 0); the whole recipe is ten epochs and was not run.
+    """
+    return Recipe(
+        name="vit-cifar10",
+        about="A small Vision Transformer on CIFAR-10, with crops, flips and two operations on each image.",
+        model=ModelSettings(preset="vit-nano"),
+        data=DataSettings(
+            source="cifar10", batch=128, augment=Augmentation(crop=4, flip=True, operations=2, magnitude=0.3)
+        ),
+        objective=ObjectiveSettings("classify", label_smoothing=0.1),
+        budget=Budget(steps=4000),
+        evaluation=Evaluation(every=500, examples=2000),
+        checkpoints=Checkpoints(every=1000),
+        techniques=quick(lr=1e-3),
+    )

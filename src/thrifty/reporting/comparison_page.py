@@ -1,0 +1,240 @@
+"""The page of a comparison, from its comparison.json: one HTML file that needs nothing but a browser and runs no
+script; its charts are drawn into it and take the page's colours."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.secret_redaction import redact, redact_command
+from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, svg
+from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
+from thrifty.reporting.page_templates import template
+
+FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+UNEQUAL = 0.05
+"""From here on a budget that was to be equal is said not to have been, and no finding that it could explain is."""
+OUTCOMES = {"better": "holds", "worse": "fails"}
+
+
+def write_comparison_page(folder: Path) -> Path:
+    """Writes report.html beside comparison.json and returns its path; also while the comparison goes on."""
+    data = redact(json.loads((folder / "comparison.json").read_text(encoding="utf-8")))
+    page, aside = folder / "report.html", folder / ".report.html.partial"
+    aside.write_text(render(data), encoding="utf-8")
+    aside.replace(page)
+    return page
+
+
+def render(data: Comparison) -> str:
+    """The page as text. The same comparison gives the same page."""
+    terms = data["definition"]["terms"]
+    devices = sorted({entry["device"] for entry in data["runs"] if "device" in entry})
+    facts = {**data["environment"], "device": ", ".join(devices)}
+    return template("comparison.html").render(
+        name=data["name"],
+        status=data["status"],
+        error=data.get("error", ""),
+        about=about(data),
+        terms=terms,
+        verdicts=[(word, f"{label}: {said}", OUTCOMES.get(word, "")) for label, word, said in verdicts(data)],
+        cautions=cautions(data),
+        charts=[(title, caption, svg(chart)) for title, caption, chart in charts(data)],
+        tables=[(title, note, head, rows) for title, note, head, rows in tables(data) if rows],
+        spent=duration(sum(entry.get("elapsed", 0) for entry in data["runs"])),
+        command=shlex.join(redact_command(facts.get("command", []))),
+        facts=[(name, facts[name]) for name in FACTS if name in facts],
+    )
+
+
+def about(data: Comparison) -> str:
+    """What was compared, in a sentence."""
+    terms, arms = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
+    equal = {"flops": "counted FLOPs", "time": "seconds in training steps"}.get(terms["equal"], terms["equal"])
+    tried = f"each at the best of {terms['trials']} learning rates" if terms["trials"] > 1 else "rates not tuned"
+    others = "one arm" if arms == 1 else f"{arms} arms"
+    return f"A baseline and {others} at equal {equal}, {terms['seeds']} paired seeds, {tried}."
+
+
+def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
+    """Each arm's label, the word, and the sentence."""
+    found = data.get("outcome", {}).get("arms", {})
+    return [
+        (label, arm["verdict"]["verdict"], arm["verdict"]["sentence"])
+        for label, arm in found.items()
+        if "verdict" in arm
+    ]
+
+
+def cautions(data: Comparison) -> list[str]:
+    """What a reader should know before believing a verdict."""
+    arms, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
+    equal = {"flops": "FLOPs", "time": "seconds"}.get(terms["equal"], terms["equal"])
+    said = [
+        f"{label} used {significant(arm['used'])} times the baseline's {equal}, which were to be equal"
+        for label, arm in arms.items()
+        if arm.get("used") and abs(arm["used"] - 1) > UNEQUAL
+    ]
+    said += [
+        f"the FLOPs of {label} change over its run, and are counted for its last steps"
+        for label, each in data.get("budgets", {}).items()
+        if each["step"]["flops_vary"]
+    ]
+    machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
+    if len(machines) > 1:
+        said.append(f"its runs were made on unlike machines, of which times are mixed: {'; '.join(machines)}")
+    if edge := [label for label, found in data.get("rates", {}).items() if found["at_edge"]]:
+        said.append(f"the best learning rate was at the edge of those tried for: {', '.join(edge)}")
+    return said
+
+
+def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]]:
+    """Title, a note, the head and the rows of every table; one without rows has nothing to say yet."""
+    return [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
+
+
+def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    arms = data.get("outcome", {}).get("arms", {})
+    head = [
+        "arm",
+        "FLOPs a step",
+        "FLOP/s",
+        "of peak",
+        "step time",
+        "time to the baseline's loss",
+        "peak memory",
+        "energy",
+    ]
+    rows = []
+    for label, arm in arms.items():
+        per_step = arm["flops"] / arm["steps"] if arm["flops"] is not None else None
+        cells = [
+            (scaled(per_step), _of(arms, label, lambda one: one["flops"] / one["steps"])),
+            (scaled(arm["flop_rate"]), _of(arms, label, lambda one: one["flop_rate"])),
+            (percent(arm["share_of_peak"]), ""),
+            (duration(arm["step_time"]), _of(arms, label, lambda one: one["step_time"])),
+            (_time_to_quality(arm), ""),
+            (scaled(arm["peak_memory"], "B"), _of(arms, label, lambda one: one["peak_memory"])),
+            ("not measurable here" if arm["joules"] is None else scaled(arm["joules"], "J"), ""),
+        ]
+        rows.append([label, *(f"{value} {ratio}".strip() for value, ratio in cells)])
+    note = (
+        "What a gain is made of: the work asked for, how fast the machine does it, what a step takes, and the time to "
+        "the loss that the baseline ended at. In brackets: as a multiple of the baseline's."
+    )
+    return "From FLOPs to time to quality", note, head, rows
+
+
+def _of(arms: Mapping[str, Any], label: str, value: Any) -> str:
+    """A ratio to the baseline in brackets; nothing where one of them does not say."""
+    if label == BASELINE:
+        return ""
+    try:
+        return f"(× {significant(value(arms[label]) / value(arms[BASELINE]))})"
+    except (TypeError, ZeroDivisionError):
+        return ""
+
+
+def _time_to_quality(arm: Mapping[str, Any]) -> str:
+    found = arm.get("time_to_quality")
+    if not found:
+        return MISSING
+    if found["mean"] is None:
+        return f"reached in 0 of {found['pairs']}"
+    interval = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
+    reached = "" if found["reached"] == found["pairs"] else f", reached in {found['reached']} of {found['pairs']}"
+    return f"× {significant(found['mean'])}{interval}{reached}"
+
+
+def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    arms, budgets = data.get("outcome", {}).get("arms", {}), data.get("budgets", {})
+    head = ["arm", "held-out loss", "steps", "tokens", "FLOPs", "seconds", "planned", "with starts", "elapsed"]
+    rows = [
+        [
+            label,
+            significant(arm["held_out_loss"], 4),
+            whole(arm["steps"]),
+            scaled(arm["tokens"]),
+            scaled(arm["flops"]),
+            duration(arm["seconds"]),
+            duration(budgets[label]["seconds"]),
+            duration(arm["seconds_with_starts"]),
+            duration(arm["elapsed"]),
+        ]
+        for label, arm in arms.items()
+    ]
+    note = (
+        "Means over seeds of what each arm really used, whatever was to be equal. Seconds are of steps under way; with "
+        "starts they include compiling, and elapsed is from start to end, evaluations and saving included."
+    )
+    return "What was used", note, head, rows
+
+
+def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    arms = data.get("outcome", {}).get("arms", {})
+    rows = [
+        [label, name, significant(arm["measured"].get(name)), _difference(arm, name)]
+        for label, arm in arms.items()
+        for name in arm["measured"]
+    ]
+    return (
+        "Measured beside the loss",
+        "No verdict is made of these.",
+        ["arm", "what", "mean", "less the baseline's"],
+        rows,
+    )
+
+
+def _difference(arm: Mapping[str, Any], name: str) -> str:
+    found = arm.get("measured_differences", {}).get(name)
+    if not found:
+        return MISSING
+    ends = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
+    return f"{significant(found['mean'])}{ends}"
+
+
+def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    rows = [
+        [
+            label,
+            ", ".join(f"{trial['lr']:.3g}: {significant(trial['held_out_loss'], 4)}" for trial in found["trials"]),
+            f"{found['lr']:.3g}",
+            "at the edge: a wider search may find better" if found["at_edge"] else "inside",
+        ]
+        for label, found in data.get("rates", {}).items()
+    ]
+    note = "The same number of trials for each arm, at its whole budget, on a seed that is not compared."
+    return "Learning rates tried", note, ["arm", "rate: held-out loss", "taken", "of the grid"], rows
+
+
+def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    rows = [
+        [
+            label,
+            whole(each["steps"]),
+            duration(each["step"]["seconds"]),
+            whole(each["step"]["tokens"]),
+            scaled(each["step"]["flops"]),
+        ]
+        for label, each in data.get("budgets", {}).items()
+    ]
+    note = "From pilots of a few steps in turn; schedules are decayed to the end of each arm's own budget."
+    return "Budgets", note, ["arm", "steps", "step time", "tokens a step", "FLOPs a step"], rows
+
+
+def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    rows = [
+        [
+            entry["run"],
+            entry["arm"],
+            entry["status"],
+            significant(entry.get("held_out_loss"), 4),
+            duration(entry.get("seconds")),
+            entry.get("error", ""),
+        ]
+        for entry in data["runs"]
+    ]
+    failed = sum(entry["status"] == "failed" for entry in data["runs"])
+    note = f"{len(rows)} runs, {failed} of them failed."
+    return "All runs", note, ["run", "arm", "how it ended", "held-out loss", "seconds in steps", "what it said"], rows

@@ -1,0 +1,181 @@
+"""What a run came to: its numbers, its state, and one sentence on whether the model learned."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from thrifty.reporting.number_format import percent, significant
+from thrifty.reporting.run_record import RunRecord, number
+
+
+@dataclass(frozen=True)
+class KeyFigures:
+    """Losses in nats per token, memory in bytes, time in seconds; None for what the folder does not say (yet)."""
+
+    status: str
+    steps: int
+    skipped_steps: int
+    tokens: float | None
+    seconds: float | None
+    loss: float | None
+    held_out_loss: float | None
+    best_held_out_loss: float | None
+    unigram_entropy: float | None
+    bytes_per_token: float | None
+    tokens_per_second: float | None
+    """Median over steps, like flops_per_second."""
+    flops_per_second: float | None
+    peak_flops_per_second: float | None
+    """What this machine reaches in matrix multiplication alone, as measured."""
+    peak_memory: float | None
+    predicted_memory: float | None
+    noise_scale: float | None
+    """Examples per step above which larger batches buy little, as last measured."""
+    batch: float | None
+    """Examples per step, as the recipe has it."""
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """Shares that were last measured on held-out data beside the loss, such as the accuracy."""
+    label_entropy: float | None = None
+    """Nats per image for who answers by how frequent labels are."""
+    unit: str = "tokens"
+    """What examples are counted in."""
+    loss_in: str = "nats"
+
+    @property
+    def nats(self) -> str:
+        """What a loss is in."""
+        if self.loss_in != "nats":
+            return self.loss_in
+        return "nats per token" if self.unit == "tokens" else f"nats per {self.unit.removesuffix('s')}"
+
+    @property
+    def share_of_peak(self) -> float | None:
+        return _ratio(self.flops_per_second, self.peak_flops_per_second)
+
+    @property
+    def memory_error(self) -> float | None:
+        """Relative error of the prediction: negative when too little memory was predicted."""
+        ratio = _ratio(self.predicted_memory, self.peak_memory)
+        return None if ratio is None else ratio - 1
+
+    @property
+    def perplexity(self) -> float | None:
+        return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
+
+    def bits_per_byte(self, loss: float | None) -> float | None:
+        """Nats per token as bits per byte of text, which does not depend on the tokenizer."""
+        return None if loss is None else _ratio(loss / math.log(2), self.bytes_per_token)
+
+
+def key_figures(record: RunRecord) -> KeyFigures:
+    """A resumed run may have gone past its summary; then the records say where it is now."""
+    summary, last = record.summary, record.steps[-1] if record.steps else {}
+    is_current = bool(summary) and record.last_step <= (number(summary.get("steps")) or 0)
+    current = summary if is_current else {}
+    held_out = _values(record.evaluations, "loss")
+    losses = _values(record.steps, "loss")
+    skipped = sum(step.get("skipped") is True for step in record.steps)
+    noise_scales = _values(record.notes, "noise_scale")
+    predicted = number(summary.get("predicted_memory"))
+    if predicted is None:
+        predicted = number(_mapping(record.explanation.get("footprint")).get("memory"))
+    return KeyFigures(
+        status=str(current.get("status", "in progress" if record.steps else "not started")),
+        steps=int(_first(current, "steps", record.last_step) or 0),
+        skipped_steps=int(_first(current, "skipped_steps", skipped) or 0),
+        tokens=_first(current, "tokens", last.get("tokens")),
+        seconds=_first(current, "seconds", last.get("seconds")),
+        loss=_first(current, "loss", losses[-1] if losses else None),
+        held_out_loss=_first(current, "held_out_loss", held_out[-1] if held_out else None),
+        best_held_out_loss=_first(current, "best_held_out_loss", min(held_out, default=None)),
+        unigram_entropy=number(summary.get("unigram_entropy")),
+        bytes_per_token=number(summary.get("bytes_per_token")),
+        tokens_per_second=_median(record.steps, "tokens_per_second"),
+        flops_per_second=_median(record.steps, "flops_per_second"),
+        peak_flops_per_second=number(summary.get("peak_flops_per_second")),
+        peak_memory=number(current.get("peak_memory")),
+        predicted_memory=predicted,
+        noise_scale=noise_scales[-1] if noise_scales else None,
+        batch=number(_mapping(record.recipe.get("data")).get("batch")),
+        measured=_measured(record),
+        label_entropy=number(summary.get("label_entropy")),
+        unit="images" if summary.get("unit") == "images" else "tokens",
+        loss_in=str(summary.get("loss_in", "nats")),
+    )
+
+
+def verdict(key: KeyFigures) -> str:
+    """One sentence: held-out loss against what frequencies of single tokens would give."""
+    if key.unit != "tokens":
+        return _verdict_on_labels(key)
+    loss, entropy = key.held_out_loss, key.unigram_entropy
+    if loss is None:
+        seen = f"; the last training loss is {significant(key.loss)} nats per token" if key.loss is not None else ""
+        return f"Nothing has been measured on held-out text yet{seen}."
+    bits = key.bits_per_byte(loss)
+    in_bits = f" ({significant(bits)} bits per byte)" if bits is not None else ""
+    opening = f"On held-out text the model needs {significant(loss)} nats per token{in_bits}"
+    ending = f"its perplexity is {significant(key.perplexity)}."
+    if entropy is None:
+        return f"{opening}; {ending}"
+    entropy_bits = key.bits_per_byte(entropy)
+    unigram = significant(entropy) + (f" ({significant(entropy_bits)})" if entropy_bits is not None else "")
+    if loss >= entropy:
+        return f"{opening}, no better than the unigram entropy of {unigram}: it has learned nothing from context yet."
+    return f"{opening}, {significant(entropy - loss)} below the unigram entropy of {unigram}; {ending}"
+
+
+def _verdict_on_labels(key: KeyFigures) -> str:
+    """The same against how frequent labels are."""
+    loss, entropy = key.held_out_loss, key.label_entropy
+    if loss is None:
+        seen = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
+        return f"Nothing has been measured on held-out {key.unit} yet{seen}."
+    shares = "".join(f", {name} {percent(value)}" for name, value in key.measured.items())
+    loss_in = key.nats if key.loss_in == "nats" else f"({key.nats})"
+    opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {loss_in}{shares}"
+    if entropy is None:
+        return f"{opening}."
+    if loss >= entropy:
+        return f"{opening}; the frequencies of labels alone give {significant(entropy)}: it has learned nothing yet."
+    return f"{opening}; the frequencies of labels alone give {significant(entropy)}."
+
+
+def batch_advice(key: KeyFigures) -> str | None:
+    """One sentence on where larger batches stop paying; None where that was not measured."""
+    if key.noise_scale is None:
+        return None
+    batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""
+    return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: batches well above it buy little"
+
+
+def _measured(record: RunRecord) -> dict[str, float]:
+    """The latest of what the summary says is measured beside the loss, by name."""
+    names = record.summary.get("measured")
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    found = {name: _values(record.evaluations, name) for name in names if name.isidentifier()}
+    return {name: values[-1] for name, values in found.items() if values}
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def _first(summary: Mapping[str, Any], name: str, otherwise: Any) -> float | None:
+    value = number(summary.get(name))
+    return number(otherwise) if value is None else value
+
+
+def _values(records: Iterable[Mapping[str, Any]], field: str) -> list[float]:
+    return [value for record in records if (value := number(record.get(field))) is not None]
+
+
+def _median(records: Iterable[Mapping[str, Any]], field: str) -> float | None:
+    values = _values(records, field)
+    return median(values) if values else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

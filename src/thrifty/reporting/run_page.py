@@ -1,0 +1,144 @@
+"""The report of a run: one HTML file that needs nothing but a browser, and its charts as pictures in plots/."""
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import altair as alt
+import vl_convert
+
+from thrifty.reporting import example_gallery, run_tables
+from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
+from thrifty.reporting.key_figures import key_figures, verdict
+from thrifty.reporting.page_templates import asset, template
+from thrifty.reporting.run_charts import Figure, figures
+from thrifty.reporting.run_record import RunRecord, read_run
+
+VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
+SECTIONS = [
+    ("curves", "Curves"),
+    ("predictions", "Predictions"),
+    ("techniques", "Techniques"),
+    ("examples", "Examples"),
+    ("timeline", "Timeline"),
+    ("repeat", "Repeat this run"),
+    ("environment", "Environment"),
+]
+
+
+def write_report(folder: Path) -> Path:
+    """Writes report.html and plots/*.png into a run folder and returns the path of the page.
+
+    Works while the run goes on and with files missing. Raises `UsageError` when `folder` is not a run folder.
+    """
+    return write_page(read_run(folder))
+
+
+def write_page(record: RunRecord) -> Path:
+    drawn = figures(record, key_figures(record))
+    page = record.folder / "report.html"
+    _replace(page, render(record, drawn).encode())
+    plots = record.folder / "plots"
+    plots.mkdir(exist_ok=True)
+    for figure in drawn:
+        _replace(plots / f"{figure.id}.png", picture(figure))
+    return page
+
+
+def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
+    """The page as text. The same record gives the same page."""
+    key = key_figures(record)
+    vega, script = vega_bundle(), script_of_reports()
+    predictions = example_gallery.rows(record.pictures)
+    absent = {name for name, found in (("examples", record.selection), ("predictions", predictions)) if not found}
+    return template("report.html").render(
+        record=record,
+        key=key,
+        verdict=verdict(key),
+        sections=[section for section in SECTIONS if section[0] not in absent],
+        tiles=run_tables.tiles(key),
+        figures=[(figure, run_tables.chart_table(figure)) for figure in drawn],
+        techniques=run_tables.techniques(record, key),
+        parts=run_tables.predicted_parts(record),
+        seen=example_gallery.seen(record.pictures),
+        predictions=predictions,
+        selected=example_gallery.sentence(record.selection),
+        kept=example_gallery.kept_by_label(record.selection),
+        groups=example_gallery.groups(record.selection),
+        timeline=run_tables.timeline(record),
+        settings=run_tables.settings(record),
+        environment=run_tables.environment(record),
+        repeat=repeat_command(record),
+        command=original_command(record),
+        charts=_charts_json(drawn),
+        policy=_policy([vega, script]),
+        vega=vega,
+        script=script,
+    )
+
+
+def picture(figure: Figure) -> bytes:
+    """A chart as PNG on white."""
+    wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
+    unit = f", {figure.unit}" if figure.unit else ""
+    title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
+    return vl_convert.vegalite_to_png(
+        {**figure.spec, **wide, "title": title},
+        vl_version=VEGA_LITE,
+        config=chart_look(LIGHT.__getitem__, font="sans-serif"),
+        scale=2,
+        allowed_base_urls=[],
+    )
+
+
+def repeat_command(record: RunRecord) -> str:
+    inside_runs = record.folder.parent.name == "runs"
+    recipe = Path("runs") / record.name / "recipe.toml" if inside_runs else Path("recipe.toml")
+    return shlex.join(["thrifty", "train", str(recipe)])
+
+
+def original_command(record: RunRecord) -> str:
+    command = record.environment.get("command")
+    return shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
+
+
+def _charts_json(drawn: Sequence[Figure]) -> str:
+    # without $schema, a URL that nothing reads here
+    specs = {figure.id: {key: part for key, part in figure.spec.items() if key != "$schema"} for figure in drawn}
+    text = json.dumps({"config": chart_look(css_variable), "specs": specs}, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
+
+
+def scripts_policy() -> str:
+    """The policy of pages whose scripts are the ones that pages here have, whoever wrote the file."""
+    return _policy([vega_bundle(), script_of_reports()])
+
+
+def script_of_reports() -> str:
+    return asset("report.js") + asset("copy_button.js")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    """Nothing may be fetched, and no script may run but these: also when text of a run gets past the escaping."""
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
+
+
+@functools.cache
+def vega_bundle() -> str:
+    """Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first time takes a second or two."""
+    return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Written aside first, so that a reader never sees half a file."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_bytes(content)
+    aside.replace(path)

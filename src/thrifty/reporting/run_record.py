@@ -1,0 +1,186 @@
+"""Reading a run folder: everything the report shows, as one value, with secrets already taken out."""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.secret_redaction import redact, redact_text
+
+EVENTS = ("change", "checkpoint", "notice")
+LARGEST = 64 << 20
+"""Bytes of a file beside the records that is read."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder holds. A file that is missing is empty here; one that cannot be read is also in `damage`."""
+
+    folder: Path
+    recipe_text: str
+    recipe: Mapping[str, Any]
+    origins: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    explanation: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: tuple[Mapping[str, Any], ...]
+    evaluations: tuple[Mapping[str, Any], ...]
+    events: tuple[Mapping[str, Any], ...]
+    """Changes, checkpoints and notices by step."""
+    damage: tuple[str, ...]
+    """Sentences about what could not be read."""
+    selection: Mapping[str, Any] = field(default_factory=dict)
+    """Of a run on some of its examples: which, as `gallery` shows them. Not redacted yet, since pictures are text."""
+    pictures: Mapping[str, Any] = field(default_factory=dict)
+    """What can be seen of a model's predictions, likewise."""
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def notes(self) -> list[Mapping[str, Any]]:
+        """What techniques noted at each step, as records of their own."""
+        noted = (step for step in self.steps if isinstance(step.get("notes"), Mapping))
+        return [{**step["notes"], "step": step["step"]} for step in noted]
+
+    @property
+    def last_step(self) -> int:
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from thrifty.reporting.notebook_view import run_html
+
+        return run_html(self)
+
+
+def find_run(run: str) -> Path:
+    """The folder of a run given as a path or as a name under ./runs.
+
+    Raises `UsageError` when there is no such run folder.
+    """
+    candidates = [Path(run), Path("runs") / run]
+    for folder in candidates:
+        if is_run_folder(folder):
+            return folder
+    existing = next((folder for folder in candidates if folder.exists()), None)
+    if existing is not None:
+        raise UsageError(
+            f"{existing} is not a run folder: it holds neither recipe.toml nor records.jsonl",
+            fix="give the folder that `thrifty train` made, such as runs/NAME",
+        )
+    names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
+    raise UsageError(
+        f"there is no run {run!r}, neither as a folder nor under runs/",
+        fix=did_you_mean(run, names) if names else "train one first: thrifty train",
+    )
+
+
+def is_run_folder(folder: Path) -> bool:
+    return (folder / "recipe.toml").is_file() or (folder / "records.jsonl").is_file()
+
+
+def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -> RunRecord:
+    """Raises `UsageError` when `folder` is not a run folder.
+
+    `records` stand for what records.jsonl holds, where somebody has read that already.
+    """
+    folder = find_run(str(folder)).resolve()
+    damage: list[str] = []
+    text, recipe = _read_recipe(folder / "recipe.toml", damage)
+    files = {
+        name: redact(_read_object(folder / f"{name}.json", damage))
+        for name in ("origins", "environment", "explanation", "summary")
+    }
+    if records is None:
+        records = _read_records(folder / "records.jsonl", damage)
+    kinds = {kind: tuple(record for record in records if record["kind"] == kind) for kind in ("step", "evaluation")}
+    return RunRecord(
+        folder=folder,
+        recipe_text=text,
+        recipe=recipe,
+        **files,
+        selection=_read_object(folder / "selection.json", damage),
+        pictures=_read_object(folder / "pictures.json", damage),
+        steps=kinds["step"],
+        evaluations=kinds["evaluation"],
+        events=tuple(redact(record) for record in records if record["kind"] in EVENTS),
+        damage=tuple(damage),
+    )
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else: a skipped step has no finite loss."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
+    if not path.is_file() or _is_too_large(path, damage):
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return redact_text(text), redact(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        damage.append(f"recipe.toml is not valid TOML ({error}).")
+        return redact_text(text), {}
+
+
+def _is_too_large(path: Path, damage: list[str]) -> bool:
+    is_too_large = path.stat().st_size > LARGEST
+    if is_too_large:
+        damage.append(f"{path.name} is too large to be read.")
+    return is_too_large
+
+
+def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
+    if not path.is_file() or _is_too_large(path, damage):
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        damage.append(f"{path.name} is not valid JSON ({error}).")
+        return {}
+    if not isinstance(value, dict):
+        damage.append(f"{path.name} does not hold a JSON object.")
+        return {}
+    return value
+
+
+def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
+    """The records by step; of several with one kind and step, the last written one."""
+    latest: dict[tuple[str, float, str, str], dict[str, Any]] = {}
+    unreadable: list[int] = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for position, line in enumerate(lines, start=1):
+        record = parse_record(line)
+        if record is not None:
+            # a step can bring several notices, so their text is part of what makes two lines the same
+            same = (record["kind"], record["step"], str(record.get("text")), str(record.get("technique")))
+            latest[same] = record
+        elif line.strip() and position < len(lines):  # the last line may be half written
+            unreadable.append(position)
+    if unreadable:
+        damage.append(f"records.jsonl: {len(unreadable)} unreadable lines were left out, the first is {unreadable[0]}.")
+    return sorted(latest.values(), key=lambda record: record["step"])
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """One line of records.jsonl; None where it is no record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or number(record.get("step")) is None:
+        return None
+    return record

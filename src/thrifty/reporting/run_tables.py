@@ -1,0 +1,196 @@
+"""The tables of the report: what is in the record, as rows of plain text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thrifty.reporting.key_figures import KeyFigures
+from thrifty.reporting.loss_curves import Point, Span, spans
+from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
+from thrifty.reporting.run_charts import Figure
+from thrifty.reporting.run_record import RunRecord, number
+
+CHART_ROWS = 24
+TIMELINE_ROWS = 300
+COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class Table:
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: frozenset[int] = frozenset()
+    """Columns of numbers, set to the right."""
+    note: str = ""
+
+
+def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
+    """Label, value and a remark for each key number."""
+    best = f"best {significant(key.best_held_out_loss)}" if key.best_held_out_loss is not None else "none measured yet"
+    peak = f"of {scaled(key.peak_flops_per_second, 'FLOP/s')} measured"
+    bits = key.bits_per_byte(key.held_out_loss)
+    pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
+    noise = [("Gradient noise scale", significant(key.noise_scale), "examples: batches well above it buy little")]
+    of_text = [("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}")]
+    shares = [(f"Held-out {name}", percent(value), f"of the {key.unit}") for name, value in key.measured.items()]
+    return [
+        ("Held-out loss", significant(key.held_out_loss), f"{key.nats}, {best}"),
+        *(of_text if key.unit == "tokens" else shares),
+        ("Steps", whole(key.steps), f"{key.skipped_steps:,} skipped" if key.skipped_steps else "none skipped"),
+        (key.unit.capitalize(), scaled(key.tokens), "trained on"),
+        ("Training time", duration(key.seconds), f"{duration(pace)} per step" if pace is not None else "not measured"),
+        ("Throughput", scaled(key.tokens_per_second), f"{key.unit}/s, median"),
+        (
+            "Share of matmul peak",
+            percent(key.share_of_peak),
+            peak if key.peak_flops_per_second else f"{scaled(key.flops_per_second, 'FLOP/s')}, peak not measured",
+        ),
+        ("Peak memory", scaled(key.peak_memory, "B"), _memory_remark(key)),
+        *(noise if key.noise_scale is not None else []),
+    ]
+
+
+def techniques(record: RunRecord, key: KeyFigures) -> Table:
+    columns = ("Technique", "Stage", "Numerics", "Settings", "What it touched", "Memory, predicted", "FLOPs per step")
+    rows = []
+    for technique in _mappings(record.explanation.get("techniques")):
+        before, after = _mapping(technique.get("before")), _mapping(technique.get("after"))
+        rows.append(
+            (
+                _text(technique.get("name")),
+                _text(technique.get("stage")).replace("_", " "),
+                _text(technique.get("numerics")),
+                _text(technique.get("settings")),
+                _text(technique.get("touched")),
+                _change(before, after, "memory", "B"),
+                _change(before, after, "flops", "FLOP"),
+            )
+        )
+    note = f"Whole run: {scaled(key.predicted_memory, 'B')} predicted, {scaled(key.peak_memory, 'B')} measured"
+    error = f", the prediction is {_error(key)}." if key.memory_error is not None else "."
+    return Table("Techniques in the order in which they act", columns, rows, note=note + error)
+
+
+def predicted_parts(record: RunRecord) -> Table:
+    """Where the predicted memory goes."""
+    footprint = _mapping(record.explanation.get("footprint"))
+    parts = [(part, number(footprint.get(part))) for part in COMPONENTS]
+    rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
+    note = "Full gradients exist only once the activations are gone, so the peak is less than the sum."
+    return Table("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
+
+
+def timeline(record: RunRecord) -> Table:
+    rows = [(whole(event["step"]), event["kind"], _event(event)) for event in record.events]
+    note = ""
+    if len(rows) > TIMELINE_ROWS:
+        note = f"The last {TIMELINE_ROWS:,} of {len(rows):,}; all of them are in records.jsonl."
+    columns, shown = ("Step", "Kind", "What"), rows[-TIMELINE_ROWS:]
+    return Table("Notices, changes and checkpoints", columns, shown, frozenset({0}), note)
+
+
+def environment(record: RunRecord) -> Table:
+    rows = [
+        (name, scaled(number(value), "B") if name == "memory" and number(value) else _text(value))
+        for name, value in record.environment.items()
+        if name != "command"
+    ]
+    return Table("Where the run took place", ("What", "Value"), rows)
+
+
+def settings(record: RunRecord) -> Table:
+    """Every value of the resolved recipe and where it came from."""
+    rows = [(path, value, _text(record.origins.get(path, "default"))) for path, value in _leaves(record.recipe)]
+    return Table("The resolved recipe", ("Setting", "Value", "Origin"), rows)
+
+
+def chart_table(figure: Figure) -> Table:
+    """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
+    stretches = spans(figure.points, CHART_ROWS)
+    return curve_table(figure.title, figure.unit, stretches, figure.held_out, figure.trained)
+
+
+def curve_table(
+    title: str, unit: str, stretches: Sequence[Span], held_out: Sequence[Point] = (), trained: Sequence[Point] = ()
+) -> Table:
+    evaluated = {"Held-out": held_out, "Held-out, weights in training": trained}
+    evaluated = {column: points for column, points in evaluated.items() if points}
+    columns = ["Steps", "Mean", "Lowest", "Highest", *evaluated]
+    rows = []
+    for span in stretches:
+        steps = f"{span.first:,}" if span.first == span.last else f"{span.first:,}–{span.last:,}"
+        row = [steps, significant(span.mean), significant(span.low), significant(span.high)]
+        rows.append([*row, *(_last_within(points, span.first, span.last) for points in evaluated.values())])
+    if not stretches:
+        blank = [MISSING] * 3
+        for step, _ in held_out[-CHART_ROWS:]:
+            rows.append([whole(step), *blank, *(_last_within(points, step, step) for points in evaluated.values())])
+    caption = f"{title}, {unit}" if unit else title
+    return Table(caption, columns, rows, frozenset(range(len(columns))))
+
+
+def _memory_remark(key: KeyFigures) -> str:
+    if key.predicted_memory is None:
+        return "no prediction"
+    predicted = f"predicted {scaled(key.predicted_memory, 'B')}"
+    return predicted if key.memory_error is None else f"{predicted}, {_error(key)}"
+
+
+def _error(key: KeyFigures) -> str:
+    error = key.memory_error or 0.0
+    return f"{percent(abs(error))} too {'low' if error < 0 else 'high'}"
+
+
+def _change(before: Mapping[str, Any], after: Mapping[str, Any], name: str, unit: str) -> str:
+    first, then = number(before.get(name)), number(after.get(name))
+    if first is None or then is None:
+        return MISSING
+    if first == then:
+        return scaled(then, unit)
+    ratio = f" (×{significant(then / first)})" if first else ""
+    return f"{scaled(first, unit)} → {scaled(then, unit)}{ratio}"
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    if event["kind"] == "checkpoint":
+        return f"{scaled(number(event.get('bytes')), 'B')} in {duration(number(event.get('seconds')))}"
+    if event["kind"] == "change":
+        return f"{_text(event.get('technique'))}: {_text(event.get('reason'))}"
+    return _text(event.get("text"))
+
+
+def _last_within(points: Sequence[Point], first: int, last: int) -> str:
+    inside = [point.value for point in points if first <= point.step <= last]
+    return significant(inside[-1]) if inside else ""
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted paths and values of a recipe; the entries of a list count from 0."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and any(isinstance(inner, Mapping | list) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}.{index}")
+    else:
+        yield path, _text(value)
+
+
+def _text(value: Any) -> str:
+    """Any JSON value in words."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {_text(inner)}" for key, inner in value.items()) or MISSING
+    if isinstance(value, list):
+        return "; ".join(_text(inner) for inner in value) or MISSING
+    if value is None or value == "":
+        return MISSING
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [inner for inner in value if isinstance(inner, Mapping)] if isinstance(value, list) else []

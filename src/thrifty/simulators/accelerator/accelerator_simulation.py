@@ -1,0 +1,209 @@
+"""A design on a trace: each layer lowered, its units played, and their operands brought in and out meanwhile.
+
+Units (heads of examples) are dealt to the copies in turn. Where the machine has an outer memory, "dram", a unit's
+operands come in while the one before is computed and its output leaves while the next is; without one, they are there.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+from thrifty.simulators.accelerator.design_stream import Design, Operation, Stream, add_up
+from thrifty.simulators.accelerator.designs import find_design
+from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, find_table
+from thrifty.simulators.accelerator.event_engine import Place, play
+from thrifty.simulators.accelerator.scan_engine import bound, scan
+from thrifty.simulators.accelerator.simulation_result import LayerResult, Result, StationTime
+from thrifty.simulators.accelerator.spgemm_workload import Phase, Product
+from thrifty.simulators.accelerator.station_timeline import Timeline
+
+ENGINES = ("scan", "event")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What was lowered of a layer, and what it is measured by."""
+
+    name: str
+    stream: Stream
+    dense_macs: float
+    """Multiply-accumulate operations without selection."""
+    density: float
+
+
+def simulate(
+    machine: Machine, trace: AttentionTrace, engine: str = "scan", table: str = "horowitz-45nm", draw: bool = False
+) -> Result:
+    """What `machine` makes of `trace`. `engine` "scan" knows the outer memory by its bandwidth only, "event" also by
+    its latency, banks and limit of requests; `table` prices counted actions; `draw` keeps a timeline of each layer's
+    first unit."""
+    lower = _computing(machine, "attention").lower
+    work = [
+        Work(
+            layer.name,
+            lower(layer, machine),
+            2 * float((layer.unit_queries * layer.unit_keys).sum()) * layer.width,
+            layer.density,
+        )
+        for layer in trace.layers
+    ]
+    return run(machine, work, trace.name, engine, table, draw)
+
+
+def simulate_product(machine: Machine, product: Product, table: str = "horowitz-45nm", draw: bool = False) -> Result:
+    """What `machine` makes of a product of sparse matrices, phase after phase; see `simulate`."""
+    lower = _computing(machine, "spgemm").lower
+    whole = {"multiply": product.dense_macs, "merge": 0.0}
+    work = [
+        Work(name, lower(Phase(product, name), machine), dense_macs, product.density)
+        for name, dense_macs in whole.items()
+    ]
+    return run(machine, work, product.name, table=table, draw=draw)
+
+
+def _computing(machine: Machine, workload: str) -> Design:
+    design = find_design(machine.design)
+    if design.workload != workload:
+        raise UsageError(
+            f"{machine.name} computes {design.workload}, not {workload}", fix=f"thrifty simulate {design.workload}"
+        )
+    return design
+
+
+def run(
+    machine: Machine,
+    work: Sequence[Work],
+    name: str,
+    engine: str = "scan",
+    table: str = "horowitz-45nm",
+    draw: bool = False,
+) -> Result:
+    """The result of streams, whatever they were lowered from; see `simulate`."""
+    if engine not in ENGINES:
+        raise UsageError(f"there is no engine {engine!r}", fix=did_you_mean(engine, ENGINES))
+    layers = tuple(_layer(each, machine, engine, draw) for each in work)
+    multipliers = find_design(machine.design).multipliers(machine) * machine.copies
+    active = _summed(found.active for found in layers)
+    operations = add_up(*(found.operations for found in layers))
+    cycles = sum(found.cycles for found in layers)
+    energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
+    kept = tuple(energy for energy in energies if energy is not None)
+    notes = dict.fromkeys(note for each in work for note in each.stream.notes)
+    return Result(machine, name, engine, multipliers, layers, kept, tuple(notes))
+
+
+def within(
+    machine: Machine, multipliers: int | None = None, clock: float | None = None, bandwidth: float | None = None
+) -> Machine:
+    """The machine under a budget: at most so many multipliers, this clock in Hz, an outer memory of so many bytes/s
+    for all its copies together."""
+    if multipliers is not None:
+        machine = find_design(machine.design).scaled(machine, multipliers)
+    if clock is not None:
+        machine = replace(machine, clock=clock)
+    return machine if bandwidth is None else machine.with_bandwidth(bandwidth / machine.copies)
+
+
+def _layer(work: Work, machine: Machine, engine: str, draw: bool) -> LayerResult:
+    stream = work.stream
+    by_events = stream.needs_events or (engine == "event" and stream.transfers)
+    played = _played(stream, machine) if by_events else scan(stream.service, stream.buffers)
+    units = (played.makespan + stream.lead).astype(np.int64)
+    memory = machine.memories.get("dram")
+    alone = int(_dealt(units, machine.copies).sum(1).max(initial=0))
+    cycles, moving = alone, 0
+    if memory is not None and not stream.overlapped:
+        cycles, moving = _with_memory(units, stream, memory, machine, engine)
+    outer = stream.read.sum() + stream.written.sum() if memory is not None else 0.0
+    stations = {
+        name: StationTime(*(float(getattr(played, kind)[number].sum()) for kind in ("busy", "starved", "blocked")))
+        for number, name in enumerate(stream.stations)
+    }
+    servers = [stream.servers.get(name, 1) for name in stream.stations]
+    least = _dealt(bound(stream.service, servers) + stream.lead, machine.copies).sum(1).max(initial=0)
+    return LayerResult(
+        name=work.name,
+        units=len(units),
+        cycles=cycles,
+        bound=max(int(least), moving),
+        waiting=cycles - alone,
+        stations=stations,
+        read=float(stream.read.sum()),
+        written=float(stream.written.sum()),
+        macs=stream.macs,
+        dense_macs=work.dense_macs,
+        operations=add_up(stream.operations, {Operation("dram", 8): outer}),
+        active={**{name: time.busy for name, time in stations.items()}, **stream.active},
+        density=work.density,
+        example=_first(played) if draw else None,
+    )
+
+
+def _played(stream: Stream, machine: Machine) -> Timeline:
+    """Units one by one through the event engine."""
+    memories, parts = list(machine.memories.values()), []
+    for unit in range(stream.service.shape[1]):
+        places = [_place(stream, number, unit) for number in range(len(stream.stations))]
+        parts.append(play(places, memories, machine.clock))
+    start, end, free = (np.concatenate([getattr(p, k) for p in parts], axis=1) for k in ("start", "end", "free"))
+    return Timeline(start, end, free, parts[0].servers)
+
+
+def _place(stream: Stream, number: int, unit: int) -> Place:
+    name, service = stream.stations[number], stream.service[number, unit]
+    place = Place(service, (*stream.buffers, 0)[number], stream.servers.get(name, 1), stream.windows.get(name, 1))
+    moved = stream.transfers.get(name)
+    if moved is None:
+        return place
+    banks = None if moved.banks is None else moved.banks[unit]
+    return replace(place, service=service * 0, memory=moved.memory, bytes=moved.bytes[unit], banks=banks)
+
+
+def _with_memory(units: np.ndarray, stream: Stream, memory: Memory, machine: Machine, engine: str) -> tuple[int, int]:
+    """Cycles of all units with their operands coming and going, of the slowest copy; and of the transfers alone."""
+    per_byte = machine.clock / memory.bandwidth
+    read, written = (_dealt(moved, machine.copies) for moved in (stream.read, stream.written))
+    moving = int(np.ceil((read + written).sum(1).max() * per_byte - 1e-6))
+    working = _dealt(units, machine.copies)
+    if engine == "scan":
+        whole = [np.ceil(moved * per_byte - 1e-6).astype(np.int64) for moved in (read, written)]
+        service = np.stack([whole[0], working, whole[1]])
+        return max(int(scan(service, (1, 1)).makespan.max()), moving), moving
+    idle = np.zeros_like(working[0])
+    cycles = [
+        play(
+            [
+                Place(idle, 1, memory=memory.name, bytes=read[copy]),
+                Place(working[copy], 1),
+                Place(idle, memory=memory.name, bytes=written[copy]),
+            ],
+            [memory],
+            machine.clock,
+        ).makespan[0]
+        for copy in range(len(working))
+    ]
+    return int(max(cycles)), moving
+
+
+def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
+    """(u,) as (copies, ⌈u/copies⌉), unit after unit to copy after copy, filled up with zeros. Copies that no unit is
+    left for stand idle, and are left out."""
+    copies = min(copies, len(units))
+    return np.pad(units, (0, -len(units) % copies)).reshape(-1, copies).T
+
+
+def _first(timeline: Timeline) -> Timeline:
+    one = slice(0, 1)
+    return Timeline(timeline.start[:, one], timeline.end[:, one], timeline.free[:, one], timeline.servers)
+
+
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total

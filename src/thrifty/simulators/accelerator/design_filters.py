@@ -1,0 +1,257 @@
+"""Each design's own filter on a recorded trace, set so that all keep the same share of the pairs.
+
+The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share, or
+the share at which outputs are off by so much. `accuracy.py` tells what is lost, without which speed says little. A
+filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a training set
+(ViTCoD's average maps) has the examples of the trace alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+from thrifty.kernels.attention_filters import (
+    a3_filter,
+    dota_filter,
+    elsa_filter,
+    sanger_filter,
+    spatten_filter,
+    vitcod_filter,
+)
+from thrifty.kernels.attention_filters.keep_masks import exact_scores, seen_softmax, with_one
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.attention_error import attention_cost
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
+
+LONGEST = 4.0
+"""Rounds of A3's search over the number of keys; a row of products has a head's width of them."""
+REDUCTION = 0.2
+"""Of DOTA's detector, over the width of a head (unverified)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """A layer's tensors: q (e, h, t, k), k (e, h, s, k), what is visible (e, h, t, s), the share to keep, and which
+    layer of how many it is."""
+
+    q: Tensor
+    k: Tensor
+    visible: Tensor
+    density: float
+    number: int
+    layers: int
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Exact softmax, 0 where a query sees nothing."""
+        return seen_softmax(exact_scores(self.q, self.k), self.visible)
+
+
+Found = tuple[Tensor, dict[str, np.ndarray]]
+"""A mask (e, h, t, s), and counts (e, h, t) by name."""
+
+
+def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
+    """The mask of a threshold that keeps this share of the visible pairs (e, h, t, s), and one pair of each query."""
+    seen = scores[visible]
+    if not len(seen):
+        return torch.zeros_like(visible)
+    count = max(1, round(density * len(seen)))
+    threshold = seen.kthvalue(len(seen) - count + 1).values
+    return with_one(scores >= threshold, scores, visible)
+
+
+def _elsa(heads: Heads) -> Found:
+    sizes = elsa_filter.factor_sizes(heads.q.shape[-1])
+    factors = [torch.tensor(factor) for factor in elsa_filter.seeded_factors(sizes, 0)]
+    similarity = elsa_filter.elsa_similarity(heads.q, heads.k, factors, elsa_filter.angle_bias(sizes))
+    largest = elsa_filter.largest_norm(heads.k, heads.q.shape[1], heads.visible).clamp(min=1e-20)
+    return highest(similarity / largest, heads.visible, heads.density), {}
+
+
+def _a3(heads: Heads, searched: float = 0.5) -> Found:
+    """Candidates of the conservative search, then as many of them as the share allows. A search that finds fewer is
+    made twice as long, up to LONGEST."""
+    candidates = a3_filter.a3_candidates(heads.q, heads.k, searched, heads.visible)
+    if candidates.sum() < heads.density * heads.visible.sum() and searched < LONGEST:
+        return _a3(heads, 2 * searched)
+    scores = exact_scores(heads.q, heads.k)
+    below = scores - scores.masked_fill(~candidates, float("-inf")).amax(-1, keepdim=True)
+    share = min(1.0, heads.density * float(heads.visible.sum()) / max(float(candidates.sum()), 1.0))
+    keep = with_one(highest(below, candidates, share) & candidates, scores, heads.visible)
+    rounds = (heads.visible.sum(-1) * searched).ceil()
+    return keep, {"candidates": _whole(candidates.sum(-1)), "iterations": _whole(rounds)}
+
+
+def _sanger(heads: Heads) -> Found:
+    largest = tuple(float(sanger_filter.unit_rows(x)[0].abs().amax()) for x in (heads.q, heads.k))
+    scores = sanger_filter.predicted_scores(heads.q, heads.k, 4, (largest[0], largest[1]))
+    predicted = scores.masked_fill(~heads.visible, float("-inf")).softmax(-1).nan_to_num(0.0)
+    return highest(predicted, heads.visible, heads.density), {}
+
+
+def _dota(heads: Heads) -> Found:
+    """By queries and keys through a random projection, in place of a trained detector; as many keys for each query, or
+    all that it sees."""
+    width, count = heads.q.shape[-1], heads.visible.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    projection = dota_filter.sparse_projection(width, max(1, round(REDUCTION * width)), generator)
+    scores = exact_scores(heads.q.float() @ projection, heads.k.float() @ projection)
+    seen = heads.visible.sum(-1).flatten(1)
+    reaching = (seen[..., None] > torch.arange(count)).sum(1)  # queries that have so many keys and one more
+    counts = (reaching.cumsum(-1) - heads.density * seen.sum(-1, keepdim=True)).abs().argmin(-1) + 1
+    return dota_filter.keep_of(dota_filter.balanced_keys(scores, int(counts.max()), heads.visible, counts), count), {}
+
+
+def _vitcod(heads: Heads) -> Found:
+    """One mask for all examples, of the average of their maps; the share of information is searched for."""
+    average = heads.probabilities.mean(0)
+    low, high = 0.0, 1.0
+    for _ in range(14):
+        middle = (low + high) / 2
+        kept = (vitcod_filter.informative_pairs(average, middle) & heads.visible).sum() / heads.visible.sum()
+        low, high = (low, middle) if kept >= heads.density else (middle, high)
+    keep = vitcod_filter.informative_pairs(average, high).expand_as(heads.visible)
+    return with_one(keep, heads.probabilities, heads.visible), {}
+
+
+FILTERS: dict[str, Callable[[Heads], Found]] = {
+    "elsa": _elsa,
+    "a3": _a3,
+    "sanger": _sanger,
+    "dota": _dota,
+    "vitcod": _vitcod,
+}
+"""Of one layer, by design. SpAtten's goes on from layer to layer: `_cascaded`."""
+EXACT = "exact"
+"""The pairs of the highest scores, the same for every design; no accelerator can know them beforehand."""
+SELECTIVE = (*FILTERS, "spatten")
+"""Designs that can leave pairs out; others compute all of them."""
+
+
+def leaves_out(machine: Machine) -> bool:
+    """Whether masks are of any use to it: to no design without a filter, nor to one whose `approximate` is off."""
+    return machine.design in SELECTIVE and bool(machine.settings.get("approximate", True))
+
+
+def filtered(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
+    """The trace with the masks of a design's own filter, or of EXACT scores, near a density of what is visible in it;
+    as it is for a design without one. Its provenance tells the "filter", "softmax kept" and, where values were
+    recorded, "output error". Raises UsageError for a trace without queries and keys."""
+    return _told(trace, _masked(trace, design, density))
+
+
+def within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
+    """The same at the lowest density in hundredths, found by halving, at which the output error is no more than
+    `error`; at density 1, and "within allowed" told as "no", where even that has more. Raises UsageError for a trace
+    without values too."""
+    if not 0 < error < 1:
+        raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="it is a share of the outputs' length")
+    if design not in (*SELECTIVE, EXACT):
+        return trace
+    best, low, high = None, 0, 101
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = _masked(trace, design, middle / 100)
+        off = attention_cost(trace, tried).output_error
+        if off is None:
+            raise UsageError("the trace has no values, which outputs are made of", fix="record a run or a preset")
+        low, high, best = (low, middle, tried) if off <= error else (middle, high, best)
+    told = _told(trace, best or _masked(trace, design, 1.0))
+    about = {"error allowed": f"{error:g}", "within allowed": "yes" if best else "no"}
+    return replace(told, provenance={**told.provenance, **about})
+
+
+def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
+    if design not in (*SELECTIVE, EXACT):
+        return trace
+    if not 0 < density <= 1:
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
+    for layer in trace.layers:
+        if layer.q is None or layer.k is None:
+            raise UsageError(
+                f"layer {layer.name} has no queries and keys, which a filter needs", fix="record a run or a preset"
+            )
+    heads = [_heads(layer, density, number, len(trace.layers)) for number, layer in enumerate(trace.layers)]
+    with torch.no_grad():
+        if design == "spatten":
+            found = _cascaded(heads)
+        else:
+            found = [FILTERS.get(design, _exact)(each) for each in heads]
+    layers = tuple(
+        layer.masked(mask.numpy(), counts) for layer, (mask, counts) in zip(trace.layers, found, strict=True)
+    )
+    return replace(trace, layers=layers, provenance={**trace.provenance, "filter": design})
+
+
+def _told(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
+    if after is before:
+        return after
+    cost = attention_cost(before, after)
+    about = {**after.provenance, "softmax kept": f"{cost.softmax_kept:.4f}"}
+    if cost.output_error is not None:
+        about["output error"] = f"{cost.output_error:.4f}"
+    return replace(after, provenance=about)
+
+
+def _exact(heads: Heads) -> Found:
+    return highest(heads.probabilities, heads.visible, heads.density), {}
+
+
+def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> Heads:
+    assert layer.q is not None and layer.k is not None
+    shape = (layer.examples, layer.heads, layer.queries, layer.keys)
+    visible = torch.from_numpy(layer.kept().reshape(shape))
+    return Heads(
+        *(torch.from_numpy(x.astype(np.float32)) for x in (layer.q, layer.k)), visible, density, number, layers
+    )
+
+
+def _cascaded(heads: list[Heads]) -> list[Found]:
+    """SpAtten's, with the average share of dropped tokens searched for. Its first layers drop none, so that few layers
+    cannot keep little."""
+    pairs = sum(int(each.visible.sum()) for each in heads)
+    low, high = 0.0, 0.9
+    for _ in range(10):
+        middle = (low + high) / 2
+        left = sum(int(_computed(found).sum()) for found in _dropping(heads, middle))
+        low, high = (middle, high) if left > heads[0].density * pairs else (low, middle)
+    return _dropping(heads, high)
+
+
+def _dropping(heads: list[Heads], average: float) -> list[Found]:
+    """Tokens that mattered least so far go, more and more of them. A dropped query keeps one pair, as a trace needs,
+    which "alive" says is not computed. No values are dropped for one query alone."""
+    found: list[Found] = []
+    alive = heads[0].visible.any(1).any(1)
+    importance = torch.zeros(alive.shape)
+    for each in heads:
+        e, h, t, s = each.visible.shape
+        if t != s:
+            raise UsageError(f"{t} queries are not the same tokens as {s} keys", fix="SpAtten drops both together")
+        gone = spatten_filter.pruned_share(
+            each.number, each.layers, average, 0.2 * average, spatten_filter.TOKENS_SPARED
+        )
+        tokens = each.visible.any(1).any(1).sum(-1)
+        keep = (tokens * (1 - gone)).round().long().clamp(min=1).tolist()
+        chosen = [spatten_filter.cascade(i, a, n) for i, a, n in zip(importance, alive, keep, strict=True)]
+        alive = torch.stack(chosen)
+        left = each.visible & alive[:, None, :, None] & alive[:, None, None, :]
+        scores = exact_scores(each.q, each.k)
+        found.append((with_one(left, scores, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}))
+        importance = importance + spatten_filter.token_importance(seen_softmax(scores, left))
+    return found
+
+
+def _computed(found: Found) -> Tensor:
+    """The mask without the rows of dropped queries."""
+    mask, counts = found
+    return mask & torch.from_numpy(counts["alive"] > 0)[..., None] if "alive" in counts else mask
+
+
+def _whole(counted: Tensor) -> np.ndarray:
+    return counted.numpy().astype(np.int64)

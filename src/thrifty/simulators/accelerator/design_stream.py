@@ -1,0 +1,126 @@
+"""What a design makes of a layer: items through stations in tandem, with their cycles, bytes and operations.
+
+Shapes: s stations, u units of work (one head of one example), i items of a unit (queries, tiles, columns).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thrifty.simulators.accelerator.accelerator_spec import Machine, Setting
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+
+
+class Operation(NamedTuple):
+    """An action that an energy table prices."""
+
+    kind: str
+    """ "int_add", "int_multiply", "float_add", "float_multiply", "register", "sram" or "dram"."""
+    bits: int
+    capacity: int = 0
+    """Bytes of the memory that is read or written, for "sram"."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A layer's work for one design. Cycles are whole numbers.
+
+    Units with fewer items than others end in items that take no time.
+    """
+
+    stations: tuple[str, ...]
+    service: np.ndarray
+    """(s, u, i) cycles that each item occupies each station."""
+    buffers: tuple[int, ...]
+    """(s - 1,) items that fit between a station and the next; 0 for no limit."""
+    macs: float
+    """Multiply-accumulate operations of scores and values that are carried out."""
+    lead: np.ndarray
+    """(u,) cycles before the first item."""
+    read: np.ndarray
+    """(u,) bytes from the outer memory before a unit can begin."""
+    written: np.ndarray
+    """(u,) bytes to the outer memory after it."""
+    active: Mapping[str, float] = field(default_factory=dict)
+    """Cycles in which modules are at work, all units together, where that is not a station's service."""
+    operations: Mapping[Operation, float] = field(default_factory=dict)
+    overlapped: bool = False
+    """Whether `read` and `written` happen within the items' cycles, so that the outer memory adds none."""
+    notes: tuple[str, ...] = ()
+    transfers: Mapping[str, "Transfer"] = field(default_factory=dict)
+    """Stations whose service is a transfer, by name: the event engine asks the memory how long each takes."""
+    servers: Mapping[str, int] = field(default_factory=dict)
+    """Items that a station serves at a time, where that is not one; such streams are played by events."""
+    windows: Mapping[str, int] = field(default_factory=dict)
+    """Of how many items in order a station takes the first that has arrived, where that is not one; likewise."""
+
+    @property
+    def needs_events(self) -> bool:
+        """Whether the scan cannot say when its items are served."""
+        return bool(self.servers or self.windows)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Items that are fetched, or written, at a station."""
+
+    memory: str
+    bytes: np.ndarray
+    """(u, i)."""
+    banks: np.ndarray | None = None
+    """(u, i) the bank of an item's first burst; bursts go on from there. Items follow each other where not given."""
+
+
+@dataclass(frozen=True)
+class Design:
+    """An accelerator's rules. `lower` is called once for each layer of attention, or phase of a sparse product."""
+
+    name: str
+    stations: tuple[str, ...]
+    """In the order in which items pass them."""
+    lower: Callable[[Any, Machine], Stream]
+    """Of an `AttentionLayer`, or of what else `workload` names."""
+    multipliers: Callable[[Machine], int]
+    """Multipliers of scores and values in one copy: what a budget of multipliers counts."""
+    scaled: Callable[[Machine, int], Machine]
+    """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    """What a machine may set besides its stations, with the defaults."""
+    activities: tuple[str, ...] = ()
+    """Names in `Stream.active` that modules may go by, besides the stations."""
+    workload: str = "attention"
+    """Or "spgemm": phases of products of sparse matrices."""
+
+
+def ceil_div(number: np.ndarray, by: int) -> np.ndarray:
+    """Whole cycles for `number` things, `by` at a time."""
+    return -(-number // by)
+
+
+def whole_cycles(cycles: np.ndarray) -> np.ndarray:
+    """Whole cycles along the last dim that add up to those given, rounded up at each place."""
+    ends = np.ceil(np.cumsum(cycles, axis=-1) - 1e-6).astype(np.int64)
+    return np.diff(ends, prepend=0)
+
+
+def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of queries, keys and values, and bytes of the output, of each unit (u,)."""
+    queries, keys = layer.unit_queries, layer.unit_keys
+    each = layer.width * bits / 8
+    return (queries + 2 * keys) * each, queries * each
+
+
+def add_up(*counted: Mapping[Operation, float]) -> dict[Operation, float]:
+    """Operations together; none that do not occur."""
+    total: dict[Operation, float] = {}
+    for part in counted:
+        for operation, count in part.items():
+            total[operation] = total.get(operation, 0.0) + float(count)
+    return {operation: count for operation, count in total.items() if count}
+
+
+def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> dict[Operation, float]:
+    """`count` products of whole numbers of so many bits, each added up in twice the bits unless said otherwise."""
+    return {Operation("int_multiply", bits): count, Operation("int_add", accumulator or 2 * bits): count}

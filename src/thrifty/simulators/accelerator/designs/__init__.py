@@ -1,0 +1,22 @@
+"""The accelerators. One file is one design, and this folder is the registry; rules of a paper stand here only.
+
+A design says how a layer of attention becomes a stream of items through its stations. Masks and counts come with the
+layer: a design never filters, so that every one can be given the very same sets.
+"""
+
+import importlib
+import pkgutil
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.accelerator.design_stream import Design
+
+
+def design_names() -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find_design(name: str) -> Design:
+    """The design of this name; raises UsageError with the nearest name where there is none."""
+    if name not in design_names():
+        raise UsageError(f"there is no design {name!r}", fix=did_you_mean(str(name), design_names()))
+    return importlib.import_module(f"{__name__}.{name}").DESIGN

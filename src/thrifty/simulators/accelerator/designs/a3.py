@@ -1,0 +1,140 @@
+"""A3: candidates by a greedy search over sorted columns of the keys, then a threshold (Ham et al., HPCA 2020).
+
+Without `approximate`, three modules of n + 9 cycles each: scores, exponentials, outputs (7 cycles of a division and 2
+of a multiply-accumulate). With it, a query takes M iterations of the search, one a cycle, after a refill of the queues
+by the multipliers of scores and outputs; then C candidates and K that are kept go through the three modules. A key of
+a head that is wider than a module goes through it in parts, one a cycle (ours; the paper's heads are all as wide).
+
+A trace may count "iterations" and "candidates" for each query; without, M is `iterations` · n and C is K. Sorting the
+keys is not the accelerator's work: the paper does it elsewhere and adds 7 % (conservative) or 24 % (aggressive) for it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+from thrifty.simulators.accelerator.design_stream import (
+    Design,
+    Operation,
+    Stream,
+    add_up,
+    ceil_div,
+    multiply_accumulate,
+    operand_bytes,
+)
+
+STATIONS = ("select", "score", "exponent", "output")
+DRAIN = 9
+"""Cycles of a module after its last key: 7 of a division, 2 of a multiply-accumulate. All three modules are given them,
+as in the paper's base design."""
+
+
+def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers: int) -> np.ndarray:
+    """`depth` products for both ends of each column are refilled first, by all multipliers: depth cycles at 2·d."""
+    refill = -(-2 * depth * columns // multipliers)
+    return iterations + refill
+
+
+def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+    approximate = bool(machine.settings["approximate"])
+    keys = layer.unit_keys[:, None]
+    of_scores, of_values = (-(-layer.width // machine.stations[name].width) for name in ("score", "output"))
+    scanned = int(machine.number("scanned"))
+    if approximate:
+        kept, searched = layer.kept_counts, layer.count("iterations")
+        found = layer.count("candidates")
+        candidates = kept if found is None else np.maximum(found, kept)
+        if (candidates > keys).any():
+            raise UsageError(f"layer {layer.name}: a query has {candidates.max()} candidates of {layer.keys} keys")
+        iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
+        depth, width = int(machine.number("depth")), machine.stations["score"].width
+        selecting = search_cycles(iterations, depth, layer.width, 2 * width)
+        scoring = np.maximum(candidates * of_scores, ceil_div(keys, scanned)) + DRAIN
+        weighing = ceil_div(candidates, int(machine.number("compared"))) + kept + DRAIN
+    else:
+        candidates = kept = layer.kept_counts * 0 + keys
+        iterations, selecting = np.int64(0), np.int64(0)
+        scoring, weighing = candidates * of_scores + DRAIN, candidates + DRAIN
+    cycles = (selecting, scoring, weighing, kept * of_values + DRAIN)
+    service = np.stack([layer.per_query(each) for each in cycles])
+    scores, weighed = (float(layer.per_query(each).sum()) for each in (candidates, kept))
+    read, written = operand_bytes(layer, machine.number("bits"))
+    sorted_keys = 2 * layer.unit_keys * layer.width * machine.number("bits") / 8 if approximate else 0
+    return Stream(
+        stations=STATIONS,
+        service=service,
+        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
+        macs=(scores + weighed) * layer.width,
+        lead=np.zeros(layer.units, dtype=np.int64),
+        read=read + sorted_keys,
+        written=written,
+        operations=_operations(layer, machine, scores, weighed, float(layer.per_query(iterations).sum())),
+        notes=_notes(layer, machine),
+    )
+
+
+def _operations(
+    layer: AttentionLayer, machine: Machine, candidates: float, kept: float, iterations: float
+) -> dict[Operation, float]:
+    bits, width = int(machine.number("bits")), layer.width
+    queries = float(layer.unit_queries.sum())
+    memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
+    refilled = 2 * machine.number("depth") * width * queries * bool(iterations)
+    return add_up(
+        # an iteration compares all columns in a tree, at both ends, adds to a score and makes one new product of each
+        {Operation("int_add", 2 * bits): iterations * (2 * width + 2), Operation("int_multiply", bits): 2 * iterations},
+        {Operation("int_multiply", bits): refilled},
+        {Operation("sram", 2 * bits, memories["sorted keys"]): 2 * iterations + refilled},
+        multiply_accumulate((candidates + kept) * width, bits),
+        {Operation("sram", width * bits, memories["keys"]): candidates},
+        {Operation("sram", width * bits, memories["values"]): kept},
+        {Operation("int_multiply", 2 * bits): kept + queries * width, Operation("int_add", 2 * bits): 2 * candidates},
+    )
+
+
+def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
+    notes = []
+    if machine.settings["approximate"]:
+        notes.append("A3's keys are sorted elsewhere, which is not counted")
+        if layer.count("candidates") is None:
+            notes.append("A3: the trace counts no candidates, so only the keys that are kept are scored")
+        searched = layer.count("iterations")
+        if searched is not None and (most := (searched / layer.unit_keys[:, None]).max()) >= 1:
+            notes.append(f"A3 searches for up to {most:.2g} rounds a key to find enough, where its presets take 0.5")
+    most = machine.number("most_keys")
+    if layer.keys > most:
+        notes.append(f"A3's memories hold {most:.0f} keys; area and power are those, for {layer.keys}")
+    return tuple(notes)
+
+
+def multipliers(machine: Machine) -> int:
+    return machine.stations["score"].width + machine.stations["output"].width
+
+
+def scaled(machine: Machine, budget: int) -> Machine:
+    """More copies; one is as small as it gets, since it takes a key a cycle."""
+    own = multipliers(machine)
+    if budget < own:
+        raise UsageError(f"A3 has {own} multipliers, not {budget}", fix=f"give at least {own}")
+    return replace(machine, copies=budget // own)
+
+
+DESIGN = Design(
+    name="a3",
+    stations=STATIONS,
+    lower=lower,
+    multipliers=multipliers,
+    scaled=scaled,
+    settings={
+        "approximate": True,
+        "iterations": 0.5,
+        "depth": 4,
+        "scanned": 16,
+        "compared": 16,
+        "bits": 9,
+        "most_keys": 320,
+    },
+)

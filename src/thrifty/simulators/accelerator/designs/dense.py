@@ -1,0 +1,72 @@
+"""Dense: every pair is computed, query by query, by multipliers for scores and for values and a softmax between them.
+
+The plain accelerator to compare with: whatever its width it is always fed, and it has no fill or drain.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+from thrifty.simulators.accelerator.design_stream import (
+    Design,
+    Operation,
+    Stream,
+    add_up,
+    ceil_div,
+    multiply_accumulate,
+    operand_bytes,
+)
+
+STATIONS = ("score", "softmax", "value")
+
+
+def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+    keys = layer.unit_keys[:, None]
+    widths = {name: machine.stations[name].width for name in STATIONS}
+    cycles = [ceil_div(keys * layer.width, widths["score"]), ceil_div(keys, widths["softmax"])]
+    cycles.append(ceil_div(keys * layer.width, widths["value"]))
+    pairs = float((layer.unit_queries * layer.unit_keys).sum())
+    read, written = operand_bytes(layer, machine.number("bits"))
+    bits, memory = int(machine.number("bits")), machine.size("operands")
+    return Stream(
+        stations=STATIONS,
+        service=np.stack([layer.per_query(each) for each in cycles]),
+        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
+        macs=2 * pairs * layer.width,
+        lead=np.zeros(layer.units, dtype=np.int64),
+        read=read,
+        written=written,
+        operations=add_up(
+            multiply_accumulate(2 * pairs * layer.width, bits),
+            {Operation("sram", layer.width * bits, memory): 2 * pairs + 2 * float(layer.unit_queries.sum())},
+            {Operation("float_multiply", 16): pairs + written.sum() * 8 / bits, Operation("float_add", 16): pairs},
+        ),
+    )
+
+
+def multipliers(machine: Machine) -> int:
+    return machine.stations["score"].width + machine.stations["value"].width
+
+
+def scaled(machine: Machine, budget: int) -> Machine:
+    """Half of the multipliers for scores, half for values, and as wide a softmax as they can use."""
+    if budget < 2:
+        raise UsageError(f"{budget} multipliers cannot be divided", fix="give at least 2")
+    half = budget // 2
+    softmax = max(1, -(-half // int(machine.number("head_width"))))
+    widths = {"score": half, "softmax": softmax, "value": half}
+    stations = {name: replace(station, width=widths[name]) for name, station in machine.stations.items()}
+    return replace(machine, copies=1, stations=stations)
+
+
+DESIGN = Design(
+    name="dense",
+    stations=STATIONS,
+    lower=lower,
+    multipliers=multipliers,
+    scaled=scaled,
+    settings={"bits": 16, "head_width": 64},
+)

@@ -1,0 +1,68 @@
+"""Roofline: a processor by its peak and its bandwidth alone (Williams et al. 2009).
+
+A layer takes the longer of its operations at the peak and its bytes at the bandwidth. All pairs are computed, at the
+length of the longest example where `padded`, as libraries without variable lengths do; unless `fused`, the scores are
+written and read twice, by softmax and by the product with values. `efficiency` is the share of the peak that is
+reached; 1 is a bound.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+from thrifty.simulators.accelerator.design_stream import Design, Operation, Stream, add_up, whole_cycles
+
+STATIONS = ("device",)
+
+
+def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+    queries, keys = layer.unit_queries, layer.unit_keys
+    if machine.settings["padded"]:
+        queries, keys = np.full_like(queries, layer.queries), np.full_like(keys, layer.keys)
+    each = machine.number("bits") / 8
+    operations = 4 * queries * keys * layer.width
+    written = queries * layer.width * each
+    moved = (queries + 2 * keys) * layer.width * each + written
+    if not machine.settings["fused"]:
+        written = written + 2 * queries * keys * each
+        moved = moved + 4 * queries * keys * each
+    computing = operations / (machine.stations["device"].width * machine.number("efficiency"))
+    moving = moved / machine.memories.get("dram", Memory("dram")).bandwidth * machine.clock
+    bits = int(machine.number("bits"))
+    macs = float(operations.sum()) / 2
+    return Stream(
+        stations=STATIONS,
+        service=whole_cycles(np.maximum(computing, moving))[None, :, None],
+        buffers=(),
+        macs=macs,
+        lead=np.zeros(layer.units, dtype=np.int64),
+        read=moved - written,
+        written=written,
+        overlapped=True,
+        operations=add_up({Operation("float_multiply", bits): macs, Operation("float_add", bits): macs}),
+    )
+
+
+def multipliers(machine: Machine) -> int:
+    return machine.stations["device"].width // 2
+
+
+def scaled(machine: Machine, budget: int) -> Machine:
+    """A device with so many multipliers and the same bandwidth; its power is not known then."""
+    if budget < 1:
+        raise UsageError(f"a device cannot have {budget} multipliers", fix="give at least 1")
+    stations = {"device": replace(machine.stations["device"], width=2 * budget)}
+    return replace(machine, copies=1, stations=stations, modules={})
+
+
+DESIGN = Design(
+    name="roofline",
+    stations=STATIONS,
+    lower=lower,
+    multipliers=multipliers,
+    scaled=scaled,
+    settings={"efficiency": 1.0, "bits": 32, "fused": True, "padded": True},
+)

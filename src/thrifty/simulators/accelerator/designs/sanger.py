@@ -1,0 +1,174 @@
+"""Sanger: scores of 4 bits predict a mask, which is packed into rows of an array that keeps its scores in place (Lu et
+al., MICRO 2021).
+
+Its columns are cut into tiles of `ports`. Of each tile the rows that keep nothing are dropped and rows that keep more
+than the array has `elements` in a row are split; as many of these sub-rows as the array has rows are a load, computed
+in head width cycles for the scores, in place, and as many for the values. `packing` "columns" is what the released
+packer does instead: for each `rows` queries it takes columns one after the other until some row has no element left.
+
+Not read is the body of the paper: sizes are those of the released code and of notes on it. `skewed` counts the fill of
+the array before each load and product, as the released cost model does; otherwise loads follow each other and it is
+filled once. That model works on all heads together, and takes sub-rows for the width of the values:
+`released_seconds` has both of its versions as they are. The paper's 2.39 and 1.47 times over A3 and SpAtten are
+quotients of rates that three papers print, not runs of the same masks.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+from thrifty.simulators.accelerator.design_stream import (
+    Design,
+    Operation,
+    Stream,
+    add_up,
+    ceil_div,
+    multiply_accumulate,
+    operand_bytes,
+    whole_cycles,
+)
+
+STATIONS = ("predict", "pack", "attend")
+PACKINGS = ("split", "columns")
+
+
+def released_seconds(density: float, utilisation: float, tokens: int, version: int = 2) -> float:
+    """One attention block of BERT-base by the released cost models, in seconds: width 768, 64 x 16 elements at 1 GHz.
+
+    Both count an output projection, which gains from the mask; version 1 divides operations by the peak, version 2
+    goes through tiles of 64 x 64.
+    """
+    width, peak, side = 768, 2 * 64 * 16 * 1e9, 64
+    projected = 2 * tokens * width**2
+    saved = density / utilisation
+    linear = 3 * projected / peak
+    if version == 1:
+        return linear + (4 * tokens**2 * width + projected) * saved / peak
+    loads = tokens * saved / 0.25
+    tile = (width + side) + (loads + side)
+    return linear + loads / side * tokens / side * tile / 1e9 + projected * saved / peak
+
+
+def sub_row_counts(kept: np.ndarray, ports: int) -> np.ndarray:
+    """(u, t, tiles) kept pairs of each row in each tile of `ports` columns."""
+    padded = np.pad(kept, ((0, 0), (0, 0), (0, -kept.shape[-1] % ports)))
+    return padded.reshape(*kept.shape[:2], -1, ports).sum(-1, dtype=np.int64)
+
+
+def split_loads(kept: np.ndarray, ports: int, elements: int, rows: int) -> np.ndarray:
+    """(u, tiles) loads of the array for each tile of masks (u, t, s), sub-rows of all queries packed together."""
+    return ceil_div(ceil_div(sub_row_counts(kept, ports), elements).sum(1), rows)
+
+
+def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
+    """(u, groups of rows) loads that the released packer makes of masks (u, t, s): a column that would give some row
+    more than `elements` begins a new one, columns that keep nothing are passed over."""
+    padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % rows), (0, 0)))
+    grouped = padded.reshape(kept.shape[0], -1, rows, kept.shape[-1])
+    counts = np.zeros(grouped.shape[:3], dtype=np.int64)
+    loads = np.zeros(grouped.shape[:2], dtype=np.int64)
+    for bits in np.moveaxis(grouped, -1, 0):
+        wanted = bits.any(-1)
+        begins = wanted & ((loads == 0) | ((counts + bits) > elements).any(-1))
+        loads += begins
+        counts = np.where(begins[..., None], 0, counts) + bits
+    return loads
+
+
+def utilisation(kept: np.ndarray, ports: int, elements: int) -> float:
+    """The share of elements that work in rows of the array that do anything, sub-rows split."""
+    counts = sub_row_counts(kept, ports)
+    return float(counts.sum() / max(elements * ceil_div(counts, elements).sum(), 1))
+
+
+def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+    rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
+    ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
+    packing = str(machine.settings["packing"])
+    if packing not in PACKINGS:
+        raise UsageError(f"Sanger has no packing {packing!r}", fix=did_you_mean(packing, PACKINGS))
+    if packing == "split":
+        loads = split_loads(kept, ports, elements, rows).sum(1)
+    else:
+        loads = column_loads(kept, elements, rows).sum(1)
+    item = np.arange(int(loads.max()))
+    present = item < loads[:, None]
+    fill = machine.number("skew") if machine.settings["skewed"] else 0.0
+    attending = np.where(present, int(2 * (width + fill)), 0)
+    pairs = layer.unit_queries * layer.unit_keys
+    # a tile of predicted scores takes as many cycles as a head is wide; columns are packed one a cycle
+    predicted = ceil_div(layer.unit_queries, ports) * ceil_div(layer.unit_keys, ports)
+    shares = [predicted * ceil_div(ports**2 * width, machine.stations["predict"].width)]
+    shares.append(ceil_div(layer.unit_queries, machine.stations["pack"].width) * layer.unit_keys)
+    before = [np.where(present, (total / loads)[:, None], 0.0) for total in shares]
+    service = np.stack([*(whole_cycles(each) for each in before), attending]).astype(np.int64)
+    read, written = operand_bytes(layer, machine.number("bits"))
+    lead = np.full(layer.units, 0 if machine.settings["skewed"] else int(machine.number("skew")), dtype=np.int64)
+    return Stream(
+        stations=STATIONS,
+        service=service,
+        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
+        macs=2.0 * float(kept.sum()) * width,
+        lead=lead,
+        read=read,
+        written=written,
+        operations=_operations(layer, machine, float(kept.sum()), float(pairs.sum())),
+    )
+
+
+def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: float) -> dict[Operation, float]:
+    bits, width = int(machine.number("bits")), layer.width
+    queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
+    memory = machine.size("operands")
+    return add_up(
+        multiply_accumulate(pairs * width, int(machine.number("predicted_bits")), 16),
+        # lengths of queries and keys, and each predicted score scaled by both and compared
+        multiply_accumulate((queries + keys) * width, bits),
+        {Operation("int_multiply", bits): 2 * pairs, Operation("int_add", bits): pairs},
+        multiply_accumulate(2 * kept * width, bits),
+        {Operation("sram", width * bits, memory): 2 * kept / machine.number("elements") + 2 * queries + 2 * keys},
+        # an exponential by a power of two and a table in the element, a division at the end of a row
+        {Operation("int_multiply", bits): kept + queries * width, Operation("int_add", bits): 2 * kept},
+    )
+
+
+def multipliers(machine: Machine) -> int:
+    """Of the array; the predicting array's, of 4 bits, are not counted, nor in the paper."""
+    return machine.stations["attend"].width * int(machine.number("elements"))
+
+
+def scaled(machine: Machine, budget: int) -> Machine:
+    """Fewer rows, with the predicting array in proportion, or more copies."""
+    elements, own = int(machine.number("elements")), multipliers(machine)
+    if budget < elements:
+        raise UsageError(f"Sanger has {elements} multipliers in a row, not {budget}", fix=f"give at least {elements}")
+    if budget >= own:
+        return replace(machine, copies=budget // own)
+    rows, before = budget // elements, machine.stations["attend"].width
+    stations = {
+        name: replace(station, width=max(1, station.width * rows // before))
+        for name, station in machine.stations.items()
+    }
+    modules = machine.scaled_modules(dict.fromkeys(STATIONS, rows / before))
+    return replace(machine, copies=1, stations=stations, modules=modules)
+
+
+DESIGN = Design(
+    name="sanger",
+    stations=STATIONS,
+    lower=lower,
+    multipliers=multipliers,
+    scaled=scaled,
+    settings={
+        "elements": 16,
+        "ports": 64,
+        "packing": "split",
+        "skewed": False,
+        "skew": 64,
+        "bits": 16,
+        "predicted_bits": 4,
+    },
+)

@@ -1,0 +1,97 @@
+"""Systolic: attention as two matrix products of every head on an array of multipliers, with SCALE-Sim's dataflows.
+
+Samajdar et al., ISPASS 2020, and the cycles that SCALE-Sim 3.0 reports for M x N x K on R rows and C columns, found by
+running it: output stationary ⌈M/R⌉·⌈N/C⌉·(K + R + C - 2), weight stationary ⌈K/R⌉·⌈N/C⌉·(M + 2R + C - 2), input
+stationary ⌈K/R⌉·⌈M/C⌉·(N + 2R + C - 2), each less one since it reports the number of the last cycle from 0. Masks are
+of no use to it, and softmax is not modelled, there or here.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer
+from thrifty.simulators.accelerator.design_stream import (
+    Design,
+    Operation,
+    Stream,
+    add_up,
+    multiply_accumulate,
+    operand_bytes,
+)
+
+DATAFLOWS = ("os", "ws", "is")
+STATIONS = ("array",)
+Count = np.ndarray | int
+
+
+def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> tuple[np.ndarray, np.ndarray]:
+    """How often the array is filled for (m, k) x (k, n), and the cycles of each time. Shapes broadcast."""
+    if dataflow not in DATAFLOWS:
+        raise UsageError(f"there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
+    m, n, k = np.asarray(m), np.asarray(n), np.asarray(k)
+    if dataflow == "os":
+        count, each = -(-m // rows) * -(-n // columns), k + rows + columns - 2
+    else:
+        held, passing = (n, m) if dataflow == "ws" else (m, n)
+        count, each = -(-k // rows) * -(-held // columns), passing + 2 * rows + columns - 2
+    count, each = np.broadcast_arrays(count, each)
+    return count, each
+
+
+def reported_cycles(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> np.ndarray:
+    """Total cycles of a matrix product without stalls as SCALE-Sim reports them."""
+    count, each = folds(m, n, k, rows, columns, dataflow)
+    return count * each - 1
+
+
+def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+    rows, columns = int(machine.number("rows")), int(machine.number("columns"))
+    dataflow, width = str(machine.settings["dataflow"]), layer.width
+    queries, keys = layer.unit_queries, layer.unit_keys
+    score_folds, score_cycles = folds(queries, keys, width, rows, columns, dataflow)
+    value_folds, value_cycles = folds(queries, width, keys, rows, columns, dataflow)
+    number = np.arange(int((score_folds + value_folds).max()))
+    each = np.where(number < score_folds[:, None], score_cycles[:, None], value_cycles[:, None])
+    service = np.where(number < (score_folds + value_folds)[:, None], each, 0).astype(np.int64)[None]
+    macs = 2 * float((queries * keys).sum()) * width
+    bits = int(machine.number("bits"))
+    read, written = operand_bytes(layer, bits)
+    fetched = (score_folds * score_cycles + value_folds * value_cycles).sum() * (rows + columns)
+    memory = machine.size("operands")
+    return Stream(
+        stations=STATIONS,
+        service=service,
+        buffers=(),
+        macs=macs,
+        lead=np.zeros(layer.units, dtype=np.int64),
+        read=read,
+        written=written,
+        operations=add_up(multiply_accumulate(macs, bits), {Operation("sram", bits, memory): float(fetched)}),
+        notes=("systolic: softmax is not modelled",),
+    )
+
+
+def multipliers(machine: Machine) -> int:
+    return int(machine.number("rows") * machine.number("columns"))
+
+
+def scaled(machine: Machine, budget: int) -> Machine:
+    """As square an array as powers of two make, with no more multipliers than that."""
+    if budget < 1:
+        raise UsageError(f"an array cannot have {budget} multipliers", fix="give at least 1")
+    rows = 1 << ((budget.bit_length() - 1) // 2)
+    settings = {**machine.settings, "rows": rows, "columns": budget // rows}
+    return replace(machine, copies=1, settings=settings)
+
+
+DESIGN = Design(
+    name="systolic",
+    stations=STATIONS,
+    lower=lower,
+    multipliers=multipliers,
+    scaled=scaled,
+    settings={"rows": 32, "columns": 32, "dataflow": "os", "bits": 8},
+)

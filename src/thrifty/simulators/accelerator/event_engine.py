@@ -1,0 +1,191 @@
+"""The event engine: one unit's items through stations in tandem, with what a recurrence cannot say.
+
+Stations may have several servers, take items out of order, and transfer through a memory with banks, a crossbar,
+latency and a limit of requests under way. With one server each, in order, and a memory that answers at once the times
+are those of `engine.scan`.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.simulators.accelerator.accelerator_spec import Memory
+from thrifty.simulators.accelerator.station_timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A station for one unit."""
+
+    service: np.ndarray
+    """(i,) whole cycles."""
+    buffer: int = 0
+    """Items that fit between it and the next; 0 for no limit."""
+    servers: int = 1
+    window: int = 1
+    """It takes the first that has arrived of so many items in order: 1 keeps the order."""
+    memory: str = ""
+    """The memory that its items are transferred through, after their service; none where empty."""
+    bytes: np.ndarray | None = None
+    """(i,) of each item, with `memory`."""
+    banks: np.ndarray | None = None
+    """(i,) bank of an item's first burst; bursts follow each other over the banks where not given."""
+
+
+def play(places: Sequence[Place], memories: Sequence[Memory] = (), clock: float = 1.0) -> Timeline:
+    """Times of all items of one unit, in cycles of `clock` Hz; stations by server times are (s, 1, i)."""
+    if not places or any(len(place.service) != len(places[0].service) for place in places):
+        raise UsageError("all stations need the service of all items", fix="give items that pass by a service of 0")
+    return _Play(places, memories, clock).run()
+
+
+class _Play:
+    def __init__(self, places: Sequence[Place], memories: Sequence[Memory], clock: float):
+        self.places = places
+        self.channels = {memory.name: _Channel(memory, clock, self._at) for memory in memories}
+        for place in places:
+            if place.memory and place.memory not in self.channels:
+                raise UsageError(f"a station transfers through memory {place.memory!r}, which there is not")
+        items = len(places[0].service)
+        self.start = np.zeros((len(places), 1, items), dtype=np.int64)
+        self.end, self.free = np.zeros_like(self.start), np.zeros_like(self.start)
+        self.waiting = [deque(range(items)) for _ in places]
+        """Items in order that a station has not begun."""
+        self.arrived = [set(range(items)), *(set() for _ in places[1:])]
+        self.idle = [deque([0] * place.servers) for place in places]
+        """Since when each idle server of a station has been so."""
+        self.behind = [0] * len(places)
+        """Items that a station has begun and the next one has not."""
+        self.queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self.number = 0
+
+    def _at(self, time: float, action: Callable[[float], None]) -> None:
+        self.number += 1
+        heapq.heappush(self.queue, (time, self.number, action))
+
+    def run(self) -> Timeline:
+        self._at(0, lambda time: self._begin(0, 0))
+        while self.queue:
+            time, _, action = heapq.heappop(self.queue)
+            action(time)
+        servers = np.array([place.servers for place in self.places], dtype=np.int64)
+        return Timeline(self.start, self.end, self.free, servers)
+
+    def _begin(self, station: int, time: int) -> None:
+        """Begin whatever can begin at a station, and what that gives room for before it."""
+        place, begun = self.places[station], False
+        last = station == len(self.places) - 1
+        while self.idle[station] and (last or not place.buffer or self.behind[station] < place.buffer):
+            item = self._next(station)
+            if item is None:
+                break
+            begun = True
+            self.start[station, 0, item], self.free[station, 0, item] = time, self.idle[station].popleft()
+            if not last:
+                self.behind[station] += 1
+            if station:
+                self.behind[station - 1] -= 1
+            self._serve(station, item, time)
+        if begun and station:
+            self._begin(station - 1, time)
+
+    def _next(self, station: int) -> int | None:
+        """The item that a station takes now, if one within its window has arrived."""
+        waiting, arrived = self.waiting[station], self.arrived[station]
+        for place in range(min(self.places[station].window, len(waiting))):
+            item = waiting[place]
+            if item in arrived:
+                del waiting[place]
+                arrived.remove(item)
+                return item
+        return None
+
+    def _serve(self, station: int, item: int, time: int) -> None:
+        place = self.places[station]
+        served = time + int(place.service[item])
+        if not place.memory or place.bytes is None or not place.bytes[item]:
+            self._at(served, lambda end: self._finish(station, item, int(end)))
+            return
+        bank = None if place.banks is None else int(place.banks[item])
+        channel, size, server = self.channels[place.memory], float(place.bytes[item]), (station, item % place.servers)
+        self._at(
+            served,
+            lambda now: channel.transfer(now, size, bank, server, lambda end: self._finish(station, item, end)),
+        )
+
+    def _finish(self, station: int, item: int, time: int) -> None:
+        self.end[station, 0, item] = time
+        self.idle[station].append(time)
+        if station + 1 < len(self.places):
+            self.arrived[station + 1].add(item)
+            self._begin(station + 1, time)
+        self._begin(station, time)
+
+
+class _Channel:
+    """A memory behind its crossbar: requests of a burst each, first come, first served at port and bank."""
+
+    def __init__(self, memory: Memory, clock: float, at: Callable[[float, Callable[[float], None]], None]):
+        self.memory, self.at = memory, at
+        self.per_byte = memory.banks * clock / memory.bandwidth
+        """Cycles that a bank takes for a byte."""
+        self.latency = memory.latency * clock
+        self.banks, self.ports = [0.0] * memory.banks, [0.0] * max(memory.ports, 1)
+        self.turn = 0
+        self.under_way = 0
+        self.held: deque[tuple[float, int, int, Callable[[float], None]]] = deque()
+
+    def transfer(
+        self, time: float, size: float, bank: int | None, server: tuple[int, int], done: Callable[[int], None]
+    ) -> None:
+        """Ask for `size` bytes; `done(end)` is called at the whole cycle in which the last of them is there."""
+        count = max(1, math.ceil(size / self.memory.burst))
+        bank = self.turn if bank is None else bank
+        self.turn = (bank + count) % self.memory.banks
+        port = sum(server) % len(self.ports)
+
+        def told(end: float) -> None:
+            whole = math.ceil(end - 1e-6)
+            self.at(whole, lambda _: done(whole))
+
+        if not self.memory.outstanding and self.memory.banks == 1 and not self.memory.ports:
+            told(self._send(time, size, 0, 0))  # all bursts follow each other: they are one
+            return
+        sizes = [min(self.memory.burst, size - number * self.memory.burst) for number in range(count)]
+        bursts = [(part, (bank + number) % self.memory.banks) for number, part in enumerate(sizes)]
+        if not self.memory.outstanding:
+            told(max(self._send(time, part, at, port) for part, at in bursts))
+            return
+        left, end = count, time
+
+        def answered(now: float) -> None:
+            nonlocal left, end
+            left, end = left - 1, max(end, now)
+            if not left:
+                told(end)
+
+        self.held.extend((part, at, port, answered) for part, at in bursts)
+        self._issue(time)
+
+    def _send(self, time: float, size: float, bank: int, port: int) -> float:
+        """When a burst that is asked for now is answered."""
+        sent = max(time, self.ports[port])
+        self.ports[port] = sent + 1 if self.memory.ports else sent
+        self.banks[bank] = max(sent, self.banks[bank]) + size * self.per_byte
+        return self.banks[bank] + self.latency
+
+    def _issue(self, time: float) -> None:
+        while self.held and self.under_way < self.memory.outstanding:
+            size, bank, port, answered = self.held.popleft()
+            self.under_way += 1
+            self.at(self._send(time, size, bank, port), lambda now, answered=answered: self._answer(now, answered))
+
+    def _answer(self, time: float, answered: Callable[[float], None]) -> None:
+        self.under_way -= 1
+        answered(time)
+        self._issue(time)

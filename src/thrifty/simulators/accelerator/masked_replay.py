@@ -1,0 +1,87 @@
+"""A model computed again with the masks of a trace: what dropped pairs do to it. Cores that do not call torch's
+attention (tiled, sparse) are taken for plain softmax over the pairs that they kept.
+
+The masks are those that were found from the queries and keys of the trace: a layer is not asked again what it would
+keep after the ones before it have dropped something.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.simulators.accelerator.attention_error import computed_pairs
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
+from thrifty.simulators.accelerator.trace_recorder import Core, attention_arguments, followed, swapped
+
+
+@contextmanager
+def replayed(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
+    """Within it, forward passes of `model` on the examples of the trace, in their order, attend to the trace's pairs
+    only; a query that keeps none gets zeros.
+
+    Raises UsageError where the model is given other examples, and Refused where it computes attention neither by
+    torch's scaled_dot_product_attention nor in a core.
+    """
+    replay = _Replay({layer.name: layer for layer in trace.layers})
+    with followed(model, replay.running), swapped(model, replay.plain), replay:
+        yield
+    if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
+        raise Refused(
+            f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention or a core",
+            fix="trace a run with plain attention",
+        )
+
+
+@dataclass
+class _Replay(TorchFunctionMode):
+    layers: dict[str, AttentionLayer]
+    running: list[str] = field(default_factory=list)
+    seen: dict[str, int] = field(default_factory=dict)
+    """Examples that each layer has computed."""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = attention_arguments(args, kwargs)
+        kept = self.kept(self.running[-1] if self.running else "attention", given["query"], given)
+        mask, of_call = kept, given.get("attn_mask")
+        if of_call is not None and of_call.dtype != torch.bool:  # visible pairs are in the trace, numbers are not
+            mask = of_call.masked_fill(~kept, float("-inf"))
+        output = func(**given | {"attn_mask": mask, "is_causal": False})
+        return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
+
+    def plain(self, core: Core) -> Core:
+        """A core of torch's attention, unless it is one already."""
+
+        def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+            before = sum(self.seen.values())
+            output = core(q, k, v, *rest, **named)
+            if sum(self.seen.values()) > before:
+                return output
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+        return computed
+
+    def kept(self, name: str, q: Tensor, given: dict[str, Any]) -> Tensor:
+        """(b, h, t, s) of this call's examples."""
+        examples, _, queries, _ = q.shape
+        first, layer = self.seen.get(name, 0), self.layers.get(name)
+        if layer is None or first + examples > layer.examples or queries > layer.queries:
+            raise UsageError(f"the trace has no mask for this call of {name}", fix="trace the same run again")
+        self.seen[name] = first + examples
+        if first == 0 and len(self.seen) == 1 and layer.q is not None and given.get("scale") is None:
+            recorded = torch.from_numpy(layer.q[:examples, :, :queries]).to(q)
+            if not torch.allclose(recorded, q, rtol=1e-2, atol=1e-2):
+                raise UsageError("the trace is of other values or other examples", fix="trace the same run again")
+        kept = computed_pairs(layer)[first : first + examples, :, :queries, : given["key"].shape[2]]
+        return torch.from_numpy(kept).to(q.device)

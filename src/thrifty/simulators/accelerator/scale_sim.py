@@ -1,0 +1,120 @@
+"""SCALE-Sim's inputs: an architecture's .cfg and a topology of matrix products, on our systolic array.
+
+Cycles are those without stalls, as SCALE-Sim counts them; how long its buffers would wait at a given bandwidth is not
+modelled, only the least that the words need.
+"""
+
+import configparser
+import csv
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.simulators.accelerator.accelerator_file import find_machine
+from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.designs.systolic import DATAFLOWS, folds, reported_cycles
+from thrifty.simulators.accelerator.result_export import write_rows
+
+MOST = 10**17
+"""Products of a layer that are counted."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """(m, k) x (k, n)."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+
+
+def read_cfg(path: Path) -> Machine:
+    """The array of a .cfg: its height, width and dataflow, and its bandwidth in words a cycle where that is given."""
+    parser = configparser.ConfigParser()
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"))
+        given = dict(parser["architecture_presets"])
+        rows, columns = int(given["arrayheight"]), int(given["arraywidth"])
+        words = [float(word) for word in given.get("bandwidth", "").split(",") if word.strip()]
+    except (OSError, UnicodeDecodeError, configparser.Error, KeyError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read as a SCALE-Sim architecture: {error}",
+            fix="it needs [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
+        ) from error
+    dataflow = given.get("dataflow", "os").strip()
+    if dataflow not in DATAFLOWS:
+        raise UsageError(f"{path}: there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
+    for name, value, most in (
+        ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
+    ):  # fmt: skip
+        if not 0 < value <= most:
+            raise UsageError(f"{path}: {name} is {value:g}", fix=f"it must be above zero, and at most {most:g}")
+    if parser.has_section("sparsity") and parser["sparsity"].get("sparsitysupport", "false").strip().lower() == "true":
+        raise UsageError(f"{path}: SparsitySupport is not modelled", fix="SparsitySupport : false")
+    machine = find_machine("systolic")
+    for setting, value in {"rows": rows, "columns": columns, "dataflow": dataflow}.items():
+        machine = machine.replaced(setting, value)
+    if words:
+        machine = machine.with_bandwidth(min(words) * machine.clock * machine.number("bits") / 8)
+    return machine
+
+
+def read_topology(path: Path) -> list[Gemm]:
+    """Matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the line that is wrong."""
+    try:
+        lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} cannot be read as a topology: {error}") from error
+    titles = [word.strip().lower() for word in lines[0]] if lines else []
+    if titles[:4] != ["layer", "m", "n", "k"]:
+        raise UsageError(f"{path} is no topology of matrix products", fix="its first line must be Layer,M,N,K")
+    if further := [title for title in titles[4:] if title]:
+        raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="take it out")
+    found = []
+    for number, line in enumerate(lines[1:], 2):
+        if not any(word.strip() for word in line):
+            continue
+        words = [word.strip() for word in line[:4]]
+        if len(words) < 4 or not all(word.isascii() and word.isdigit() and int(word) for word in words[1:]):
+            raise UsageError(f"{path}, line {number}: {','.join(line)!r} is no layer", fix="NAME,M,N,K from 1 on")
+        if math.prod(map(int, words[1:])) > MOST:
+            raise UsageError(f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"M·N·K up to {MOST:.0e}")
+        found.append(Gemm(words[0], *map(int, words[1:])))
+    if not found:
+        raise UsageError(f"{path} has no layers", fix="a line NAME,M,N,K for each")
+    return found
+
+
+def compute_report(layers: Sequence[Gemm], machine: Machine) -> list[dict[str, Any]]:
+    """A line for each matrix product, in SCALE-Sim's columns."""
+    rows, columns = int(machine.number("rows")), int(machine.number("columns"))
+    dataflow = str(machine.settings["dataflow"])
+    per_byte = machine.clock / machine.memories.get("dram", Memory("dram")).bandwidth
+    report = []
+    for number, layer in enumerate(layers):
+        cycles = int(reported_cycles(layer.m, layer.n, layer.k, rows, columns, dataflow))
+        count, _ = folds(layer.m, layer.n, layer.k, rows, columns, dataflow)
+        held = {"os": layer.m * layer.n, "ws": layer.k * layer.n, "is": layer.k * layer.m}[dataflow]
+        words = layer.m * layer.k + layer.k * layer.n + layer.m * layer.n
+        macs = layer.m * layer.n * layer.k
+        report.append(
+            {
+                "LayerID": number,
+                "Layer": layer.name,
+                "Total Cycles": cycles,
+                "Overall Util %": 100 * macs / (max(cycles, 1) * rows * columns),
+                "Mapping Efficiency %": 100 * held / (int(count) * rows * columns),
+                "Least Cycles of Words": words * machine.number("bits") / 8 * per_byte,
+            }
+        )
+    return report
+
+
+def write_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """COMPUTE_REPORT.csv with a line for each matrix product."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_rows(folder / "COMPUTE_REPORT.csv", rows)

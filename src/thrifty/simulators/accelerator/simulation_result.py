@@ -1,0 +1,192 @@
+"""What a design made of a trace: cycles, stalls, bytes, operations, energy and area, as named records."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from thrifty.core.errors import UsageError
+from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.design_stream import Operation
+from thrifty.simulators.accelerator.energy_model import Energy
+from thrifty.simulators.accelerator.station_timeline import Timeline
+
+
+@dataclass(frozen=True)
+class StationTime:
+    """Cycles of a station over all units and copies."""
+
+    busy: float
+    starved: float
+    """It had no item."""
+    blocked: float
+    """It had an item, and no room for what comes of it."""
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """One layer."""
+
+    name: str
+    units: int
+    cycles: int
+    bound: int
+    """Cycles that no order could go below: the busiest station's work, and what is moved at the bandwidth."""
+    waiting: int
+    """Of the cycles, those that the outer memory adds."""
+    stations: Mapping[str, StationTime]
+    read: float
+    """Bytes from the outer memory; likewise `written`."""
+    written: float
+    macs: float
+    dense_macs: float
+    """What all pairs would have taken, padding left out."""
+    operations: Mapping[Operation, float]
+    active: Mapping[str, float]
+    density: float
+    example: Timeline | None = field(default=None, repr=False, compare=False)
+    """Of its first unit, to draw."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One design on one trace."""
+
+    machine: Machine
+    trace: str
+    engine: str
+    multipliers: int
+    """Of scores and values, all copies together."""
+    layers: tuple[LayerResult, ...]
+    energies: tuple[Energy, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cycles(self) -> int:
+        return sum(layer.cycles for layer in self.layers)
+
+    @property
+    def seconds(self) -> float:
+        return self.cycles / self.machine.clock
+
+    @property
+    def utilisation(self) -> float:
+        """Multiply-accumulates that were carried out, over those that all multipliers could have."""
+        return sum(layer.macs for layer in self.layers) / (self.multipliers * self.cycles)
+
+    @property
+    def dense_rate(self) -> float:
+        """Operations/s as if all pairs were computed, two for a multiply-accumulate: what papers call effective
+        throughput."""
+        return 2 * sum(layer.dense_macs for layer in self.layers) / self.seconds
+
+    @property
+    def area(self) -> float | None:
+        """mm² of all copies."""
+        return None if self.machine.area is None else self.machine.area * self.machine.copies
+
+    @property
+    def bytes(self) -> dict[str, float]:
+        """Bytes moved, by level."""
+        moved = {
+            "outer memory, read": sum(layer.read for layer in self.layers),
+            "outer memory, written": sum(layer.written for layer in self.layers),
+        }
+        for operation, count in self.operations.items():
+            if operation.kind == "sram":
+                level = f"memory of {operation.capacity} bytes"
+                moved[level] = moved.get(level, 0.0) + count * operation.bits / 8
+        return moved
+
+    @property
+    def operations(self) -> dict[Operation, float]:
+        total: dict[Operation, float] = {}
+        for layer in self.layers:
+            for operation, count in layer.operations.items():
+                total[operation] = total.get(operation, 0.0) + count
+        return total
+
+    @property
+    def stations(self) -> dict[str, StationTime]:
+        names = self.layers[0].stations
+        return {
+            name: StationTime(*(sum(getattr(layer.stations[name], kind) for layer in self.layers) for kind in _STALLS))
+            for name in names
+        }
+
+    def energy(self, mode: str) -> Energy | None:
+        """The energy found in a mode, "activity" or "actions"; None where there is none."""
+        return next((energy for energy in self.energies if energy.mode == mode), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return {
+            **self.row(),
+            "design": self.machine.design,
+            "clock": self.machine.clock,
+            "node": self.machine.node,
+            "copies": self.machine.copies,
+            "engine": self.engine,
+            "source": self.machine.source,
+            "grade": self.machine.grade,
+            "stations": {name: vars(time) for name, time in self.stations.items()},
+            "bytes": self.bytes,
+            "operations": {str_of(operation): count for operation, count in self.operations.items()},
+            "energies": [vars(energy) for energy in self.energies],
+            "layers": layer_rows(self),
+            "notes": list(self.notes),
+        }
+
+    def row(self) -> dict[str, Any]:
+        """One line of a comparison, in SI units and mm²."""
+        activity, actions = self.energy("activity"), self.energy("actions")
+        return {
+            "machine": self.machine.name,
+            "trace": self.trace,
+            "cycles": self.cycles,
+            "seconds": self.seconds,
+            "energy_by_activity": activity.total if activity else None,
+            "energy_by_actions": actions.total if actions else None,
+            "energy_table": actions.table if actions else None,
+            "area_mm2": self.area,
+            "multipliers": self.multipliers,
+            "utilisation": self.utilisation,
+            "dense_operations_per_second": self.dense_rate,
+            "outer_bytes": sum(layer.read + layer.written for layer in self.layers),
+        }
+
+
+_STALLS = ("busy", "starved", "blocked")
+
+
+def str_of(operation: Operation) -> str:
+    """ "sram, 576 bits of 36864 bytes"."""
+    size = f" of {operation.capacity} bytes" if operation.capacity else ""
+    return f"{operation.kind}, {operation.bits} bits{size}"
+
+
+def layer_rows(result: Result) -> list[dict[str, Any]]:
+    """A line for each layer."""
+    return [
+        {
+            "layer": layer.name,
+            "units": layer.units,
+            "cycles": layer.cycles,
+            "bound": layer.bound,
+            "waiting": layer.waiting,
+            "density": layer.density,
+            "utilisation": layer.macs / (result.multipliers * layer.cycles),
+            "read": layer.read,
+            "written": layer.written,
+            **{f"{name}_{kind}": getattr(t, kind) for name, t in layer.stations.items() for kind in _STALLS},
+        }
+        for layer in result.layers
+    ]
+
+
+def frame(results: list[Result]) -> Any:
+    """Results as a pandas DataFrame, a line each. Raises UsageError where pandas, which is optional, is not there."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError("a frame needs pandas", fix="pip install pandas, or use result.row()") from error
+    return pandas.DataFrame([result.row() for result in results])

@@ -1,0 +1,88 @@
+"""Traces in files: one safetensors file with provenance in its header, and ViTCoD's masks."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
+
+FORMAT = "thrifty attention trace, 1"
+_TENSORS = ("q", "k", "v", "scores", "packed", "query_lengths", "key_lengths")
+_SIZES = ("name", "examples", "heads", "queries", "keys", "width", "bits")
+
+
+def save_trace(trace: AttentionTrace, path: Path) -> None:
+    """Write a trace. Tensors are called NUMBER.q and so on, sizes and provenance stand in the header."""
+    tensors, layers = {}, []
+    for number, layer in enumerate(trace.layers):
+        for name in _TENSORS:
+            array = getattr(layer, name)
+            if array is not None:
+                tensors[f"{number}.{name}"] = np.ascontiguousarray(array)
+        for name, counted in layer.counts.items():
+            tensors[f"{number}.counts.{name}"] = np.ascontiguousarray(counted.astype(np.int32))
+        layers.append({name: getattr(layer, name) for name in _SIZES})
+    about = {"name": trace.name, "provenance": dict(trace.provenance), "layers": layers}
+    if not path.parent.is_dir() or path.is_dir():
+        raise UsageError(f"{path} cannot be written", fix="name a file in a folder that exists")
+    save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
+
+
+def load_trace(path: Path) -> AttentionTrace:
+    """A trace of a file. Raises UsageError for a file that is none or holds what no attention can be, IntegrityError
+    for a damaged one."""
+    if not path.is_file():
+        raise UsageError(f"there is no trace {path}", fix="make one with thrifty trace")
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise IntegrityError(f"{path} is no undamaged safetensors file: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise UsageError(f"{path} is not an attention trace", fix="make one with thrifty trace")
+    try:
+        about = json.loads(metadata["trace"])
+        layers = tuple(_layer(number, sizes, tensors) for number, sizes in enumerate(about["layers"]))
+        provenance = {str(key): str(value) for key, value in about["provenance"].items()}
+        return AttentionTrace(str(about["name"]), layers, provenance)
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise IntegrityError(f"{path} lacks what a trace consists of: {error}") from error
+
+
+def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> AttentionLayer:
+    own = f"{number}.counts."
+    counts = {name.removeprefix(own): value for name, value in tensors.items() if name.startswith(own)}
+    arrays = {name: tensors.get(f"{number}.{name}") for name in _TENSORS}
+    for name in ("query_lengths", "key_lengths"):
+        arrays[name] = tensors[f"{number}.{name}"]
+    return AttentionLayer(**sizes, **arrays, counts=counts)
+
+
+def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
+    """Masks (layers, heads, t, t) of an .npy file in which True is pruned, as ViTCoD publishes them."""
+    try:
+        pruned = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"{path} cannot be read as an .npy file of masks: {error}") from error
+    if pruned.ndim != 4 or pruned.dtype != np.bool_ or pruned.shape[2] != pruned.shape[3] or not pruned.size:
+        raise UsageError(
+            f"{path} holds {pruned.dtype} {pruned.shape}, where booleans (layers, heads, t, t) were expected"
+        )
+    layers = tuple(layer_of(f"layer {number}", mask=~mask[None], width=width) for number, mask in enumerate(pruned))
+    return AttentionTrace(path.stem, layers, {"file": path.name, "polarity": "True is pruned in the file"})
+
+
+def lighter(trace: AttentionTrace, dtype: str) -> AttentionTrace:
+    """The trace with its numbers in "float16" or "float32"."""
+    layers = []
+    for layer in trace.layers:
+        arrays = {name: getattr(layer, name) for name in ("q", "k", "v", "scores")}
+        kept = {name: array.astype(dtype) for name, array in arrays.items() if array is not None}
+        layers.append(replace(layer, **kept))
+    return replace(trace, layers=tuple(layers))

@@ -1,0 +1,229 @@
+"""Traces of real models: whatever computes attention by torch's function, or by a core of ours, is written down.
+
+torch's `scaled_dot_product_attention` says all there is to know: operands, mask, causality. A module with an attribute
+`core` that computes in another way (tiled, sparse) is asked a second time with unit vectors as values, so that its
+output is the probabilities: what is above zero is what it kept. Forward passes only."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thrifty.core.errors import Refused
+from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+Core = Callable[..., Tensor]
+HIDDEN = -9000.0
+"""What is added to scores to hide a pair is less: -inf, the dtype's least, -1e9, or -10000, in bfloat16 -9984. Less
+than any bias that leaves a pair some weight, too."""
+CORES = ("core", "thrifty_core")
+"""Attributes of an attention of ours, and of a model of transformers, that hold what computes it."""
+
+
+@dataclass
+class _Call:
+    """Attention computed once, by whichever module was running."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kept: Tensor | None
+    """(b, 1 or h, t, s) True for pairs that were computed; None for all."""
+
+
+@dataclass
+class _Recorder(TorchFunctionMode):
+    """Notes calls of torch's attention by the name of the innermost module that runs."""
+
+    calls: dict[str, list[_Call]] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = attention_arguments(args, kwargs)
+            q, k, v = given["query"], given["key"], given["value"]
+            if given.get("scale") is not None:  # a trace is read with the usual one
+                q = q * (given["scale"] * q.shape[-1] ** 0.5)
+            kept = _visible(given.get("attn_mask"), bool(given.get("is_causal")), q, k)
+            self.note(_Call(q, k, v, kept))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def seen(self) -> int:
+        return sum(map(len, self.calls.values()))
+
+    def note(self, call: _Call) -> None:
+        name = self.running[-1] if self.running else "attention"
+        self.calls.setdefault(name, []).append(call)
+
+
+def record(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    provenance: dict[str, str] | None = None,
+    name: str = "recorded",
+) -> AttentionTrace:
+    """A trace of the attention that `model` computes on `batches`; `forward(model, batch)` is a plain call unless
+    given.
+
+    Keys that no query of an example sees at the end of its row count as padding. Raises Refused for a model of which no
+    attention was seen.
+    """
+    recorder = _Recorder()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), followed(model, recorder.running), swapped(model, lambda core: _asked(core, recorder)):
+            for batch in batches:
+                with recorder:
+                    forward(model, batch) if forward else model(batch)
+    finally:
+        model.train(was_training)
+    if not recorder.calls:
+        raise Refused(
+            f"no attention of {type(model).__name__} went through torch's scaled_dot_product_attention or a core",
+            fix='load a transformers model with attn_implementation="sdpa"',
+        )
+    layers = tuple(_layer(layer, calls) for layer, calls in recorder.calls.items())
+    about = {"model": type(model).__name__, "torch": torch.__version__, **(provenance or {})}
+    return AttentionTrace(name, layers, about)
+
+
+def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What torch's scaled_dot_product_attention was given, by name."""
+    return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
+
+
+@contextmanager
+def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
+    """Keeps `running` the names of the modules that are at work, the innermost last."""
+    hooks = []
+    for name, module in model.named_modules():
+
+        def enter(module: nn.Module, arguments: Any, name: str = name) -> None:
+            running.append(name)
+
+        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+            running.pop()
+
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def swapped(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
+    """Within it the model has, in place of each of its cores, what `other` makes of that."""
+    cores = []
+    for module, name in product(model.modules(), CORES):
+        core = getattr(module, name, None)
+        if callable(core):
+            holder, attribute = (core, "forward") if isinstance(core, nn.Module) else (module, name)
+            if all(holder is not known for known, *_ in cores):  # layers may share a core
+                cores.append((holder, attribute, vars(holder).get(attribute)))
+                setattr(holder, attribute, other(getattr(holder, attribute)))
+    try:
+        yield
+    finally:
+        for holder, attribute, own in cores:
+            if own is None:
+                delattr(holder, attribute)
+            else:
+                setattr(holder, attribute, own)
+
+
+def _asked(core: Core, recorder: _Recorder) -> Core:
+    """Asks a core that does not call torch's function; each time as if it had not been asked before, where it takes
+    something from the one before and hands it on, in its `relay`."""
+    relay = getattr(core, "relay", None)
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+        before, handed = recorder.seen, getattr(relay, "standing", None)
+        output = core(q, k, v, *rest, **named)
+        if recorder.seen > before:
+            return output
+        left = getattr(relay, "standing", None)
+
+        def again(*given: Any, **named: Any) -> Tensor:
+            if relay is not None:
+                relay.standing = handed
+            return core(*given, **named)
+
+        recorder.note(_Call(q, k, v, probabilities_of(again, q, k, *rest, **named) > 0))
+        if relay is not None:
+            relay.standing = left
+        return output
+
+    return watched
+
+
+def probabilities_of(core: Core, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """(b, h, t, s): what a core gives for unit vectors as values, in slices as wide as its heads."""
+    keys, width = k.shape[2], k.shape[3]
+    parts = []
+    for first in range(0, keys, width):
+        values = torch.zeros_like(k)
+        place = torch.arange(min(width, keys - first), device=k.device)
+        values[:, :, first + place, place] = 1
+        parts.append(core(q, k, values, *rest, **named)[..., : len(place)])
+    return torch.cat(parts, -1)
+
+
+def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
+    if mask is not None:
+        seen = mask if mask.dtype == torch.bool else mask > HIDDEN
+        return seen[(None,) * (4 - seen.dim())]
+    if causal:
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
+    return None
+
+
+def _layer(name: str, calls: list[_Call]) -> AttentionLayer:
+    """All calls of a module as examples of one layer, padded to the longest."""
+    queries, keys = (max(getattr(call, kind).shape[2] for call in calls) for kind in ("q", "k"))
+    heads = calls[0].q.shape[1]
+    q, k, v = (
+        np.concatenate([_padded(getattr(call, kind), heads, size) for call in calls])
+        for kind, size in (("q", queries), ("k", keys), ("v", keys))
+    )
+    masks, lengths, key_lengths, all_kept = [], [], [], True
+    for call in calls:
+        examples, _, t, _ = call.q.shape
+        kept = np.zeros((examples, heads, queries, keys), dtype=bool)
+        seen = True if call.kept is None else call.kept.cpu().numpy()
+        kept[:, :, :t, : call.k.shape[2]] = seen
+        used = keys - np.argmax(kept.any(axis=(1, 2))[:, ::-1], axis=-1)
+        rows = np.minimum(used, t) if t == call.k.shape[2] else np.full(examples, t)
+        real = (np.arange(queries) < rows[:, None])[:, :, None] & (np.arange(keys) < used[:, None])[:, None]
+        all_kept &= bool(kept[np.broadcast_to(real[:, None], kept.shape)].all())
+        masks.append(kept)
+        lengths.append(rows)
+        key_lengths.append(used)
+    mask = None if all_kept else np.concatenate(masks)
+    sizes = [np.concatenate(part).astype(np.int64) for part in (lengths, key_lengths)]
+    bits = 8 * calls[0].q.element_size()
+    return layer_of(name, mask=mask, q=q, k=k, v=v, lengths=sizes[0], key_lengths=sizes[1], bits=bits)
+
+
+def _padded(tensor: Tensor, heads: int, tokens: int) -> np.ndarray:
+    """(b, h, tokens, k) with shared key heads repeated and zeros behind."""
+    tensor = tensor.detach()
+    if tensor.shape[1] != heads:
+        tensor = tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
+    tensor = F.pad(tensor, (0, 0, 0, tokens - tensor.shape[2]))
+    return tensor.cpu().to(torch.float32 if tensor.dtype != torch.float16 else torch.float16).numpy()

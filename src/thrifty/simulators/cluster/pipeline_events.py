@@ -1,0 +1,119 @@
+"""A pipeline schedule played event by event: when each rank does what, how long it waits and what it holds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from thrifty.simulators.cluster.pipeline_schedules import Action, Result, placement, walk
+
+
+class Event(NamedTuple):
+    """An action on its rank, from `start` to `end` seconds."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """What an action made, on its way from rank to rank."""
+
+    source: int
+    target: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a pipeline."""
+
+    by_rank: list[list[Event]]
+    """Each rank's events in order."""
+    transfers: list[Transfer]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.by_rank)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """All events, rank by rank."""
+        return list(chain.from_iterable(self.by_rank))
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((events[-1].end for events in self.by_rank if events), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds in which a rank computes."""
+        return sum(event.end - event.start for event in self.by_rank[rank])
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they do not compute.
+
+        Relative to the time in which they do, as Narayanan et al. 2021 give it, it is bubble / (1 - bubble).
+        """
+        total = self.ranks * self.makespan
+        return 1 - sum(map(self.busy, range(self.ranks))) / total if total else 0.0
+
+    def live(
+        self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0
+    ) -> list[tuple[float, float]]:
+        """What a rank holds for backward passes from each moment on, in order of time.
+
+        One micro-batch on one stage counts `size(stage)` (1, or bytes) from the start of its forward pass to the end
+        of its backward pass; where that is in two, the share `for_weights` of it stays from I to W.
+        """
+        held, steps = 0.0, []
+        for _, (kind, stage, _), start, end in self.by_rank[rank]:
+            change = {"F": 1.0, "B": -1.0, "I": for_weights - 1, "W": -for_weights}[kind] * size(stage)
+            held += change
+            steps.append((start if kind == "F" else end, held))
+        return steps
+
+    def peak(self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0) -> float:
+        """The most that a rank holds at a time, counted as in `live`."""
+        return max((held for _, held in self.live(rank, size, for_weights)), default=0.0)
+
+
+def play(
+    orders: Sequence[Sequence[Action]],
+    seconds: Callable[[Action], float],
+    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
+    overlap: bool = True,
+) -> Timeline:
+    """Play a schedule: each rank does its actions in order, each as soon as what it needs has arrived.
+
+    `seconds(action)` is how long an action takes, `transfer(source, target)` how long what it made is on its way to
+    another rank. From one rank to another there is one transfer at a time. With `overlap` the sender goes on computing,
+    without it waits until its message has arrived. Raises UsageError where ranks would wait for each other for ever.
+    """
+    places = placement(orders)
+    stages = len(places)
+    by_rank: list[list[Event]] = [[] for _ in orders]
+    transfers: list[Transfer] = []
+    free = [0.0] * len(orders)
+    carrying: dict[tuple[int, int], float] = {}
+    arrived: dict[Result | None, float] = {None: 0.0}
+    for rank, action, needed, made in walk(orders):
+        start = max(free[rank], arrived[needed])
+        end = start + seconds(action)
+        by_rank[rank].append(Event(rank, action, start, end))
+        free[rank] = end
+        if made is None:
+            continue
+        arrived[made] = end
+        neighbour = action.stage + (1 if action.kind == "F" else -1)
+        if 0 <= neighbour < stages and (target := places[neighbour]) != rank:
+            start = max(end, carrying.get((rank, target), 0.0))
+            arrived[made] = carrying[rank, target] = start + transfer(rank, target)
+            transfers.append(Transfer(rank, target, action, start, arrived[made]))
+            free[rank] = end if overlap else arrived[made]
+    return Timeline(by_rank, transfers)

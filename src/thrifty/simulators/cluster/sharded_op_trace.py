@@ -1,0 +1,254 @@
+"""What every operation of a pass reads, writes and computes, and which of it tensor parallelism would divide.
+
+Where a tensor would be under tensor parallelism follows from what it is made of, in both passes alike: a product of
+something whole with a weight is split (the weight by columns), of something split with a weight a partial sum (by
+rows), and partial sums stay so while they are only added to each other; the first other use sums them over the ranks.
+For a Transformer that gives Megatron-LM's division (Shoeybi et al. 2019, section 3) without knowing its architecture.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from thrifty.core.op_flops import FLOPS_OF
+from thrifty.core.tensor_tracing import tensor_bytes
+from thrifty.simulators.cluster.workload import Divided, Work
+
+COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
+"""Elementwise beside what torch itself tags so, or done by the same kernel as what is."""
+WITHIN_A_ROW = frozenset({"_softmax", "_safe_softmax", "_log_softmax"})
+"""What a chain of elementwise operations can end in and still be one kernel."""
+NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
+LOOKUPS = frozenset({"embedding", "index_select"})
+
+
+class Place(Enum):
+    """Where a tensor is among the ranks of a tensor group."""
+
+    WHOLE = "on each"
+    SPLIT = "divided"
+    PARTIAL = "to be summed"
+    WEIGHT = "a parameter"
+
+
+@dataclass
+class Held:
+    """One storage: its bytes, where it is, and who makes and reads it."""
+
+    bytes: float
+    place: Place
+    core: bool = False
+    """Made of attention's scores, before they meet the values."""
+    made_by: int | None = None
+    read_by: list[int] = field(default_factory=list)
+    saved: bool = False
+
+
+@dataclass
+class Operation:
+    section: str
+    flops: float
+    place: Place
+    chained: bool
+    """Elementwise, so that it can be one kernel with its neighbours."""
+    ends_chain: bool
+    core: bool
+    is_gradient: bool
+    """A product that makes the gradient of a weight."""
+    reads: list[tuple[int, float]]
+    writes: list[tuple[int, float]]
+    reduced: list[float]
+    products: int
+    """How many products came before: a chain of elementwise operations does not reach across one."""
+
+
+class Trace(TorchDispatchMode):
+    """Writes down the operations run inside it under the name of the section they belong to; "" is not written."""
+
+    def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()):
+        super().__init__()
+        self.section = ""
+        self.operations: list[Operation] = []
+        self.held: dict[int, Held] = {}
+        self.products = 0
+        self.alive: list[Tensor] = []  # so that no storage's address is used twice
+        self.saved_in: dict[str, dict[int, None]] = {}
+        self.weights_read: dict[int, set[str]] = {}
+        self.shapes: set[tuple[int, ...]] = set()
+        for parameter in parameters:
+            self._hold(parameter, Place.WEIGHT)
+            self.shapes |= {tuple(parameter.shape), tuple(parameter.shape[::-1])}
+        for buffer in buffers:
+            self._hold(buffer, Place.WHOLE)
+        self.there_anyway = frozenset(self.held)
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """For `saved_tensors_hooks`: what autograd keeps in this section."""
+        key = _key(tensor)
+        if self.section and key in self.held and key not in self.there_anyway:
+            self.held[key].saved = True
+            self.saved_in.setdefault(self.section, {})[key] = None
+        return tensor
+
+    def given(self, tensors: Iterable[Tensor]) -> None:
+        """Activations that come in from outside of a section: whole."""
+        for tensor in tensors:
+            self._hold(tensor, Place.WHOLE)
+
+    def leaves(self, tensor: Tensor) -> None:
+        """A tensor leaves the section: partial sums are summed."""
+        held = self.held[_key(tensor)]
+        if held.place is Place.PARTIAL and held.made_by is not None:
+            held.place = Place.WHOLE
+            self.operations[held.made_by].reduced.append(held.bytes)
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.section:
+            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+            addresses = {_key(tensor) for tensor in given}
+            is_view = not func._schema.is_mutable and all(_key(tensor) in addresses for tensor in made)
+            if made and not is_view:
+                formula = FLOPS_OF.get(func.overloadpacket)
+                flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+                self._record(func, flops, given, made)
+        return result
+
+    def _record(self, func: Any, flops: float, given: list[Tensor], made: list[Tensor]) -> None:
+        name = func.overloadpacket.__name__
+        self.given(given)
+        sources = {_key(tensor): self.held[_key(tensor)] for tensor in given}
+        activations = [held for held in sources.values() if held.place is not Place.WEIGHT]
+        weighted = len(activations) < len(sources)
+        for key, held in sources.items():
+            if held.place is Place.WEIGHT:
+                self.weights_read.setdefault(key, set()).add(self.section)
+        if not activations and sources:  # a weight in another format is still one
+            for tensor in made:
+                self._hold(tensor, Place.WEIGHT)
+            return
+        reduced = self._summed(name, activations)
+        place = self._place(name, flops > 0 and weighted, activations, made)
+        is_gradient = flops > 0 and not weighted and tuple(made[0].shape) in self.shapes
+        # the first product of two activations makes scores, the next takes them to the values
+        makes_scores = flops > 0 and not weighted and not is_gradient and "scaled_dot_product" not in name
+        had_core = any(held.core for held in activations)
+        core = had_core if flops == 0 else makes_scores and not had_core
+        number = len(self.operations)
+        operation = Operation(
+            self.section,
+            flops,
+            Place.SPLIT if flops else place,  # every product is divided, by columns or by rows
+            chained=torch.Tag.pointwise in func.tags or name in COPIES,
+            ends_chain=name in WITHIN_A_ROW,
+            core=core,
+            is_gradient=is_gradient,
+            reads=[(_key(t), _seen_bytes(t)) for t in given if self.held[_key(t)].place is not Place.WEIGHT],
+            writes=[],
+            reduced=reduced,
+            products=self.products,
+        )
+        self.products += flops > 0
+        for key, _ in operation.reads:
+            self.held[key].read_by.append(number)
+        first = given[0].shape if given else None
+        for tensor in made:
+            held = self._hold(tensor, place, core, number)
+            # gradients of weights are not counted here: they are the same for any number of examples
+            if tuple(tensor.shape) not in self.shapes or tensor.shape == first:
+                operation.writes.append((_key(tensor), min(_seen_bytes(tensor), held.bytes)))
+        self.operations.append(operation)
+
+    def _summed(self, name: str, activations: list[Held]) -> list[float]:
+        """Bytes of the partial sums that this operation needs summed."""
+        partial = [held for held in activations if held.place is Place.PARTIAL]
+        only_added = name in ("add", "add_") and len(partial) == len(activations)
+        if not partial or only_added:
+            return []
+        for held in partial:
+            held.place = Place.WHOLE
+        return [held.bytes for held in partial]
+
+    def _place(self, name: str, by_weight: bool, activations: list[Held], made: list[Tensor]) -> Place:
+        places = {held.place for held in activations}
+        if name in LOOKUPS or Place.PARTIAL in places:
+            return Place.PARTIAL
+        if by_weight:
+            return Place.PARTIAL if Place.SPLIT in places else Place.SPLIT
+        if name in NORMS and made[0].ndim <= 3:
+            return Place.WHOLE
+        return Place.SPLIT if Place.SPLIT in places else Place.WHOLE
+
+    def _hold(self, tensor: Tensor, place: Place, core: bool = False, made_by: int | None = None) -> Held:
+        key = _key(tensor)
+        if key not in self.held:
+            self.alive.append(tensor)
+            self.held[key] = Held(float(tensor.untyped_storage().nbytes()), place, core, made_by)
+        return self.held[key]
+
+    def work(self, section: str, only_core: bool = False) -> Work:
+        """The sum over a section's operations."""
+        chosen = [
+            (number, op)
+            for number, op in enumerate(self.operations)
+            if op.section == section and (op.core or not only_core)
+        ]
+        moved, unfused, flops = Divided(), Divided(), Divided()
+        kernels = 0
+        for number, operation in chosen:
+            flops += _placed(operation.flops, operation.place)
+            free = [self._is_free(key, number) for key, _ in operation.reads]
+            kernels += not (any(free) and (operation.chained or operation.ends_chain))
+            for (key, size), is_free in zip(operation.reads, free, strict=True):
+                unfused += _placed(size, self.held[key].place)
+                moved += Divided() if is_free else _placed(size, self.held[key].place)
+            for key, size in operation.writes:
+                unfused += _placed(size, self.held[key].place)
+                moved += Divided() if self._never_written(key, number) else _placed(size, self.held[key].place)
+        sums = [] if only_core else [size for _, operation in chosen for size in operation.reduced]
+        return Work(flops, moved, unfused, kernels, sum(sums), len(sums))
+
+    def _is_free(self, key: int, reader: int) -> bool:
+        """Whether an operation finds a tensor in registers: its maker is elementwise and in the same kernel."""
+        number = self.held[key].made_by
+        if number is None or number == reader:
+            return False
+        maker, reading = self.operations[number], self.operations[reader]
+        if (maker.section, maker.products) != (reading.section, reading.products):
+            return False
+        return maker.chained and (reading.chained or reading.ends_chain)
+
+    def _never_written(self, key: int, maker: int) -> bool:
+        held = self.held[key]
+        return bool(held.read_by) and not held.saved and all(self._is_free(key, reader) for reader in held.read_by)
+
+    def for_weights(self, section: str) -> Divided:
+        """FLOPs of a section's products that make gradients of weights."""
+        made = [op for op in self.operations if op.section == section and op.is_gradient]
+        return sum((_placed(op.flops, op.place) for op in made), Divided())
+
+    def saved(self, section: str, only_core: bool = False) -> Divided:
+        """Bytes that autograd keeps of a section."""
+        kept = [held for key in self.saved_in.get(section, {}) if (held := self.held[key]).place is not Place.WEIGHT]
+        return sum((_placed(h.bytes, h.place) for h in kept if h.core or not only_core), Divided())
+
+
+def _placed(amount: float, place: Place) -> Divided:
+    return Divided(split=amount) if place is Place.SPLIT else Divided(whole=amount)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _seen_bytes(tensor: Tensor) -> float:
+    """Of the elements that there are: those repeated by a stride of zero are read once."""
+    return float(min(tensor_bytes(tensor), tensor.untyped_storage().nbytes()))

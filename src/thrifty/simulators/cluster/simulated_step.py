@@ -1,0 +1,128 @@
+"""One training step on a cluster, simulated: how long it takes and why, and what each rank holds.
+
+All data ranks do the same at the same time, and so do the ranks of a tensor group: one pipeline is played, whatever the
+number of ranks. A step is the pipeline's schedule, what the data ranks exchange that does not hide behind it, and the
+optimizer. A collective inside a block holds up its rank; messages between stages do not.
+"""
+
+from collections.abc import Sequence
+
+from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, Stage, check_ranks, cut, micro_batches
+from thrifty.simulators.cluster.device_efficiency import Rates
+from thrifty.simulators.cluster.network_topology import Cluster
+from thrifty.simulators.cluster.pipeline_events import Timeline, play
+from thrifty.simulators.cluster.pipeline_schedules import placement, schedule
+from thrifty.simulators.cluster.rank_memory import (
+    MOMENTS,
+    WEIGHT,
+    RankMemory,
+    activation_bytes,
+    recomputed_bytes,
+    state_bytes,
+)
+from thrifty.simulators.cluster.step_costs import Costs
+from thrifty.simulators.cluster.step_report import Seconds, StepReport
+from thrifty.simulators.cluster.workload import Workload
+
+
+def simulate(
+    workload: Workload, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates | None = None
+) -> StepReport:
+    """One step of a workload on a cluster. Raises UsageError or Infeasible for sizes that do not go together; what does
+    not fit a device's memory is reported, not refused."""
+    check_ranks(mesh, cluster)
+    return _Step(workload, cluster, mesh, settings, rates or Rates()).report()
+
+
+class _Step:
+    def __init__(self, workload: Workload, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates):
+        self.workload, self.mesh, self.settings, self.device = workload, mesh, settings, cluster.device
+        self.parts = micro_batches(mesh, settings)
+        self.orders = schedule(settings.schedule, mesh.pipeline, self.parts, mesh.chunks)
+        self.places = placement(self.orders)
+        self.stages = cut(workload, mesh.stages)
+        self.costs = Costs(cluster, mesh, settings, rates)
+        self.actions = [self.costs.actions(stage) for stage in self.stages]
+
+    def report(self) -> StepReport:
+        timeline = self._play(self.costs.transfer(self.stages))
+        stage_bytes = tuple(self._kept(stage) for stage in self.stages)
+        return StepReport(
+            self.workload,
+            self.mesh,
+            self.settings,
+            self.parts,
+            self._seconds(timeline),
+            self.device.rate(self.settings.number_format),
+            tuple(self._memory(timeline, rank, stage_bytes) for rank in range(self.mesh.pipeline)),
+            timeline,
+            stage_bytes,
+        )
+
+    def _play(self, transfer: float) -> Timeline:
+        taken = [{kind: action.total for kind, action in stage.items()} for stage in self.actions]
+        return play(self.orders, lambda action: taken[action.stage][action.kind], lambda source, target: transfer)
+
+    def _seconds(self, timeline: Timeline) -> Seconds:
+        busiest = max(range(self.mesh.pipeline), key=timeline.busy)
+        actions = [self.actions[event.action.stage][event.action.kind] for event in timeline.by_rank[busiest]]
+        computed = self._play(0.0).makespan if self.mesh.pipeline > 1 else timeline.makespan
+        reduced = max(self._reduced(timeline, rank) for rank in range(self.mesh.pipeline))
+        numbers = max(self._numbers(rank) for rank in range(self.mesh.pipeline))
+        first = timeline.by_rank[0][0]
+        hidden = first.end - first.start if self.settings.overlap else 0.0
+        return Seconds(
+            compute=sum(action.compute for action in actions),
+            tensor=sum(action.tensor for action in actions),
+            bubble=computed - timeline.busy(busiest),
+            transfers=timeline.makespan - computed,
+            data=sum(action.data for action in actions)
+            + (reduced - timeline.makespan)
+            + max(self.costs.gathering(numbers) - hidden, 0.0),
+            optimizer=self.costs.update(numbers),
+        )
+
+    def _reduced(self, timeline: Timeline, rank: int) -> float:
+        """When a pipeline rank's gradients are summed over the data ranks: stage by stage, each from when the first of
+        its parts has its last gradient; without overlap after everything."""
+        events = timeline.by_rank[rank]
+        done, total = 0.0, 0.0
+        last = {event.action.stage: event for event in events if event.action.kind in ("B", "W")}
+        for stage, event in sorted(last.items(), key=lambda pair: pair[1].end):
+            taken = self.costs.reduction(self.stages[stage])
+            total += taken
+            pieces = len(self.stages[stage].parts)
+            begun = event.start + (event.end - event.start) / pieces
+            done = max(max(done, begun) + taken, event.end + taken / pieces)
+        if not self.settings.overlap:
+            done = events[-1].end + total
+        is_tied = self.places[0] != self.places[-1]
+        return max(done, timeline.makespan) + (self.costs.tied(self.workload.shared) if is_tied else 0.0)
+
+    def _own(self, rank: int) -> list[int]:
+        return [stage for stage, place in enumerate(self.places) if place == rank]
+
+    def _numbers(self, rank: int) -> float:
+        """Parameters on a rank, a tied embedding on both sides of the model counted where each is."""
+        own = self._own(rank)
+        has_copy = self.mesh.stages - 1 in own and 0 not in own
+        numbers = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)
+        return numbers + (self.workload.shared / self.mesh.tensor if has_copy else 0.0)
+
+    def _kept(self, stage: Stage) -> float:
+        return activation_bytes(stage.parts, self.mesh.tensor, self.settings)
+
+    def _memory(self, timeline: Timeline, rank: int, stage_bytes: Sequence[float]) -> RankMemory:
+        settings, tensor, own = self.settings, self.mesh.tensor, [self.stages[stage] for stage in self._own(rank)]
+        gathered = 0.0
+        if settings.zero == 3:
+            largest = max(part.parameters.per_rank(tensor) for stage in own for part in stage.parts)
+            gathered = largest * (WEIGHT + settings.gradient_bytes)
+        sizes = {"weight": WEIGHT, "gradient": settings.gradient_bytes, "optimizer": MOMENTS}
+        return RankMemory(
+            rank,
+            state_bytes(self._numbers(rank), settings.zero, self.mesh.shard, **sizes),
+            activations=timeline.peak(rank, lambda stage: stage_bytes[stage]),
+            temporary=max(recomputed_bytes(stage.parts, tensor, settings) for stage in own) + gathered,
+            limit=self.device.memory,
+        )

@@ -1,0 +1,135 @@
+"""Seconds of the pieces of a step: each kind of action on each stage, what goes between stages, and what the data ranks
+exchange."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from thrifty.simulators.cluster import collective_times
+from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, Stage
+from thrifty.simulators.cluster.device_efficiency import Rates, seconds
+from thrifty.simulators.cluster.network_topology import Cluster
+from thrifty.simulators.cluster.rank_memory import MOMENTS, WEIGHT
+from thrifty.simulators.cluster.workload import Part, Work
+
+
+@dataclass(frozen=True)
+class ActionSeconds:
+    compute: float
+    tensor: float
+    """In collectives of the tensor group, which hold up a rank."""
+    data: float
+    """Waiting for collectives over the data ranks."""
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.tensor + self.data
+
+
+class Costs:
+    """Prices of one layout on one cluster; those of an action are worked out once for stages that are alike."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates):
+        self.mesh, self.settings, self.rates, self.device = mesh, settings, rates, cluster.device
+        between = replace(cluster.between, bandwidth=cluster.between.bandwidth * rates.links)
+        self.groups = mesh.groups(replace(cluster, between=between))
+        self.known: dict[tuple[int, ...], dict[str, ActionSeconds]] = {}
+
+    def actions(self, stage: Stage) -> dict[str, ActionSeconds]:
+        """Of each kind of action on a stage."""
+        kind = tuple(map(id, stage.parts))
+        if kind not in self.known:
+            self.known[kind] = self._actions(stage)
+        return self.known[kind]
+
+    def _actions(self, stage: Stage) -> dict[str, ActionSeconds]:
+        recompute = self.settings.recompute
+        forward, forward_sums = self._passes((part, part.forward, 1) for part in stage.parts)
+        again, again_sums = self._passes((part, part.again(recompute), 1) for part in stage.parts)
+        backward, backward_sums = self._passes((part, part.backward, 2) for part in stage.parts)
+        weights, _ = self._passes((part, Work(flops=part.for_weights), 1) for part in stage.parts)
+        compute, tensor = again + backward, again_sums + backward_sums
+        weights = min(weights, compute)
+        gather, scatter = self._per_micro_batch(stage)
+        return {
+            "F": self._waiting(forward, forward_sums, gather),
+            "B": self._waiting(compute, tensor, gather + scatter),
+            "I": self._waiting(compute - weights, tensor, gather),
+            "W": self._waiting(weights, 0.0, scatter),
+        }
+
+    def _passes(self, passes: Iterable[tuple[Part, Work, int]]) -> tuple[float, float]:
+        """Seconds of computing, and in the tensor group's collectives, of one micro-batch; the weights of each part are
+        read or written so many times."""
+        given = [(part, work, times) for part, work, times in passes if work != Work()]
+        computing = sum(self._computing(*each) for each in given)
+        return computing, sum(self._summing(work) for _, work, _ in given)
+
+    def _computing(self, part: Part, work: Work, touches: int) -> float:
+        weights = part.parameters.per_rank(self.mesh.tensor) * WEIGHT * touches if work.flops.total else 0.0
+        return seconds(
+            work,
+            self.settings.micro_batch,
+            self.device,
+            self.rates,
+            number_format=self.settings.number_format,
+            tensor=self.mesh.tensor,
+            sequence_parallel=self.settings.sequence_parallel,
+            weights=weights,
+            fused=self.settings.fused,
+        )
+
+    def _summing(self, work: Work) -> float:
+        if not work.reduces:
+            return 0.0
+        size = work.reduced / work.reduces * self.settings.micro_batch
+        kinds = ("reduce_scatter", "all_gather") if self.settings.sequence_parallel else ("all_reduce",)
+        return work.reduces * sum(self._collective(kind, size, "tensor") for kind in kinds)
+
+    def _collective(self, kind: str, size: float, axis: str) -> float:
+        group = self.groups[axis]
+        return collective_times.seconds(kind, size, group) if group.size > 1 and size else 0.0
+
+    def _per_micro_batch(self, stage: Stage) -> tuple[float, float]:
+        """Seconds of gathering a stage's weights for a pass, block by block, and of reducing its gradients after it."""
+        zero, gather, scatter = self.settings.zero, 0.0, 0.0
+        for part in stage.parts:
+            numbers = part.parameters.per_rank(self.mesh.tensor)
+            gather += self._collective("all_gather", numbers * WEIGHT, "shard") if zero == 3 else 0.0
+            size = numbers * self.settings.gradient_bytes
+            scatter += self._collective("reduce_scatter", size, "shard") if zero >= 2 else 0.0
+        return gather, scatter
+
+    def _waiting(self, compute: float, tensor: float, data: float) -> ActionSeconds:
+        hidden = compute + tensor if self.settings.overlap else 0.0
+        return ActionSeconds(compute, tensor, max(data - hidden, 0.0))
+
+    def transfer(self, stages: Sequence[Stage]) -> float:
+        """Of hidden states, or their gradients, from stage to stage."""
+        size = max(stage.entry for stage in stages) * self.settings.micro_batch
+        if not (self.settings.scatter or self.settings.sequence_parallel):
+            return self._collective("send", size, "neighbours")
+        gathering = 0.0 if self.settings.sequence_parallel else self._collective("all_gather", size, "tensor")
+        return self._collective("send", size / self.mesh.tensor, "neighbours") + gathering
+
+    def reduction(self, stage: Stage) -> float:
+        """Of a stage's gradients over the data ranks, as far as that is done once in a step."""
+        size = stage.parameters(self.mesh.tensor) * self.settings.gradient_bytes
+        if self.settings.zero == 0:
+            return self._collective("all_reduce", size, "data")
+        scattered = self._collective("reduce_scatter", size, "shard") if self.settings.zero == 1 else 0.0
+        return scattered + self._collective("all_reduce", size / self.mesh.shard, "replicate")
+
+    def tied(self, shared: float) -> float:
+        """Of summing the gradient of so many parameters that the first and the last stage share."""
+        return self._collective("all_reduce", shared / self.mesh.tensor * self.settings.gradient_bytes, "ends")
+
+    def update(self, numbers: float) -> float:
+        """Of the optimizer's pass over the state of a rank with so many parameters: its state is read and written, a
+        gradient read for its norm and for the update, a weight written."""
+        own = numbers / (self.mesh.shard if self.settings.zero else 1)
+        moved = own * (2 * MOMENTS + 2 * self.settings.gradient_bytes + WEIGHT)
+        return moved / (self.device.bandwidth * self.rates.memory)
+
+    def gathering(self, numbers: float) -> float:
+        """Of bringing together the weights that the optimizer wrote in pieces."""
+        return self._collective("all_gather", numbers * WEIGHT, "shard") if self.settings.zero in (1, 2) else 0.0

@@ -1,0 +1,110 @@
+"""A timeline to look at: as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, and as a picture."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import altair as alt
+import vl_convert
+
+from thrifty.simulators.cluster.pipeline_events import Event, Timeline
+
+MICROSECOND = 1e-6
+"""The unit of time of a trace, which has three digits behind it."""
+
+WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+COLOURS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
+"""Of Okabe and Ito (2008), for any colour vision; thinned, so that ink can be read on them."""
+INK = "#1b2026"
+
+MOST_RANKS, MOST_BARS = 32, 8000
+"""A picture shows so many ranks at most, evenly chosen, the first and the last among them; fewer where they do much."""
+MOST_LABELS = 600
+"""With more events than this, micro-batches are not numbered."""
+
+
+def trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline in Chrome's trace event format: a row a rank, an event an action, arrows for transfers, and a curve
+    of how many micro-batches each rank holds."""
+    events: list[dict[str, Any]] = []
+    for rank in range(timeline.ranks):
+        events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        events += map(_slice, timeline.by_rank[rank])
+        for time, held in timeline.live(rank):
+            events.append(_at("C", time, rank, name=f"held by rank {rank}", args={"micro-batches": held}))
+    for number, (source, target, action, start, end) in enumerate(timeline.transfers):
+        name = "activations" if action.kind == "F" else "gradients"
+        events.append(_at("s", start, source, name=name, cat="transfer", id=number))
+        events.append(_at("f", end, target, name=name, cat="transfer", id=number))
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(timeline: Timeline, path: Path) -> None:
+    """Write the trace as a JSON file."""
+    path.write_text(json.dumps(trace(timeline), separators=(",", ":")), encoding="utf-8")
+
+
+def _slice(event: Event) -> dict[str, Any]:
+    rank, (kind, stage, part), start, end = event
+    described = {"stage": stage, "micro-batch": part}
+    return _at("X", start, rank, name=f"{kind}{part}", cat=WORDS[kind], dur=_ticks(end - start), args=described)
+
+
+def _at(phase: str, time: float, rank: int, **rest: Any) -> dict[str, Any]:
+    return {"ph": phase, "ts": _ticks(time), "pid": 0, "tid": rank, **rest}
+
+
+def _ticks(seconds: float) -> float:
+    return round(seconds / MICROSECOND, 3)
+
+
+def chart(timeline: Timeline) -> alt.LayerChart:
+    """Ranks as rows, actions as bars along the time; what is white is the bubble."""
+    ranks = _chosen(timeline)
+    rows = [_row(event) for rank in ranks for event in timeline.by_rank[rank]]
+    kinds = [kind for kind in WORDS if any(row["kind"] == WORDS[kind] for row in rows)]
+    scale = alt.Scale(domain=[WORDS[kind] for kind in kinds], range=[COLOURS[kind] for kind in kinds])
+    legend = alt.Legend(title=None, orient="top", symbolOpacity=0.7)
+    base = alt.Chart(alt.Data(values=rows)).encode(y=alt.Y("rank:O", title="rank"))
+    bars = base.mark_bar(aria=False, height={"band": 0.8}).encode(
+        x=alt.X("start:Q", title="seconds", scale=alt.Scale(nice=False, domainMax=timeline.makespan or 1)),
+        x2="end:Q",
+        color=alt.Color("kind:N", scale=scale, legend=legend),
+        opacity=alt.Opacity("shade:Q", scale=None),
+    )
+    layers = [bars]
+    if len(rows) <= MOST_LABELS:
+        labels = base.mark_text(color=INK, fontSize=10, aria=False)
+        layers.append(labels.encode(x=alt.X("middle:Q"), text="part:N"))
+    return alt.layer(*layers).properties(width=960, height=max(24 * len(ranks), 60))
+
+
+def _chosen(timeline: Timeline) -> list[int]:
+    longest = max(map(len, timeline.by_rank))
+    count = min(timeline.ranks, MOST_RANKS, max(MOST_BARS // max(longest, 1), 2))
+    return sorted({round(place * (timeline.ranks - 1) / max(count - 1, 1)) for place in range(count)})
+
+
+def _row(event: Event) -> dict[str, Any]:
+    rank, (kind, stage, part), start, end = event
+    shade = 0.75 if part % 2 else 0.5
+    place: Mapping[str, float] = {"start": start, "end": end, "middle": (start + end) / 2}
+    return {"rank": rank, "kind": WORDS[kind], "stage": stage, "part": part, "shade": shade, **place}
+
+
+def picture(timeline: Timeline, title: str, kind: Literal["png", "svg"] = "svg") -> bytes:
+    """The chart on white."""
+    heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
+    spec = {**chart(timeline).to_dict(), "padding": 20, "background": "#ffffff", "title": heading}
+    look = {"vl_version": alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0], "allowed_base_urls": []}
+    look["config"] = {"view": {"stroke": None}, "axis": {"grid": False}, "font": "sans-serif"}
+    if kind == "png":
+        return vl_convert.vegalite_to_png(spec, scale=2, **look)
+    return vl_convert.vegalite_to_svg(spec, **look).encode()
+
+
+def _caption(timeline: Timeline) -> str:
+    drawn = len(_chosen(timeline))
+    left_out = f", {drawn} of {timeline.ranks} ranks shown" if drawn < timeline.ranks else ""
+    return f"{timeline.makespan:.4g} s, bubble {timeline.bubble:.1%}{left_out}"

@@ -1,0 +1,223 @@
+"""The workload of any model, traced on fake tensors: each kind of block once, whatever its size or number.
+
+A model is any module that keeps its blocks in a `nn.ModuleList`. No memory is taken and nothing is computed; a model of
+10^12 parameters takes about a second.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from thrifty.core.errors import Refused
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.simulators.cluster.gpu_op_forms import as_on_gpus
+from thrifty.simulators.cluster.sharded_op_trace import Trace
+from thrifty.simulators.cluster.workload import Divided, Part, Workload
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+"""The loss of a model on tokens (1, t)."""
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Cross-entropy on the logits of `model.logits`, or on what the model gives where it has no such method."""
+    given = getattr(model, "logits", model)(tokens)
+    return cross_entropy(getattr(given, "logits", given), tokens)
+
+
+def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of logits (1, t, v) on tokens (1, t), in float32."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten())
+
+
+def traced(
+    name: str,
+    build: Callable[[], nn.Module],
+    length: int,
+    *,
+    loss: Loss = next_token_loss,
+    flash: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Workload:
+    """The workload of the model that `build` makes, on examples of `length` tokens.
+
+    `flash` says whether attention keeps nothing of the size of its scores. Raises Refused for a model without a list of
+    blocks, or one that does not call them. Blocks count as alike when their class and the shapes of their parameters
+    and inputs are.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _default(dtype), torch.random.fork_rng(devices=[]):
+        model = build().train()
+        _as_fake(model, dtype)
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        return _Tracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
+
+
+@dataclass
+class _Tracing:
+    """A forward pass in which the first block of each kind is traced by itself, and all others only pass on what comes
+    in: what is left of the pass is the embedding and the head."""
+
+    model: nn.Module
+    flash: bool
+    trace: Trace = field(init=False)
+    blocks: list[Part] = field(default_factory=list)
+    known: dict[Any, tuple[Part, Any]] = field(default_factory=dict)
+    counted: set[int] = field(default_factory=set)
+    cut: tuple[Tensor, Tensor] | None = None
+    """Hidden states as the embedding gives them, and as the first block is given them."""
+
+    def __post_init__(self) -> None:
+        self.trace = Trace(self.model.parameters(), self.model.buffers())
+        for stack_name, stack in find_stacks(self.model).items():
+            for block in stack:
+                wrap_forward(block, partial(self._run, stack_name))
+
+    def workload(self, name: str, loss: Callable[[], Tensor], length: int, itemsize: int) -> Workload:
+        trace = self.trace
+        with self._watching():
+            trace.section = "embedding forward"
+            result = loss()
+            trace.section = ""
+            if self.cut is None:
+                raise Refused(f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one")
+            given, entry = self.cut
+            outside = [p for p in self.model.parameters() if id(p) not in self.counted]
+            of_entry = self._backward("head backward", result, [entry, *outside], torch.ones_like(result))
+            if given.requires_grad:
+                # no gradient comes where another stack took what the first made: its blocks passed on something else
+                gradient = torch.empty_like(given) if of_entry is None else of_entry
+                self._backward("embedding backward", given, outside, gradient)
+        shared, embedding, head = self._outside(outside)
+        size = float(entry.numel() * entry.element_size())
+        return Workload(
+            name,
+            tuple(self.blocks),
+            self._part("embedding", embedding, entry=8.0 * length, is_block=False),
+            self._part("head", head, entry=size, is_block=False),
+            length,
+            itemsize,
+            shared,
+        )
+
+    def _run(self, stack: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not args:  # some give everything by name, what is hidden first
+            name, *_ = kwargs
+            args = (kwargs.pop(name),)
+        hidden, *others = args
+        if self.cut is None:
+            # another graph from here on, so that the head's backward pass ends where the blocks' begins
+            self.trace.leaves(hidden)
+            self.cut = hidden, hidden.detach().requires_grad_()
+            self.trace.section, hidden = "head forward", self.cut[1]
+        kind = (stack, type(block), *map(_likeness, tree_leaves((tuple(block.parameters()), args, kwargs))))
+        if kind not in self.known:
+            self.known[kind] = self._trace_block(inner, block, (hidden, *others), kwargs)
+        part, result = self.known[kind]
+        numbers = list(block.parameters())
+        is_repeat = bool(numbers) and all(id(p) in self.counted for p in numbers)
+        self.counted |= {id(p) for p in numbers}
+        self.blocks.append(replace(part, parameters=Divided()) if is_repeat else part)
+        return (hidden, *result[1:]) if isinstance(result, tuple) else hidden
+
+    def _trace_block(self, inner: Callable[..., Any], block: nn.Module, args: tuple, kwargs: dict) -> tuple[Part, Any]:
+        trace, around = self.trace, self.trace.section
+        name = f"block {len(self.known)}"
+        trace.section = ""
+        args, kwargs = tree_map(_leaf, (args, kwargs))
+        trace.given([value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)])
+        trace.section = f"{name} forward"
+        result = inner(*args, **kwargs)
+        out = result[0] if isinstance(result, tuple) else result
+        wanted = [value for value in tree_leaves((args, kwargs, tuple(block.parameters()))) if _learns(value)]
+        self._backward(f"{name} backward", out, wanted, torch.empty_like(out))
+        trace.section = around
+        entry = float(args[0].numel() * args[0].element_size())
+        parameters = sum((_division(p) for p in block.parameters()), Divided())
+        return self._part(name, parameters, entry), result
+
+    def _backward(self, section: str, result: Tensor, wanted: list[Tensor], gradient: Tensor | None) -> Tensor | None:
+        self.trace.section = ""
+        if gradient is not None:
+            self.trace.given([gradient])
+        self.trace.section = section
+        found = torch.autograd.grad(result, wanted, gradient, allow_unused=True)
+        self.trace.section = ""
+        return found[0]
+
+    def _part(self, name: str, parameters: Divided, entry: float, is_block: bool = True) -> Part:
+        forward, backward, trace = f"{name} forward", f"{name} backward", self.trace
+        return Part(
+            name,
+            parameters,
+            trace.work(forward),
+            trace.work(backward),
+            saved=trace.saved(forward),
+            entry=entry,
+            for_weights=trace.for_weights(backward),
+            core=trace.work(forward, only_core=True),
+            core_saved=trace.saved(forward, only_core=True),
+            is_block=is_block,
+        )
+
+    def _outside(self, parameters: list[Tensor]) -> tuple[float, Divided, Divided]:
+        """Parameters of both sides of the blocks, and those that the embedding shares with the head."""
+        shared, embedding, head = 0.0, Divided(), Divided()
+        for parameter in parameters:
+            readers = self.trace.weights_read.get(parameter.untyped_storage()._cdata, set())
+            first = "embedding forward" in readers
+            embedding += _division(parameter) if first else Divided()
+            head += Divided() if first else _division(parameter)
+            shared += parameter.numel() if first and "head forward" in readers else 0.0
+        return shared, embedding, head
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.trace.save, lambda tensor: tensor)
+        with as_on_gpus(self.flash), self.trace, hooks:
+            yield
+
+
+def _division(parameter: Tensor) -> Divided:
+    """Matrices are split; what is added or scales is small, and left whole."""
+    return Divided(split=parameter.numel()) if parameter.ndim > 1 else Divided(whole=parameter.numel())
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _likeness(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _as_fake(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters in the number format of the run, and none of them real: a folder's may have been loaded."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (parameter.dtype != dtype or not hasattr(parameter, "fake_mode")):
+                shape = tuple(parameter.shape)
+                module._parameters[name] = made.setdefault(id(parameter), nn.Parameter(torch.empty(shape, dtype=dtype)))

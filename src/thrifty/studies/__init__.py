@@ -1,1 +1,0 @@
-"""Experiments of many small runs: what a study is, how it is run, summarised, drawn, kept and compared."""

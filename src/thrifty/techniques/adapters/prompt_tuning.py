@@ -1,0 +1,143 @@
+"""Prompt tuning: a few vectors in front of the embedded text are all that is trained.
+
+Paper     Lester, Al-Rfou and Constant 2021, The Power of Scale for Parameter-Efficient Prompt Tuning (arXiv
+          2104.08691), section 2.
+Promise   k · d trained numbers for a frozen model. Equal to peft's prompt tuning, outputs and gradients, on GPT-2 and
+          Llama models of transformers and on ours.
+Cost      every sequence is k tokens longer inside the model; the gradient passes through all frozen blocks.
+Does not  change the length of what the model gives: the hidden states of virtual tokens are cut off again, so that
+          objectives and heads see the real tokens alone.
+Avoid     on small models: the paper finds that the gap to full tuning closes only at billions of parameters.
+Note      the learning rate is large: the paper has 0.3, constant, with Adafactor. Virtual tokens take the first k
+          positions, and the real ones those after them, so k and the length of the text must fit the model together.
+          Each sequence gets one prompt, packed documents share it. With an encoder–decoder the encoder gets it.
+          Against a prefix of the same length it learned little of a small frozen model: adapters.prefix_tuning has
+          figures.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.errors import Refused, UsageError
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.setting_bounds import Positive
+from thrifty.modeling.adapter_base import Adapter, names_ending, train_only
+from thrifty.modeling.embeddings import stack_behind, token_tables
+from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.techniques.adapters._virtual_tokens import (
+    common_path,
+    input_names,
+    named_inputs,
+    position_limit,
+    refuse_beyond,
+    room_in_masks,
+)
+
+Start = Literal["words", "random"]
+
+
+def lengthen(tokens: Tensor, count: int) -> Tensor:
+    """Tokens (b, t) behind `count` virtual ones, (b, count + t): the numbers -1, -2, … stand for rows of the prompt."""
+    virtual = -1 - torch.arange(count, device=tokens.device, dtype=tokens.dtype)
+    return torch.cat((virtual.expand(len(tokens), -1), tokens), 1)
+
+
+def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
+    """`words` (b, t, d), the embedding of the tokens that are real, with the prompt's rows (k, d) at virtual ones."""
+    rows = F.embedding((-1 - tokens).clamp(min=0), prompt)
+    return torch.where((tokens < 0)[..., None], rows.to(words.dtype), words)
+
+
+@torch.no_grad()
+def first_values(table: Tensor, count: int, start: Start, generator: torch.Generator) -> Tensor:
+    """A prompt (k, d): rows of the vocabulary's table, each once as long as there are enough, or uniform in ±0.5."""
+    if start == "random":
+        return table.new_empty(count, table.shape[1]).uniform_(-0.5, 0.5, generator=generator)
+    rows = torch.randperm(len(table), generator=generator, device=table.device)
+    return table[rows.repeat(-(-count // len(rows)))[:count]].clone()
+
+
+def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
+    """Let a model read every sequence behind a prompt (k, d), which becomes the parameter `prompt` of its table of
+    tokens."""
+    tables, stacks = feeding_tables(model), find_stacks(model)
+    prompt = nn.Parameter(values)
+    for table in tables.values():
+        table.prompt = prompt
+        wrap_forward(table, _embed_with_prompt)
+    path = common_path([*tables, *stacks])
+    body = model.get_submodule(path)
+    body.tokens_name = input_names(body)[0]
+    body.virtual_tokens, body.position_limit = len(values), position_limit(model)
+    body.is_output_cut = len(stacks) == 1
+    wrap_forward(body, _read_with_prompt)
+    note(f"{len(values)} virtual tokens in front of {path or 'the model'}")
+    return prompt
+
+
+def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """The table of tokens in front of the first stack, and the modules that share its weight, by name."""
+    tables, stacks = token_tables(model), find_stacks(model)
+    first = next((t for name, t in tables.items() if stack_behind(name, stacks) == next(iter(stacks))), None)
+    if first is None:
+        raise Refused(
+            f"{type(model).__name__} has no table of tokens to put a prompt beside",
+            fix="use adapters.visual_prompt, which acts on the blocks",
+        )
+    return {name: table for name, table in tables.items() if table.weight is first.weight}
+
+
+def _embed_with_prompt(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
+    return embed(tokens, inner(tokens.clamp(min=0)), table.prompt)
+
+
+def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    given = named_inputs(body, args, kwargs)
+    if given.get(body.tokens_name) is None:
+        raise UsageError("a prompt stands in front of tokens, and none were given", fix=f"give {body.tokens_name}")
+    refuse_beyond(body.position_limit, body.virtual_tokens, given[body.tokens_name].shape[1])
+    output = inner(**_lengthen_inputs(given, body.tokens_name, body.virtual_tokens))
+    return _cut(output, body.virtual_tokens) if body.is_output_cut else output
+
+
+def _lengthen_inputs(given: dict[str, Any], first: str, count: int) -> dict[str, Any]:
+    longer = given | room_in_masks(given, count) | {first: lengthen(given[first], count)}
+    if (positions := given.get("position_ids")) is not None:
+        virtual = torch.arange(count, device=positions.device).expand(len(positions), -1)
+        longer["position_ids"] = torch.cat((virtual, positions + count), 1)
+    if (types := given.get("token_type_ids")) is not None:
+        longer["token_type_ids"] = F.pad(types, (count, 0))
+    return longer
+
+
+def _cut(output: Any, count: int) -> Any:
+    if isinstance(output, Tensor):
+        return output[:, count:]
+    for name in ("last_hidden_state", "logits"):
+        if getattr(output, name, None) is not None:
+            output[name] = output[name][:, count:]
+    return output
+
+
+@dataclass(frozen=True)
+class Prompt(Adapter):
+    tokens: Positive = 20
+    """Virtual tokens, k."""
+    start: Start = "words"
+    """First values: sampled rows of the vocabulary's table, or uniform in ±0.5."""
+    seed: int = 0
+    """Of the first values."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        table = next(iter(feeding_tables(model).values())).weight
+        values = first_values(table.detach(), self.tokens, self.start, keyed_generator(f"{self.seed}/prompt", table))
+        add_prompt(model, values)
+        train_only(model, names_ending(model, "prompt"))
+        return model
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        raise self.refuse_plain("virtual tokens")

@@ -1,0 +1,222 @@
+"""What techniques that replace attention cores have in common: plain attention first where the paper starts with it,
+calibration in passes of their own, and a change at a moment of the run, with what was found in its log.
+
+A run has up to two phases, both in the log. In the second, cores are built of the settings and of what calibration
+found, which are plain numbers: the same on all ranks, and the same again when the run is resumed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.objective import Objective
+from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Positive
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.structural_change import Change
+from thrifty.core.technique import Numerics, Technique
+from thrifty.core.tensor_tracing import unseen
+from thrifty.modeling.attention_sites import AttentionCore, Core, Place, find_places
+from thrifty.modeling.module_surgery import note
+
+Phase = Literal["plain", "chosen"]
+PLAIN, CHOSEN = "plain", "chosen"
+
+
+@dataclass(frozen=True)
+class ReplacedAttention(Technique):
+    """Another attention core from `from_step` on. A subclass says which, in `core`."""
+
+    stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
+    claims = frozenset({"attention core"})
+
+    from_step: Moment = 0
+    """Attention is the plain one up to here."""
+    export_plain: bool = False
+    """Whether the trained weights may be exported as a model with plain attention, which computes something else."""
+
+    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+        """What is to compute the attention there; `found` is what was calibrated, by the names of places."""
+        raise NotImplementedError
+
+    @property
+    def start(self) -> int:
+        """The step before which cores are replaced."""
+        return int(self.from_step)
+
+    def found(self, state: TrainState) -> dict[str, Any]:
+        """What calibration came to, as plain JSON by the names of places."""
+        return {}
+
+    def changes(self, step: int, state: TrainState) -> Change | None:
+        decided = state.decided(self.name, step)
+        if decided is None and step == self.start:
+            decided = {"phase": CHOSEN, "found": self.found(state)}
+        elif decided is None and step == 0:
+            decided = {"phase": PLAIN}
+        if decided is None:
+            return None
+        reason = "attention is the plain one" if decided["phase"] == PLAIN else "attention cores are replaced"
+        return Change(reason, decided, partial(_mark, decided=decided))
+
+    def model(self, model: nn.Module) -> nn.Module:
+        places, decided = find_places(model), getattr(model, "attention_phase", {"phase": CHOSEN})
+        model.attention_places = places
+        for place in places:
+            if decided["phase"] == CHOSEN:
+                place.put(self.core(place, decided.get("found", {})))
+        phase = "replaced" if decided["phase"] == CHOSEN else "plain until the moment"
+        note(f"{len(places)} attention cores, {phase}")
+        return model
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        phase = getattr(model, "attention_phase", {"phase": CHOSEN})["phase"]
+        if phase == CHOSEN:
+            self.refuse_export()
+        for place in model.attention_places:
+            place.take_away()
+        del model.attention_places
+        return model
+
+    def refuse_export(self) -> None:
+        """Raises Refused unless the weights are to be exported for plain attention."""
+        if not self.export_plain:
+            raise Refused(
+                f"{self.name}: the plain architecture attends to everything, and would compute something else with "
+                "these weights",
+                fix=f"--set {self.name}.export_plain=true where that is wanted",
+            )
+
+    def holds(self, state: TrainState) -> None:
+        phases = [entry.decision["phase"] for entry in state.log if entry.technique == self.name]
+        expected = [PLAIN, CHOSEN] if self.start else [CHOSEN]
+        if state.step < self.start:
+            expected = [PLAIN]
+        # the change before a step is made when the step is
+        if phases != expected and not (state.step == self.start and phases == [PLAIN]):
+            raise IntegrityError(f"{self.name}: after {state.step} steps the log has the phases {phases}")
+
+
+def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
+    model.attention_phase = decided
+    return model
+
+
+class Calibrating:
+    """A backward pass before which, in the last steps of plain attention, some examples go through the model and cores
+    are watched. `state` counts calls; what was seen is added up in buffers of the attentions."""
+
+    def __init__(self, inner: Backward, settings: "CalibratedAttention"):
+        self.inner, self.settings = inner, settings
+        # a value that can be read even where only shapes are traced, unlike that of torch.zeros
+        self.state = {"calls": torch.tensor(0)}
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        calls = int(self.state["calls"])
+        self.state["calls"].add_(1)
+        if self.settings.start - self.settings.steps <= calls < self.settings.start:
+            with unseen():
+                self.settings.calibrate(model, objective, batch.rows(0, self.settings.examples))
+        return self.inner(model, objective, batch)
+
+
+@dataclass(frozen=True)
+class CalibratedAttention(ReplacedAttention):
+    """A core that needs numbers of the trained model. A subclass says what is measured at each call, in `measure`, and
+    what the means of that come to, in `settle`."""
+
+    clashes: ClassVar[Mapping[str, str]] = {
+        "depth": "each block is calibrated once, and blocks that are added later are not",
+        "distribution of blocks": "the whole model is calibrated in one pass",
+    }
+
+    from_step: Moment = 0.1
+    """Attention is the plain one up to here, for one step at least."""
+    steps: Positive = 4
+    """Before so many of the last plain steps examples are looked at."""
+    examples: Positive = 8
+    """At most so many of each rank's."""
+
+    @property
+    def start(self) -> int:
+        return max(int(self.from_step), 1)
+
+    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Some numbers (n,) of a call, of which the mean over calls and ranks is wanted."""
+        raise NotImplementedError
+
+    def count(self, model: nn.Module, place: Place) -> int:
+        """How many numbers `measure` gives."""
+        return 1
+
+    def settle(self, place: Place, means: Tensor) -> Any:
+        """What is written to the log, of the means (n,)."""
+        return means.tolist()
+
+    def model(self, model: nn.Module) -> nn.Module:
+        model = super().model(model)
+        model.attention_cores = {}
+        if getattr(model, "attention_phase", {"phase": CHOSEN})["phase"] == PLAIN:
+            for place in model.attention_places:
+                device = next(place.module.parameters()).device
+                count = self.count(model, place)
+                place.module.register_buffer("calibration", torch.zeros(count + 1, dtype=torch.float64, device=device))
+                model.attention_cores[place.name] = Core(place.plain)
+                place.put(model.attention_cores[place.name])
+        return model
+
+    def backward(self, backward: Backward) -> Backward:
+        return Calibrating(backward, self)
+
+    @torch.no_grad()
+    def calibrate(self, model: nn.Module, objective: Objective, batch: Batch) -> None:
+        """One forward pass without dropout, watched; the mean over ranks is added to the buffers."""
+        if not model.attention_cores:  # replaced already: only what a step takes is asked
+            return
+        places: Sequence[Place] = model.attention_places
+        seen: dict[str, list[Tensor]] = {place.name: [] for place in places}
+        for place in places:
+            model.attention_cores[place.name].watch = partial(self._see, place, seen[place.name])
+        training = model.training
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        try:
+            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+                objective.predict(model.eval(), batch)
+        finally:
+            model.train(training)
+            for place in places:
+                model.attention_cores[place.name].watch = None
+        for place in places:
+            if seen[place.name]:
+                mean = mean_over_ranks(torch.stack(seen[place.name]).double().mean(0))
+                place.module.calibration += torch.cat((mean.to(place.module.calibration), mean.new_ones(1)))
+
+    def _see(self, place: Place, seen: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+        seen.append(self.measure(place, q, k, mask).flatten())
+
+    def found(self, state: TrainState) -> dict[str, Any]:
+        if state.model is None:
+            return {}
+        found = {}
+        for place in state.model.attention_places:
+            sums, count = place.module.calibration[:-1], place.module.calibration[-1]
+            if not count:
+                raise IntegrityError(f"{self.name}: {place.name} was not reached while it was calibrated")
+            found[place.name] = self.settle(place, sums / count)
+        return found
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        model = super().finish(model)
+        for module in model.modules():
+            if "calibration" in module._buffers:
+                del module.calibration
+        return model

@@ -1,0 +1,1 @@
+"""Smaller examples first: resolution, patch size, sequence length, low frequencies."""

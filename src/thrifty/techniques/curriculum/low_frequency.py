@@ -1,0 +1,53 @@
+"""Low frequencies first: early steps see images of their low frequencies alone, in as few pixels as these need.
+
+Paper     Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides of 160, 192 and 224 pixels for 60, 20
+          and 20 % of the run (from memory, not verified).
+Promise   cheaper early steps that lose no information below the new resolution: cutting the middle out of the spectrum
+          is an ideal low-pass and a sampling at its rate, with no aliasing. Evaluation always sees full images.
+Cost      two Fourier transforms an image on the processor that loads data; with `compile` each size is compiled once.
+Does not  touch batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which is noted; change the model,
+          which must take smaller images: a ViT interpolates its positions.
+Avoid     where edges must stay sharp: an ideal low-pass rings beside them, and values may leave [0, 1].
+Note      the paper's second half, augmentation that grows stronger, is a matter of the data's settings. Sides are
+          multiples of `multiple`: let it be the side of a patch, or a multiple of it.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from thrifty.core.batches import BatchSource
+from thrifty.core.errors import UsageError
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Bound, Positive
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.kernels.image_resizing import scaled_side
+from thrifty.kernels.low_pass import crop_spectrum
+from thrifty.modeling.image_sizes import resized_images
+
+
+@dataclass(frozen=True)
+class LowFrequency(Technique):
+    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
+    claims = frozenset({"resolution"})
+
+    shares: Annotated[tuple[float, ...], Bound(above=0, most=1)] = (160 / 224, 192 / 224)
+    """Sides of the images in each phase but the last, as shares of the full side; the last phase has full images."""
+    until: tuple[Moment, ...] = (0.6, 0.8)
+    """When each of these phases ends."""
+    multiple: Positive = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.shares) != len(self.until) or list(self.until) != sorted(self.until):
+            raise UsageError(
+                f"{self.name}: {len(self.shares)} shares end at {list(self.until)}",
+                fix="give one rising moment for each share: shares = [0.7, 0.85], until = [0.6, 0.8]",
+            )
+
+    def side_at(self, step: int, side: int) -> int:
+        share = next((share for share, end in zip(self.shares, self.until, strict=True) if step < end), 1.0)
+        return scaled_side(side, share, self.multiple)
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        return resized_images(source, self.side_at, crop_spectrum)

@@ -1,0 +1,129 @@
+"""Progressive patch size: large patches first, which are few, and smaller ones later.
+
+Paper     Beyer et al. 2022, FlexiViT (arXiv 2212.08013), for what becomes of a weight when patches change their size;
+          that a Vision Transformer may begin with large patches is in the survey of Zhuang et al. 2023 (arXiv
+          2302.01107).
+Promise   cheaper early steps: patches of twice the side are a quarter as many. When they become smaller, each gives the
+          token that it gave enlarged, positions are interpolated between those that were learned, and all else goes on.
+          The full images are seen throughout, whatever the size of a patch.
+Cost      the optimizer starts afresh at each change; with `compile` each number of patches is compiled once.
+Does not  touch the blocks, whose weights know nothing of patches.
+Avoid     where details decide early on: curriculum.resolution leaves patches as they are, and blurs the images instead.
+Note      for classifiers and two-tower models of ours, and what is read into them from Hugging Face folders. Sides of
+          images must be multiples of the largest patch. Evaluation before the end is with the patches of that moment;
+          a model that is exported early has patches of the final size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.objective import Objective
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.structural_change import Change
+from thrifty.core.technique import Numerics, Technique
+from thrifty.kernels.image_resizing import resized_patches, resized_positions
+
+PARTS = ("patch", "patch_size", "position", "before", "side")
+"""What a module that cuts images into patches has."""
+
+
+def find_embedding(model: nn.Module) -> tuple[str, Any]:
+    """The module that makes tokens of patches, by name. Raises Refused where there is none, or another that would have
+    to change with it."""
+    found = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
+    if len(found) != 1 or not isinstance(found[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
+        raise Refused(
+            f"{type(model).__name__} is no model of ours that reads images in patches at learned positions",
+            fix="use it on a Vision Transformer, such as --set model.preset=vit-nano",
+        )
+    return found[0]
+
+
+@torch.no_grad()
+def cut_anew(embedding: Any, patch: int) -> None:
+    """Let an embedding cut images into patches of another side, its values resized."""
+    if embedding.side % patch:
+        raise Refused(
+            f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
+            fix="give fewer moments in curriculum.patch_size.at, or other sides: --set data.size",
+        )
+    weight = embedding.patch.weight
+    embedding.patch.weight = nn.Parameter(resized_patches(weight, patch), weight.requires_grad)
+    embedding.patch.kernel_size = embedding.patch.stride = (patch, patch)
+    grid = (embedding.side // patch,) * 2
+    table = resized_positions(embedding.position, grid, embedding.before)
+    embedding.position = nn.Parameter(table.clone(), embedding.position.requires_grad)
+    embedding.patch_size = patch
+
+
+def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
+    """Images of the full size can be cut, or `cut_anew` would have refused; these were made smaller."""
+    (height, width), patch = args[0].shape[-2:], embedding.patch_size
+    if height % patch or width % patch:
+        raise UsageError(
+            f"images made smaller, to {height} x {width} pixels, cannot be cut into patches of {patch} x {patch}, with "
+            "which the run begins",
+            fix=f"let their sides be multiples of {patch}, as by curriculum.resolution.multiple={patch}, or give fewer "
+            "moments in curriculum.patch_size.at",
+        )
+
+
+@dataclass(frozen=True)
+class PatchSize(Technique):
+    stage, numerics = Stage.GROW, Numerics.DIFFERENT
+    claims = frozenset({"patch size"})
+    clashes: ClassVar[Mapping[str, str]] = {"distribution of blocks": "one stage of a pipeline alone knows of patches"}
+
+    at: tuple[Moment, ...] = (0.5,)
+    """When the side of a patch is halved; at first it is so often doubled."""
+
+    def objective(self, objective: Objective) -> Objective:
+        if objective.learns_from == "text":
+            raise Refused("texts have no patches", fix=f"--without {self.name}, or curriculum.sequence_length")
+        return objective
+
+    def changes(self, step: int, state: TrainState) -> Change | None:
+        decided = state.decided(self.name, step)
+        if decided is None and step != 0 and step not in self.at:
+            return None
+        factor = decided["patch_factor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
+
+        def restructure(model: nn.Module) -> nn.Module:
+            _, embedding = find_embedding(model)
+            model.final_patch = embedding.patch_size
+            cut_anew(embedding, embedding.patch_size * factor)
+            if factor > 1:
+                embedding.register_forward_pre_hook(_refuse_uneven_images)
+            return model
+
+        def resize(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
+            if value.ndim == 4:
+                return resized_patches(value, shape[-1])
+            assert state.model is not None
+            before = find_embedding(state.model)[1].before
+            return resized_positions(value, (round((shape[1] - before) ** 0.5),) * 2, before)
+
+        why = "large patches first" if step == 0 else "smaller patches"
+        return Change(why, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
+
+    def finish(self, model: nn.Module) -> nn.Module:
+        """Patches of the final size, as the plain architecture has."""
+        cut_anew(find_embedding(model)[1], model.final_patch)  # type: ignore[arg-type]
+        return model
+
+    def holds(self, state: TrainState) -> None:
+        assert state.model is not None
+        factors = [entry.decision["patch_factor"] for entry in state.log if entry.technique == self.name]
+        _, embedding = find_embedding(state.model)
+        if not factors or embedding.patch_size != state.model.final_patch * factors[-1]:  # type: ignore[operator]
+            raise IntegrityError(
+                f"{self.name}: patches have a side of {embedding.patch_size}, the run's log says "
+                f"{factors[-1] if factors else 'nothing'} times the final {state.model.final_patch}"
+            )

@@ -1,0 +1,39 @@
+"""Sequence-length warm-up: short examples first.
+
+Paper     Li, Zhang & He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084); part of CompoundGrow
+          (Gu et al. 2021, arXiv 2010.12562).
+Promise   cheaper and steadier early steps: attention costs length squared, everything else length.
+Avoid     when tokens, not seconds, are the budget: early steps see fewer of them.
+Note      lengths rise in equal steps and are multiples of `multiple`, so that few shapes are compiled.
+"""
+
+from dataclasses import dataclass
+
+from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.run_relative_settings import Moment
+from thrifty.core.setting_bounds import Positive
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.text_lengths import cut_short, refuse_more_than_tokens
+from thrifty.techniques.curriculum._size_schedule import phased_size
+
+
+@dataclass(frozen=True)
+class SequenceLength(Technique):
+    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
+    claims = frozenset({"sequence length"})
+
+    start: Positive = 64
+    """Tokens per example in the first phase."""
+    until: Moment = 0.3
+    phases: Positive = 4
+    multiple: Positive = 8
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        def shorten(step: int, batch: Batch) -> Batch:
+            refuse_more_than_tokens(batch, self.name)
+            full = batch["tokens"].shape[1] - 1
+            length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
+            return cut_short(batch, length)
+
+        return Mapped(source, shorten)

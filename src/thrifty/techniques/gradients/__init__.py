@@ -1,0 +1,1 @@
+"""Transforms of gradients before the optimizer."""

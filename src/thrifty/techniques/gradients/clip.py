@@ -1,0 +1,26 @@
+"""Clip: scale all gradients together when their joint norm is too large.
+
+Paper     Pascanu, Mikolov & Bengio 2013, On the difficulty of training recurrent neural networks (arXiv 1211.5063).
+Promise   one odd batch cannot throw the parameters away.
+Cost      one pass over the gradients.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.setting_bounds import Bound
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.transform_elements import ClipByGlobalNorm
+
+
+@dataclass(frozen=True)
+class Clip(Technique):
+    stage, numerics = Stage.CLIP, Numerics.DIFFERENT
+
+    largest: Annotated[float, Bound(above=0)] = 1.0
+    """Largest 2-norm of all gradients taken as one vector."""
+
+    def update(self, transform: Transform) -> Transform:
+        return chain(ClipByGlobalNorm(self.largest), transform)

@@ -1,0 +1,39 @@
+"""What a step costs at another size of a model than the one that is there, counted from shapes."""
+
+import math
+from collections.abc import Mapping
+
+from torch import nn
+
+from thrifty.core.batches import Batch
+from thrifty.modeling.embeddings import find_head
+from thrifty.modeling.image_sizes import images_of
+from thrifty.modeling.module_surgery import find_stacks, weight_layers
+from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.modeling.residual_branches import in_width
+
+
+def positions_of(model: nn.Module, batch: Batch) -> int:
+    """How many positions an example of a batch has: tokens that something is predicted of, or an image's patches as
+    the model's first convolution cuts them; 0 for what is neither."""
+    if "tokens" in batch.fields:
+        return batch["tokens"].shape[1] - 1
+    images = images_of(batch)
+    if images is None:
+        return 0
+    strides = [module.stride for module in model.modules() if isinstance(module, nn.Conv2d)]
+    return math.prod(images.shape[-2:]) // math.prod(strides[0] if strides else (1, 1))
+
+
+def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) -> float:
+    """FLOPs of a forward and backward pass of one example of so many positions, with so many blocks of each stack: 6
+    for each weight of a matrix and position, 12 · width · positions² for the attention of a block. Tables cost
+    nothing, a head what its weight does."""
+    stacks, head = find_stacks(model), find_head(model)
+    flops = 6 * positions * head[1].weight.numel() if head else 0.0
+    for stack, depth in depths.items():
+        block = stacks[stack][0]
+        weights = sum(p.numel() for name, p in block.named_parameters() if is_matrix(name, p))
+        width = in_width(next(iter(weight_layers(block).values())))
+        flops += depth * (6 * positions * weights + 12 * width * positions**2)
+    return flops

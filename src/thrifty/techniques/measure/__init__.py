@@ -1,0 +1,1 @@
+"""Measurements of training that change no update."""

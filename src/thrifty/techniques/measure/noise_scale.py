@@ -1,0 +1,148 @@
+"""Gradient noise scale: measures how large a batch still pays.
+
+Paper     McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
+Promise   the note "noise_scale", in examples: the variance of one example's gradient over the squared norm of the mean
+          gradient, B = tr Σ / |G|². At a batch of B a run takes twice the fewest possible steps and twice the fewest
+          possible examples; well below it doubling the batch nearly halves the steps, well above it buys little.
+Cost      every `every` steps the batch goes through in two halves: the same products in smaller pieces, the gradients
+          of both halves at once, and across ranks gradients are summed twice.
+Does not  change the gradient beyond the order of summation (numerics: rounding).
+Note      it grows as the loss falls, so look at its curve, not at one number. The ratio is of two running averages:
+          single measurements are noisy and may be negative. It is that of plain gradients; an optimizer that rescales
+          them has one of its own, of the same size as a rule. A batch whose squared gradient is more than 10 times the
+          running average counts as 10 times it, which is ours: one 1000 times too long would otherwise be all there is
+          to see for some 500 measurements at a momentum of 0.98. At the first measurement there is nothing to go by.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import Refused
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis
+from thrifty.core.objective import Objective
+from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.setting_bounds import Positive, Probability
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.transform_elements import global_norm
+
+MOST = 10.0
+"""By how many times the usual squared gradient that of one batch counts at most."""
+
+
+def signal_and_noise(small: float, big: float, small_batch: float, big_batch: float) -> tuple[float, float]:
+    """Unbiased estimates of |G|², the squared norm of the true gradient, and of tr Σ, the variance of one example's.
+
+    `small` and `big` are the squared norms of mean gradients over batches of two sizes, each of which has the
+    expectation |G|² + tr Σ / batch (McCandlish et al. 2018, appendix A.1).
+    """
+    signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
+    noise = (small - big) / (1 / small_batch - 1 / big_batch)
+    return signal, noise
+
+
+def held_down(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
+    """Signal and noise of a batch, both less in proportion where together they make its squared gradient,
+    signal + noise / batch, more than `MOST` times the usual one."""
+    factor = min(1.0, MOST * usual / size) if (size := signal + noise / batch) > 0 else 1.0
+    return factor * signal, factor * noise
+
+
+def measured_in_halves(
+    backward: Backward, model: nn.Module, objective: Objective, batch: Batch, times: int = 1
+) -> tuple[Outcome, tuple[float, float]]:
+    """A backward pass over each half of the batch, and what the norms of their gradients tell; the gradients left are
+    those of the whole. `times` is how many ranks have as many examples each.
+
+    The small batch is a half; where one has an example more, their harmonic mean, which keeps the estimates unbiased.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    whole, half = len(batch), len(batch) // 2
+    first = backward(model, objective, batch.rows(0, half))
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    second = backward(model, objective, batch.rows(half, whole))
+    halves = (half, kept), (whole - half, [parameter.grad for parameter in parameters])
+    small = sum(squared_norm(gradients) * (whole / rows) ** 2 for rows, gradients in halves) / 2
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    big = squared_norm([parameter.grad for parameter in parameters])
+    small_batch = 2 / (1 / half + 1 / (whole - half))
+    # gradients of a scaled loss are that of the mean times what the weights sum to
+    total = times * float(mean_over_ranks(batch.weight.sum()))
+    signal, noise = signal_and_noise(small, big, times * small_batch, times * whole)
+    return first + second, (signal / total**2, noise / total**2)
+
+
+def squared_norm(gradients: Sequence[Tensor | None]) -> float:
+    return float(global_norm([gradient for gradient in gradients if gradient is not None])) ** 2
+
+
+class Measuring:
+    """A backward pass that is measured now and then. `state` holds how often it was called and both running
+    averages; they start at zero alike, so that their ratio needs no correction."""
+
+    def __init__(self, inner: Backward, every: int, momentum: float):
+        self.inner, self.every, self.momentum = inner, every, momentum
+        self.state = {"calls": torch.zeros((), dtype=torch.int64), "signal": torch.zeros(()), "noise": torch.zeros(())}
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        is_due = int(self.state["calls"]) % self.every == 0
+        self.state["calls"].add_(1)
+        if not is_due:
+            return self.inner(model, objective, batch)
+        if len(batch) < 2:
+            raise Refused("one example on a rank cannot be halved", fix="choose a larger data.batch")
+        outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
+        if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients
+            examples = axis("data").size * len(batch)
+            if (usual := self.usual(examples)) > 0:
+                signal, noise = held_down(signal, noise, examples, usual)
+            for name, value in (("signal", signal), ("noise", noise)):
+                self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)
+        signal, noise = float(self.state["signal"]), float(self.state["noise"])
+        found = {"noise_scale": noise / signal} if signal > 0 else {}
+        return replace(outcome, notes=outcome.notes | found)
+
+    def usual(self, batch: int) -> float:
+        """The squared gradient of a batch by what was measured before this call; 0 where nothing was."""
+        measured = -(-(int(self.state["calls"]) - 1) // self.every)
+        share = 1 - self.momentum**measured  # the averages start at zero
+        return (float(self.state["signal"]) + float(self.state["noise"]) / batch) / share if share > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class NoiseScale(Technique):
+    stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4
+    claims = frozenset({"gradients of half batches"})
+
+    every: Positive = 4
+    """Steps from one measurement to the next."""
+    momentum: Probability = 0.98
+    """Of the running averages, per measurement."""
+
+    def objective(self, objective: Objective) -> Objective:
+        if objective.joint:
+            raise Refused(
+                "an example's loss depends on all of the batch: two halves of it do not make up its gradient",
+                fix=f"--without {self.name}",
+            )
+        return objective
+
+    def backward(self, backward: Backward) -> Backward:
+        return Measuring(backward, self.every, self.momentum)
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        # which steps are measured depends on a count; this is one that is, with half of the activations and the
+        # gradients of one half beside those of the other
+        held = max(footprint.gradients, footprint.activations)
+        return footprint.add(temporary=max(2 * footprint.gradients - held, 0))

@@ -1,0 +1,149 @@
+"""Layer-wise learning-rate decay: the nearer a block is to the input, the slower it learns.
+
+Paper     Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A; for images Bao et al. 2021, BEiT (arXiv 2106.08254)
+          and He et al. 2021, MAE (arXiv 2111.06377), appendix A.2, whose fine-tuning takes 0.75 for ViT-B.
+Promise   of L blocks, block k (counted from 0) learns at `decay` ** (L - k) of the rate, what comes before the blocks
+          at `decay` ** (L + 1), and what follows them, head included, at the rate: BEiT's and MAE's table. Decoupled
+          weight decay shrinks with the rate, as in torch's AdamW with a group for each depth.
+Does not  save anything: it keeps what pre-training has found in the first blocks while a new head is far from right.
+Cost      the optimizer's last kernel is not torch's fused one, since that takes one rate for all.
+Avoid     when training from scratch: the first blocks hardly move. ELECTRA's published code counts one depth more
+          between blocks and head: decay ** (L + 1 - k).
+Note      it is for a model that starts from a trained one (`model.folder`), and there with a rate several times as
+          high as without. Where a model has several stacks of blocks, each is counted from its own end. What comes
+          before the blocks is told by the order and the names in the model; `front` says it where that is wrong, and
+          `explain` tells what was found. A table that is tied to the head counts as what comes before.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import IntegrityError
+from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.setting_bounds import Share, check_pattern
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.embeddings import stack_behind
+from thrifty.modeling.module_surgery import find_stacks, is_under, note
+from thrifty.modeling.parameter_kinds import own_factor, set_own_factor
+
+_BEHIND = re.compile(r"(^|[._])(final|post|out|head|heads|lm_head|embed_out|logit|scale|classifier|pooler)([._]|$)")
+_TABLE = re.compile(r"embed|position|wte|wpe")
+
+
+def depth_factor(depth: int, blocks: int, decay: float) -> float:
+    """By what the rate at a depth is multiplied: 0 is before the blocks, 1 … `blocks` are the blocks, `blocks` + 1 is
+    behind them."""
+    return decay ** (blocks + 1 - depth)
+
+
+def depths(model: nn.Module, front: str = "") -> dict[str, tuple[int, int]]:
+    """The depth of each parameter, by name, as `depth_factor` counts it, and the number of blocks of its stack.
+
+    `front` is a pattern of the names outside the blocks that come before them; empty goes by where in the model a
+    parameter is defined and what it is called. Raises Refused where the model has no list of equal blocks.
+    """
+    stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
+    found: dict[int, tuple[str, int, int]] = {}
+    begun: set[str] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stack = next((each for each in stacks if is_under(name, each)), None)
+        if stack is not None:
+            begun.add(stack)
+            depth = 1 + int(name[len(stack) + 1 :].partition(".")[0])
+        else:
+            stack = stack_behind(name, stacks)
+            depth = 0 if _is_in_front(name, front, stack in begun) else stacks[stack] + 1
+        first, known, blocks = found.get(id(parameter), (name, depth, stacks[stack]))
+        found[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
+    return {name: (depth, blocks) for name, depth, blocks in found.values()}
+
+
+def _is_in_front(name: str, front: str, is_behind: bool) -> bool:
+    """Whether a parameter outside the blocks is used before them; `is_behind` says where it is defined."""
+    if front:
+        return re.search(front, name) is not None
+    if _BEHIND.search(name):
+        return False
+    return not is_behind or _TABLE.search(name) is not None
+
+
+class ScaleEach(Transform):
+    """Multiplies the update of each parameter by a number of its own."""
+
+    name = "scale_each"
+    reach = Reach.ROWS
+
+    def __init__(self, factor_of: Callable[[str, Tensor], float]):
+        self.factor_of = factor_of
+        self.factors: list[float] = []
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        self.factors = [self.factor_of(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
+        return {}
+
+    def only(self, indices: Sequence[int]) -> Transform:
+        some = copy(self)
+        some.factors = [self.factors[i] for i in indices]
+        return some
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        alike: dict[float, list[Tensor]] = {}
+        for factor, update in zip(self.factors, updates, strict=True):
+            alike.setdefault(factor, []).append(update)
+        for factor, own in alike.items():
+            if factor != 1.0:
+                torch._foreach_mul_(own, factor)
+        return updates
+
+
+@dataclass(frozen=True)
+class LayerDecay(Technique):
+    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
+    clashes: ClassVar[Mapping[str, str]] = {
+        "parameters of several blocks": "what blocks of all depths share has no depth of its own",
+    }
+
+    decay: Share = 0.75
+    """From one block to the one below it."""
+    front: str = ""
+    """Pattern of the parameters outside the blocks that come before them; empty tells them by order and names."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self, self.name, "front")
+
+    def model(self, model: nn.Module) -> nn.Module:
+        named, found = dict(model.named_parameters()), depths(model, self.front)
+        for name, (depth, blocks) in found.items():
+            set_own_factor(named[name], depth_factor(depth, blocks, self.decay))
+        for text in self._told(found):
+            note(text)
+        return model
+
+    def _told(self, found: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        ends = {"before the blocks": 0, "behind them": 1}
+        for where, behind in ends.items():
+            own = {name: at for name, at in found.items() if at[0] == (at[1] + 1) * behind}
+            modules = sorted({name.rpartition(".")[0] or name for name in own})
+            rates = sorted({depth_factor(*at, self.decay) for at in own.values()})
+            if own:
+                yield f"{where}, at {' and '.join(f'{rate:.3g}' for rate in rates)} of the rate: {', '.join(modules)}"
+
+    def update(self, transform: Transform) -> Transform:
+        def factor_of(name: str, parameter: Tensor) -> float:
+            factor = own_factor(parameter)
+            if factor is None:
+                raise IntegrityError(
+                    f"{self.name}: {name} is not the parameter whose depth was found",
+                    fix="leave out what puts other parameters in the place of a model's",
+                )
+            return factor
+
+        return chain(ScaleEach(factor_of), transform)

@@ -1,0 +1,271 @@
+"""What techniques that keep weights under masks have in common, beside what each decides (`Masking`)."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from thrifty.core.backward import Backward, Outcome
+from thrifty.core.batches import Batch
+from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.gradient_transform import MOVE, Numbers, Slots, Transform
+from thrifty.core.mesh import axis
+from thrifty.core.objective import Objective
+from thrifty.core.run_relative_settings import Moment, refuse_shares
+from thrifty.core.setting_bounds import Positive, Probability, Share, check_pattern
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState, full_value
+from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.stage_communication import over_stages
+from thrifty.modeling.module_surgery import note
+from thrifty.optim.mask_selection import (
+    Shapes,
+    drop_fraction,
+    full_mask,
+    global_count,
+    largest_of_all,
+    layer_counts,
+    layer_densities,
+    masked_shapes,
+    random_mask,
+)
+from thrifty.optim.weight_masks import Layer, Masking, Masks, check_masks, mask_of, masks_in
+
+
+class Telling:
+    """A backward pass that notes the density of the masks, and how many masked weights have nothing left."""
+
+    def __init__(self, inner: Backward):
+        self.inner = inner
+        self.known = WeakIdKeyDictionary()
+        """By mask, the version of it that was counted, and its places."""
+
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        outcome = self.inner(model, objective, batch)
+        masks = [mask for parameter in model.parameters() if (mask := mask_of(parameter)) is not None]
+        # a stage of a pipeline sees its own blocks only, and fake masks have no values
+        if not masks or axis("pipeline").size > 1 or isinstance(masks[0], FakeTensor):
+            return outcome
+        kept = [self._kept(mask) for mask in masks]
+        density = sum(kept) / sum(mask.numel() for mask in masks)
+        return Outcome(
+            outcome.loss,
+            outcome.notes | {"density": density, "empty_weights": float(kept.count(0))},
+            outcome.answered,
+        )
+
+    def _kept(self, mask: Tensor) -> int:
+        version, kept = self.known.get(mask, (-1, 0))
+        if version != mask._version:
+            kept = int(mask.sum())
+            self.known[mask] = mask._version, kept
+        return kept
+
+
+@dataclass(frozen=True)
+class UnderMasks(Technique):
+    """A technique that is its own `Masking`; masks are at rest until a subclass says otherwise."""
+
+    stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
+    claims = frozenset({"weight masks"})
+    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it masks weights that adapters keep frozen"}
+    instead: ClassVar[bool] = True
+
+    def backward(self, backward: Backward) -> Backward:
+        return Telling(backward)
+
+    def update(self, transform: Transform) -> Transform:
+        refuse_shares(self, self.name)  # in a loop of one's own
+        return Masks(transform, self)
+
+    def masked(self, shapes: Shapes) -> list[str]:
+        raise NotImplementedError
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class MaskedWeights(UnderMasks):
+    """Masks of the matrices that a pattern names, full at first."""
+
+    density: Share = 0.2
+    """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
+    where: str = r"\.\d+\."
+    """Pattern of the names of masked matrices; those of numbered blocks by default."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self, self.name, "where")
+
+    def model(self, model: nn.Module) -> nn.Module:
+        parameters = dict(model.named_parameters())
+        found = self.masked(masked_shapes(parameters))
+        if not found:
+            raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
+        tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+        if self.where == type(self).where and (inside := tables.intersection(found)):
+            raise Refused(
+                f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
+                "would be pruned first",
+                fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
+            )
+        dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in found]
+        left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
+        note(
+            f"{len(found)} matrices, such as {found[0]}; norms and biases stay dense"
+            + (f", and {left}" if left else "")
+        )
+        return model
+
+    def masked(self, shapes: Shapes) -> list[str]:
+        return [name for name in shapes if re.search(self.where, name)]
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: full_mask(parameter) for name, parameter in parameters.items()}
+
+    def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
+        """Of the masked weights of a state."""
+        assert state.optimizer is not None
+        found = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
+        return {name: found[name] for name in self.masked(found)}
+
+    def allowed(self, state: TrainState, density: float, distribution: str) -> dict[str, int]:
+        """How many weights each layer may keep. Masks that a growth has carried along are those of the smaller model,
+        of which ERK would give other shares where stacks have grown in another proportion: up to a tenth more is
+        taken for that."""
+        counts = layer_counts(self.shapes(state), density, distribution)
+        if distribution == "erk" and any(entry.step for entry in state.log):
+            return {name: math.ceil(1.1 * count) for name, count in counts.items()}
+        return counts
+
+    def check_total(self, state: TrainState, density: float) -> None:
+        """Raises IntegrityError where all masked weights together have more values, or their masks more places, than
+        this density, unless a change of structure has carried masks along since: then the share is what came of it."""
+        assert state.optimizer is not None
+        if any(entry.step for entry in state.log):
+            return
+        shapes = self.shapes(state)
+        parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
+        found = sum(over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values())
+        if found > (most := global_count(shapes, density)):
+            raise IntegrityError(f"{self.name}: {found} weights are not zero, at most {most} promised")
+        places = sum(
+            over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
+        )
+        if places > most:
+            raise IntegrityError(f"{self.name}: masks keep {places} weights, at most {most} promised")
+
+
+@dataclass(frozen=True)
+class MovingMasks(MaskedWeights):
+    """Masks drawn at random, of which every so often a share moves: as many connections grow as are dropped."""
+
+    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it moves weights that adapters keep frozen"}
+
+    distribution: Literal["erk", "uniform"] = "erk"
+    """How the density is spread over layers; "erk" is for matrices that of Erdős and Rényi (ER)."""
+    every: Positive = 100
+    """Steps between moves."""
+    alpha: Probability = 0.3
+    """Share of the active connections moved at first; it anneals by cosine."""
+    until: Moment = 0.75
+    seed: int = 0
+
+    def model(self, model: nn.Module) -> nn.Module:
+        if not self.due(self.every):
+            note(f"masks never move: every {self.every} steps, until step {int(self.until)}, with alpha {self.alpha:g}")
+        return super().model(model)
+
+    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        densities = layer_densities(masked_shapes(parameters), self.density, self.distribution)
+        return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
+
+    def due(self, step: int) -> bool:
+        return 0 < step < int(self.until) and step % self.every == 0 and self.fraction(step) > 0
+
+    def fraction(self, step: int) -> float:
+        """Of the active connections that move at this step."""
+        return drop_fraction(step, self.alpha, int(self.until))
+
+    def holds(self, state: TrainState) -> None:
+        check_masks(self.name, state, self.allowed(state, self.density, self.distribution))
+
+
+class ScoredMasks(Masks):
+    """Masks that are full until the gradients of the first steps have been summed and all are chosen by them."""
+
+    def __init__(self, rest: Transform, masking: Masking, steps: int):
+        super().__init__(rest, masking)
+        self.steps = steps
+
+    def numbers(self, step: int, age: int) -> dict[str, float]:
+        # moments begin when scoring is over: until then there is nothing in them whose age could count
+        scored = max(min(step, self.steps) - (step - age), 0)
+        return {"scoring": float(step < self.steps), **super().numbers(step, age - scored)}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        slots = super().init(names, parameters)
+        sums = [parameter.new_empty(0) for parameter in parameters]
+        if self.steps > 1:
+            for i in self.names:
+                sums[i] = torch.zeros_like(parameters[i])
+        return {"sum": sums, **slots}
+
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+        if numbers["scoring"] and self.steps > 1:
+            sums = slots["sum"]
+            for i in self.names:
+                updates[i] = sums[i].add_(updates[i])
+        if numbers["scoring"] and not numbers[MOVE]:
+            return [torch.zeros_like(parameter) for parameter in parameters]
+        updates = super().update(updates, slots, parameters, numbers)
+        if numbers["scoring"]:
+            for i in self.names:
+                slots["sum"][i].zero_()
+        return updates
+
+
+@dataclass(frozen=True)
+class ScoredWeights(MaskedWeights):
+    """Masks chosen once, over all layers together, by scores of the gradients of the first steps."""
+
+    density: Share = 0.1
+    scoring_steps: Positive = 1
+    """Steps whose gradients are summed and then scored; they make no other update."""
+
+    def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
+        """Of each weight; the largest are kept."""
+        raise NotImplementedError
+
+    def update(self, transform: Transform) -> Transform:
+        return ScoredMasks(transform, self, self.scoring_steps)
+
+    def due(self, step: int) -> bool:
+        return step == self.scoring_steps - 1
+
+    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+        scores = {}
+        for name in names:
+            found = layer(name)
+            scores[name] = self.scores(found.weight, found.gradient)
+        count = global_count({name: tuple(values.shape) for name, values in scores.items()}, self.density)
+        yield from largest_of_all(scores, count).items()
+
+    def holds(self, state: TrainState) -> None:
+        assert state.optimizer is not None
+        check_masks(self.name, state, {})
+        if state.optimizer.updates >= self.scoring_steps:
+            self.check_total(state, self.density)

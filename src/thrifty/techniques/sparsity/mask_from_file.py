@@ -1,0 +1,211 @@
+"""Ticket: train under masks that were drawn before, from a file.
+
+Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635); late rewinding after Frankle et al.
+          2019, Stabilizing the Lottery Ticket Hypothesis (arXiv 1903.01611).
+Promise   weights outside the ticket are zero at every step, all others start from the first values of the run, which
+          are those of the run that the ticket was drawn in where seed and model are the same. `thrifty lottery` draws
+          tickets round by round and starts these runs.
+Cost      finding a ticket costs a training for each round; a ticket of 0.8^8 = 17 % takes nine runs. Masked dense
+          products save no time.
+Avoid     as a way to spend less on one run: a ticket pays only where it is used again.
+Note      the controls of the paper are settings: "random-mask" keeps as many weights of each matrix at other places,
+          "reinitialise" keeps the mask and shuffles the first values of every parameter within the layer they belong
+          to, which is another draw from the law that the model has, and needs no knowledge of it. Without a file
+          nothing is masked: the dense run that the first ticket is drawn of has the state of those after it.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
+from thrifty.core.randomness import keyed_generator
+from thrifty.core.state import TrainState, full_value
+from thrifty.core.tensor_tracing import unseen
+from thrifty.modeling.module_surgery import note
+from thrifty.modeling.parameter_kinds import fused_slices
+from thrifty.optim.mask_selection import Shapes, largest, like_parameter, masked_shapes, random_mask
+from thrifty.optim.weight_masks import check_masks, masks_in
+from thrifty.techniques.sparsity._mask_techniques import UnderMasks
+
+KEY = "thrifty-ticket"
+"""Of a ticket's metadata: one entry of JSON, since the order of several is not the same each time they are written."""
+
+Weights = Mapping[str, Tensor]
+Scope = Literal["global", "layerwise"]
+
+
+def pruned(
+    weights: Weights, masks: Weights, prune: float, scope: str = "global", half: Collection[str] = ()
+) -> Weights:
+    """The masks without the share `prune` of the weights they keep that are smallest in magnitude: of all together
+    ("global"), or of each ("layerwise"). Those named in `half` lose half that share, each of its own. Of equal weights
+    the last go first."""
+    apart = set(weights) if scope == "layerwise" else set(half)
+    kept = {name: _smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(apart)}
+    rest = sorted(set(weights) - apart)
+    found = {name: mask for masks in kept.values() for name, mask in masks.items()}
+    return {**found, **(_smallest_cut(rest, weights, masks, prune) if rest else {})}
+
+
+def _smallest_cut(names: Sequence[str], weights: Weights, masks: Weights, prune: float) -> Weights:
+    sizes = [weights[name].abs().double().masked_fill(~masks[name], -1.0).flatten() for name in names]
+    now = sum(int(masks[name].sum()) for name in names)
+    mask = largest(torch.cat(sizes), now - round(prune * now))
+    parts = mask.split([len(size) for size in sizes])
+    return {name: part.view_as(masks[name]) for name, part in zip(names, parts, strict=True)}
+
+
+@torch.no_grad()
+def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
+    """The values of every parameter in another order, each layer's among themselves where a parameter fuses several:
+    first values stay a draw from the law they came from."""
+    cuts = fused_slices(list(parameters), list(parameters.values()))
+    for (name, parameter), cut in zip(parameters.items(), cuts, strict=True):
+        generator = keyed_generator(f"{key}/{name}")
+        for part in (parameter,) if cut is None else cut.of(parameter):
+            order = torch.randperm(part.numel(), generator=generator).to(part.device)
+            part.copy_(part.flatten()[order].view_as(part))
+
+
+def ticket_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
+    """A ticket as a file has it: safetensors of booleans by parameter name, and where it was drawn, of which weights
+    (their sha256) and at what density. The same ticket is the same bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode() + weights[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    facts = {"drawn": drawn, "density": density_of(masks), "weights": digest.hexdigest()}
+    return save({name: mask.contiguous() for name, mask in masks.items()}, {KEY: json.dumps(facts)})
+
+
+def counts_of(masks: Weights) -> dict[str, int]:
+    """How many weights each mask keeps."""
+    return {name: int(mask.sum()) for name, mask in masks.items()}
+
+
+def density_of(masks: Weights) -> float:
+    return sum(counts_of(masks).values()) / sum(mask.numel() for mask in masks.values())
+
+
+def read_ticket(file: str, sha256: str) -> dict[str, Tensor]:
+    """The masks of a ticket. Raises UsageError where there is none, IntegrityError where its bytes are not those that
+    this sha256 was taken of."""
+    path = Path(file).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"there is no ticket {path}: {error.strerror}", fix="draw one: thrifty lottery") from error
+    found = hashlib.sha256(content).hexdigest()
+    if not sha256:
+        raise UsageError(f"the ticket {path} is given without its hash", fix=f"set sha256 = {found!r}")
+    if found != sha256:
+        raise IntegrityError(
+            f"{path} is not the ticket that the recipe means: its sha256 is {found[:12]}…, not {sha256[:12]}…",
+            fix="bring the old file back, or set sha256 anew in another run",
+        )
+    try:
+        stored = dict(sorted(deserialize(content)))  # come in another order in each process; ranks need one
+    except SafetensorError as error:
+        raise IntegrityError(f"{path} is no safetensors file: {error}", fix="draw the ticket again") from error
+    with unseen(), unset_fake_temporarily():  # real where all else is counted on fake tensors, and gone before a step
+        return {name: _mask(path, name, entry) for name, entry in stored.items()}
+
+
+def _mask(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
+    if entry["dtype"] != "BOOL":
+        raise UsageError(f"{path} has {entry['dtype']} for {name}", fix="a ticket has booleans, one for each weight")
+    shape = tuple(entry["shape"])
+    values = torch.frombuffer(bytearray(entry["data"]), dtype=torch.bool) if math.prod(shape) else torch.empty(0)
+    return values.bool().view(shape)
+
+
+class Contents(NamedTuple):
+    """What a run must know of a ticket all the time: the shape of each mask, and how many weights it keeps."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    counts: Mapping[str, int]
+
+    @property
+    def density(self) -> float:
+        return sum(self.counts.values()) / sum(math.prod(shape) for shape in self.shapes.values())
+
+
+@lru_cache(maxsize=4)
+def contents_of(file: str, sha256: str) -> Contents:
+    masks = read_ticket(file, sha256)
+    with unseen(), unset_fake_temporarily():
+        return Contents({name: tuple(mask.shape) for name, mask in masks.items()}, counts_of(masks))
+
+
+@dataclass(frozen=True)
+class Ticket(UnderMasks):
+    clashes: ClassVar[Mapping[str, str]] = {
+        **UnderMasks.clashes,
+        "depth": "a ticket is drawn for the blocks of one model",
+        "width": "a ticket is drawn for matrices of one size",
+        "parameters of several blocks": "a ticket has a mask for each block, and they have one matrix together",
+    }
+
+    file: str = ""
+    """The ticket: safetensors of booleans by parameter name; empty for none yet, which masks nothing."""
+    sha256: str = ""
+    """Of the file's bytes, in hexadecimal: a file that has changed is refused."""
+    control: Literal["", "random-mask", "reinitialise"] = ""
+    seed: int = 0
+    """Of the control, together with each parameter's name."""
+
+    @property
+    def contents(self) -> Contents:
+        return contents_of(self.file, self.sha256) if self.file else Contents({}, {})
+
+    def model(self, model: nn.Module) -> nn.Module:
+        parameters, drawn = dict(model.named_parameters()), self.contents
+        for name, shape in drawn.shapes.items():
+            if name not in parameters:
+                raise Refused(f"the ticket masks {name}, which the model has not", fix=did_you_mean(name, parameters))
+            if not masked_shapes({name: parameters[name]}) or parameters[name].shape != shape:
+                raise Refused(
+                    f"the ticket's mask of {name} is {shape}, the weight {tuple(parameters[name].shape)}",
+                    fix="take the model it was drawn in; masks are for matrices, and tables of positions are none",
+                )
+        if self.control == "reinitialise":
+            shuffle_values(parameters, f"{self.seed}")
+        found = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
+        note(f"{found}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
+        return model
+
+    def masked(self, shapes: Shapes) -> list[str]:
+        return [name for name in shapes if name in self.contents.shapes]
+
+    def first(self, parameters: Weights) -> Weights:
+        if not parameters:
+            return {}
+        if self.control != "random-mask":
+            drawn = read_ticket(self.file, self.sha256)
+            return {name: like_parameter(drawn[name], parameter) for name, parameter in parameters.items()}
+        counts = self.contents.counts
+        return {
+            name: random_mask(each, counts[name] / each.numel(), f"{self.seed}/{name}")
+            for name, each in parameters.items()
+        }
+
+    def holds(self, state: TrainState) -> None:
+        assert state.model is not None
+        counts, parameters = self.contents.counts, dict(state.model.named_parameters())
+        own = {name: parameters[name] for name in counts if name in parameters}  # the others are another stage's
+        check_masks(self.name, state, {name: counts[name] for name in own})
+        masks = masks_in(state)
+        for name, mask in self.first(own).items():
+            if name in masks and not torch.equal(full_value(masks[name]), full_value(mask)):
+                raise IntegrityError(f"{self.name}: {name} is under another mask than the ticket's")

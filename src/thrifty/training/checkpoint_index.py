@@ -1,0 +1,115 @@
+"""A run's `checkpoints` folder: which checkpoints stand there, in what order, and how they leave it.
+
+A folder only ever appears and disappears by a rename, so a name `step-<number>` never stands for half a checkpoint. A
+step saved again, by a run that was resumed before it, gets an attempt suffix (`step-00000200.1`); the highest counts.
+"""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+from uuid import uuid4
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.training.atomic_files import Durable
+from thrifty.training.checkpoint_manifest import verify
+
+LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.partial")
+_PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp"}
+_CONVERT = "reading a pickle can run code: convert it to safetensors where you trust it, and import that"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints, oldest first; not verified."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_place)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint that `BEST` names, if it still stands."""
+    file = folder / BEST
+    name = file.read_text().strip() if file.is_file() else ""
+    return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
+
+
+def step_of(path: Path) -> int:
+    return _place(path)[0]
+
+
+def free_name(folder: Path, step: int) -> str:
+    """The name for a new checkpoint of `step`, after all earlier attempts."""
+    taken = [_place(path)[1] for path in checkpoints(folder) if step_of(path) == step]
+    return f"step-{step:08d}" + (f".{max(taken) + 1}" if taken else "")
+
+
+def partial_name(step: int) -> str:
+    return f"step-{step:08d}.partial-{uuid4().hex[:12]}"
+
+
+def _place(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2] or 0)
+
+
+def remove_leftovers(folder: Path, files: Durable) -> None:
+    """Clears what an interrupted save or removal left behind: never a finished checkpoint."""
+    for path in sorted(folder.iterdir()):
+        if _LEFTOVER.fullmatch(path.name):
+            (files.remove_tree if path.is_dir() else files.remove_file)(path)
+
+
+def remove_old(saved: Path, keep: int, files: Durable, also: Collection[int] = ()) -> list[str]:
+    """Keeps `saved`, the newest others that verify up to `keep` in all, the best, and those of the steps in `also`;
+    returns notices."""
+    folder, kept, notices, old = saved.parent, 1, [], []
+    for path in reversed(checkpoints(folder)):
+        if path == saved or step_of(path) in also:
+            continue
+        if kept < keep:
+            try:
+                verify(path)
+                kept += 1
+            except IntegrityError as error:
+                notices.append(set_aside(path, error.what, files))
+        elif path != best(folder):
+            old.append(path.with_name(f"{path.name}.removed-{uuid4().hex[:12]}"))
+            files.rename(path, old[-1])
+    if old:
+        files.sync_folder(folder)
+    for path in old:
+        files.remove_tree(path)
+    return notices
+
+
+def set_aside(path: Path, reason: str, files: Durable) -> str:
+    """Moves a damaged checkpoint to `quarantine/`; returns the notice for the user."""
+    quarantine = path.parent / QUARANTINE
+    notice = f"checkpoint {path.name} is damaged: {reason}"
+    try:
+        files.make_folders(quarantine)
+        target = quarantine / path.name
+        while target.exists():
+            target = quarantine / f"{path.name}-{uuid4().hex[:4]}"
+        files.rename(path, target)
+        files.sync_folder(quarantine)
+        files.sync_folder(path.parent)
+    except OSError as error:
+        return f"{notice}; it could not be moved away ({error.strerror})"
+    return f"{notice}; moved to {QUARANTINE}/{target.name}"
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises `UsageError` for a pickle, or for a folder that holds pickles and no checkpoint."""
+    if folder.is_file():
+        with folder.open("rb") as content:
+            start = content.read(4)
+        if folder.suffix in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
+            raise UsageError(f"{folder} is a pickle, which is refused", _CONVERT)
+        raise UsageError(f"{folder} is a file", "name the folder that holds the checkpoints of a run")
+    if folder.is_dir() and not checkpoints(folder):
+        for path in sorted(folder.iterdir()):
+            if path.suffix in _PICKLES or path.name == ".metadata":
+                raise UsageError(f"{folder} holds the pickle {path.name}, which is refused", _CONVERT)

@@ -1,0 +1,69 @@
+"""The manifest of a checkpoint: its files, how long they are, their sha256, and a seal over the list itself."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import IntegrityError
+from thrifty.training.atomic_files import Written
+
+FORMAT = 1
+"""Raised when the files of a checkpoint change their meaning; older formats stay readable."""
+MANIFEST = "manifest.json"
+_MOST_BYTES = 16 << 20
+
+
+def manifest_text(step: int, ranks: int, files: dict[str, Written]) -> str:
+    listed = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}
+    return _sealed({"format": FORMAT, "step": step, "ranks": ranks, "files": listed})
+
+
+def verify(folder: Path) -> int:
+    """The step of a complete and undamaged checkpoint. Reads every byte of it.
+
+    Raises `IntegrityError` saying what is wrong: a missing, extra, shortened or changed file, or a changed manifest.
+    """
+    manifest = _read(folder / MANIFEST)
+    if manifest["format"] != FORMAT:
+        raise IntegrityError(f"format {manifest['format']} is not known to this version of thrifty")
+    if folder.name.split(".")[0] != f"step-{manifest['step']:08d}":
+        raise IntegrityError(f"the manifest is of step {manifest['step']}")
+    present = {entry.name: entry for entry in os.scandir(folder) if entry.name != MANIFEST}
+    for name in sorted(present.keys() | manifest["files"].keys()):
+        if name not in manifest["files"]:
+            raise IntegrityError(f"{name} does not belong to it")
+        if name not in present or not present[name].is_file(follow_symlinks=False):
+            raise IntegrityError(f"{name} is missing")
+        _compare(folder / name, Written(**manifest["files"][name]))
+    return manifest["step"]
+
+
+def _compare(file: Path, expected: Written) -> None:
+    with file.open("rb") as content:
+        length = os.fstat(content.fileno()).st_size
+        if length != expected.bytes:
+            raise IntegrityError(f"{file.name} has {length} bytes instead of {expected.bytes}")
+        if hashlib.file_digest(content, "sha256").hexdigest() != expected.sha256:
+            raise IntegrityError(f"the content of {file.name} has changed")
+
+
+def _sealed(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True)
+    return json.dumps(facts | {"seal": hashlib.sha256(text.encode()).hexdigest()}, sort_keys=True, indent=1)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file.is_symlink() or not file.is_file():
+        raise IntegrityError(f"{file.name} is missing")
+    try:
+        with file.open("rb") as content:
+            text = content.read(_MOST_BYTES).decode()
+        facts = json.loads(text)
+        unchanged = text == _sealed({key: value for key, value in facts.items() if key != "seal"})
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise IntegrityError(f"{file.name} is not readable") from error
+    if not unchanged:
+        raise IntegrityError(f"{file.name} was changed")
+    return facts

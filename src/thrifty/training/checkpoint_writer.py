@@ -1,0 +1,124 @@
+"""One attempt to save: the order of the writes, and what a failing disk means to the user."""
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.training import checkpoint_index
+from thrifty.training.atomic_files import NO_ROOM, Durable, Written
+from thrifty.training.checkpoint_manifest import MANIFEST, manifest_text, verify
+from thrifty.training.rank_sync import Alone
+from thrifty.training.sharded_safetensors import Parts, stream
+
+STATE = "state.json"
+_ROOM_FOR_LISTS = 1 << 16  # bytes for the manifest, the hints and the folder itself
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def tensor_files(checkpoint: Path) -> list[Path]:
+    return sorted(checkpoint.glob("tensors*.safetensors"))
+
+
+def _explained(method: Callable[Concatenate["Attempt", P], R]) -> Callable[Concatenate["Attempt", P], R]:
+    @wraps(method)
+    def run(attempt: "Attempt", *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(attempt, *args, **kwargs)
+        except OSError as error:
+            raise attempt.explain(error) from error
+
+    return run
+
+
+@dataclass
+class Attempt:
+    """The steps of one save, in this order. All but `write_pieces` are rank 0's."""
+
+    folder: Path
+    step: int
+    needed: int
+    """Bytes of all tensors and the state."""
+    files: Durable
+    name: str = ""
+    """Of the folder written aside; the same on all ranks."""
+
+    @property
+    def aside(self) -> Path:
+        return self.folder / self.name
+
+    @_explained
+    def begin(self) -> str:
+        """Makes the folder for the new checkpoint, if the disk has room for it; returns its name."""
+        self.files.make_folders(self.folder)
+        checkpoint_index.remove_leftovers(self.folder, self.files)
+        free, needed = self.files.free_bytes(self.folder), self.needed + _ROOM_FOR_LISTS
+        if free < needed:
+            raise self._no_room(f"it needs {needed:,} bytes and {free:,} are free", needed - free)
+        self.name = checkpoint_index.partial_name(self.step)
+        self.files.make_folder(self.aside)
+        return self.name
+
+    @_explained
+    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: Alone) -> dict[str, Any]:
+        """Writes what this rank holds, if anything; returns what its file must be."""
+        if not mine and ranks.rank > 0:
+            return {}
+        name = "tensors.safetensors"
+        if ranks.size > 1:
+            name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
+        written = self.files.write_file(self.aside / name, stream(tensors, mine))
+        return {name: [written.bytes, written.sha256]}
+
+    @_explained
+    def commit(self, state: bytes, pieces: list[dict[str, Any]]) -> list[Any]:
+        """From here on the checkpoint exists; returns its name and bytes."""
+        written = {name: Written(*facts) for piece in pieces for name, facts in piece.items()}
+        written[STATE] = self.files.write_file(self.aside / STATE, [state])
+        self.files.write_file(self.aside / MANIFEST, [manifest_text(self.step, len(pieces), written).encode()])
+        self.files.sync_folder(self.aside)
+        try:
+            verify(self.aside)
+        except IntegrityError as error:
+            what = f"the disk does not give back what was written for step {self.step}: {error.what}"
+            raise IntegrityError(what, "check the disk or use another; all earlier checkpoints are kept") from error
+        name = checkpoint_index.free_name(self.folder, self.step)
+        self.files.rename(self.aside, self.folder / name)
+        self.files.sync_folder(self.folder)
+        return [name, sum(file.bytes for file in written.values())]
+
+    @_explained
+    def finish(self, name: str, best: bool, keep: int, also: Collection[int] = ()) -> list[str]:
+        """Points at the new checkpoint, then lets old ones go; returns notices."""
+        for hint in (checkpoint_index.LATEST, checkpoint_index.BEST) if best else (checkpoint_index.LATEST,):
+            self.files.swap_text(self.folder / hint, name + "\n")
+        return checkpoint_index.remove_old(self.folder / name, keep, self.files, also)
+
+    def discard(self) -> None:
+        """Takes back what was written aside; what cannot be removed now goes at the next save."""
+        with suppress(OSError):
+            if self.aside.is_dir():
+                self.files.remove_tree(self.aside)
+
+    def explain(self, error: OSError) -> ThriftyError:
+        if error.errno not in NO_ROOM:
+            what = f"saving step {self.step} in {self.folder} failed: {error.strerror or error}"
+            return ThriftyError(what, "all earlier checkpoints are kept: mend the disk, then `thrifty resume`")
+        written = sum(file.stat().st_size for file in self.aside.glob("*")) if self.name else 0
+        needed, free = self.needed + _ROOM_FOR_LISTS - written, self.files.free_bytes(self.folder)
+        if free >= needed:
+            return self._no_room(f"{free:,} bytes are free, but a quota or a limit on file sizes is reached", needed)
+        return self._no_room(f"it needs {needed:,} more bytes and {free:,} are free", needed - free)
+
+    def _no_room(self, why: str, missing: int) -> ThriftyError:
+        return ThriftyError(
+            f"the disk is full: step {self.step} could not be saved in {self.folder}: {why}; {missing:,} bytes missing",
+            f"free at least {missing:,} bytes there or move the run to another disk, then `thrifty resume`; "
+            "all earlier checkpoints are kept",
+        )

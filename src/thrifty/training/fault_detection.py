@@ -1,0 +1,89 @@
+"""What a rank finds wrong with the others and with itself, by the beats that all write down where they meet."""
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from thrifty.training.failure_verdict import Verdict, go_on
+from thrifty.training.progress_watchdog import Pulse, Silence
+from thrifty.training.rendezvous import Process
+
+ASIDE = 3.0
+"""Seconds without a beat after which a rank is lost where others have lost contact with somebody already."""
+
+
+class Findings:
+    """`store` is what the ranks of the meeting have written down, `near` the ranks on this rank's machine."""
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, near: list[int], silence: float, pulse: Pulse):
+        self.store, self.rank, self.ranks, self.near = store, rank, ranks, near
+        self.limit, self.pulse = silence, pulse
+        self._after, self._each = Silence(), [Silence() for _ in range(ranks)]
+
+    def look(self, tick: float, lost: bool) -> Verdict | None:
+        """What is wrong now; `lost` says that somebody cannot be reached, so that it is about who."""
+        found = self._gone() or self._silent(tick) or self._hanging()
+        return found or (self._unreached(tick) if lost else None)
+
+    def beat(self, rank: int) -> dict[str, Any]:
+        """The last beat of a rank, {} before its first."""
+        key = f"beat/{rank}"
+        return json.loads(self.store.get(key)) if self.store.check([key]) else {}
+
+    def process(self, rank: int) -> Process:
+        return Process.from_json(self.store.get(f"here/{rank}"))
+
+    def _gone(self) -> Verdict | None:
+        for rank in self.near:
+            if self.store.check([f"here/{rank}"]) and (process := self.process(rank)).is_near and process.is_gone:
+                beat = {"doing": "the start", "left": False} | self.beat(rank)
+                if beat["left"]:
+                    continue
+                return self._against(rank, f"was killed or crashed, last seen in {beat['doing']}")
+        return None
+
+    def _silent(self, tick: float) -> Verdict | None:
+        """Each rank looks at the next one, so that many ranks ask the store no more than few."""
+        rank = (self.rank + 1) % self.ranks
+        beat = self.beat(rank)
+        seconds = self._after.look(beat, tick)
+        return self._unheard(rank, beat, seconds) if seconds > self.limit else None
+
+    def _unreached(self, tick: float) -> Verdict | None:
+        for rank, silence in enumerate(self._each):
+            beat = self.beat(rank)
+            seconds = silence.look(beat, tick)
+            if seconds > ASIDE and (found := self._unheard(rank, beat, seconds)):
+                return found
+        return None
+
+    def _unheard(self, rank: int, beat: dict[str, Any], seconds: float) -> Verdict | None:
+        if rank == self.rank or not beat or beat["left"]:
+            return None
+        stopped = "its process stands still"
+        if not self.process(rank).is_near:
+            stopped += " or its host is cut off"
+        what = f"has not been heard of for {seconds:.0f} s, last seen in {beat['doing']}: {stopped}"
+        return self._against(rank, what, kill=True)
+
+    def _hanging(self) -> Verdict | None:
+        if self.pulse.hangs:
+            return self._stands_still(self.rank, self.beat(self.rank), self.pulse.busy)
+        if not self.pulse.is_stuck:
+            return None
+        beats = [self.beat(rank) for rank in range(self.ranks)]
+        for rank, beat in enumerate(beats):
+            if beat and not beat["waits"] and not beat["left"]:
+                return None if beat["starting"] else self._stands_still(rank, beat, self.pulse.still)
+        what = f"has waited for {self.pulse.still:.0f} s in {self.pulse.doing}, at {beats[self.rank]['where']}"
+        return self._against(self.rank, f"{what}; all ranks wait, for different things or a device that has stopped")
+
+    def _stands_still(self, rank: int, beat: dict[str, Any], seconds: float) -> Verdict:
+        what = f"hangs in {beat['doing']}: no progress for {seconds:.0f} s, at {beat['where']}"
+        return self._against(rank, what, fix="; if it was only slow, set THRIFTY_HANG to more seconds")
+
+    def _against(self, rank: int, what: str, fix: str = "", kill: bool = False) -> Verdict:
+        process = self.process(rank)
+        text = f"rank {rank} on {process} {what}\n  fix: {go_on()}{fix}"
+        return Verdict(rank, text, kill=process.as_json().decode() if kill else "")

@@ -1,0 +1,28 @@
+"""How a process of Python is started as one or several ranks."""
+
+import os
+import sys
+
+from thrifty.machine.cpu_features import usable_cores
+
+
+def python(ranks: int) -> list[str]:
+    """The command to which `-m`, a module and its words are added; several ranks are started by torchrun."""
+    if ranks == 1:
+        return [sys.executable]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def settings(ranks: int) -> dict[str, str]:
+    """Environment variables for so many ranks on this machine: an equal part of its cores for each, of which torchrun
+    would give them one."""
+    return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(len(usable_cores()) // ranks, 1))}
+
+
+def typed(ranks: int) -> str:
+    """What a user types to train a recipe on so many ranks."""
+    if ranks == 1:
+        return "thrifty train"
+    given = {name: value for name, value in settings(ranks).items() if value != "1" and name not in os.environ}
+    said = "".join(f"{name}={value} " for name, value in given.items())
+    return f"{said}torchrun --nproc-per-node {ranks} -m thrifty train"

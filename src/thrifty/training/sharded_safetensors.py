@@ -1,0 +1,193 @@
+"""Tensors in safetensors files, whole or in pieces, written as a stream and read into any sharding.
+
+A file holds what one rank owns of each tensor; where that lies in the full tensor stands in the file's own header,
+under the key that torch's `HuggingFaceStorageWriter` uses, so `torch.distributed.checkpoint` reads these files too.
+What a rank owns in several places is one entry for each, `NAME[0]` and so on, which torch takes for tensors of those
+names. Its savers are not used: they plan by exchanging pickled objects, and its native `.metadata` is a pickle, which
+can run code when read. Writing is ours because a stream needs the memory of one tensor and can be hashed on its way to
+the disk; reading is the safetensors library's, which checks the header.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.shard_layout import Box, Part, held_parts
+
+_SHARDING = "DCP_SHARDING_INFO"
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, stored in a file as the entry of this name."""
+
+    file: Path
+    entry: str
+    box: Box
+    dtype: torch.dtype
+
+
+Parts = dict[str, list[Part]]
+"""What a rank holds, or is to write, of each tensor."""
+
+
+def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
+    """Which parts of each tensor this rank holds. Raises `UsageError` for what a safetensors file cannot hold."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
+            kind = "a meta tensor" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}"
+            raise UsageError(
+                f"tensor {name!r} cannot be stored: {kind}", "keep state in dense tensors of a standard dtype"
+            )
+    return {name: held_parts(tensor) for name, tensor in tensors.items()}
+
+
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's values, sharing memory with `tensor`."""
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A part of a tensor under the name that it has in a file."""
+
+    name: str
+    tensor: str
+    part: Part
+    values: torch.Tensor
+    """Of the whole tensor, as far as this rank holds them."""
+
+    @property
+    def bytes(self) -> int:
+        return self.part.box.numel * self.values.element_size()
+
+
+def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
+    """Widest elements first, so that every entry starts at a multiple of its element size."""
+    found = [
+        _Entry(name if len(own) == 1 else f"{name}[{index}]", name, part, local_values(tensors[name]))
+        for name, own in parts.items()
+        for index, part in enumerate(own)
+    ]
+    return sorted(found, key=lambda entry: (-entry.values.element_size(), entry.name))
+
+
+def stored_bytes(tensors: dict[str, torch.Tensor], parts: Parts) -> int:
+    """Bytes of the file that `stream` writes."""
+    entries = _entries(tensors, parts)
+    return len(_header(entries)) + sum(entry.bytes for entry in entries)
+
+
+def stream(tensors: dict[str, torch.Tensor], parts: Parts) -> Iterator[memoryview | bytes]:
+    """The bytes of a safetensors file with these parts of what this rank holds, one in memory at a time."""
+    entries = _entries(tensors, parts)
+    yield _header(entries)
+    for entry in entries:
+        values = entry.values[entry.part.place].resolve_conj().resolve_neg().contiguous().cpu()
+        if values.numel():
+            yield memoryview(values.reshape(-1).view(torch.uint8).numpy())
+
+
+def _header(entries: list[_Entry]) -> bytes:
+    places = {
+        entry.name: {"saved_offsets": entry.part.box.offset, "shape": entry.part.box.full}
+        | ({} if entry.name == entry.tensor else {"part_of": entry.tensor})
+        for entry in entries
+    }
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", _SHARDING: json.dumps(places)}}
+    start = 0
+    for entry in entries:
+        end = start + entry.bytes
+        code = _CODES[entry.values.dtype]
+        header[entry.name] = {"dtype": code, "shape": entry.part.box.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class Stored:
+    """The tensors of one or more files: `pieces` by name, and `read` into memory of any sharding."""
+
+    def __init__(self, files: list[Path]):
+        self._open: dict[Path, Any] = {}
+        self.pieces: dict[str, list[Piece]] = {}
+        for file in files:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+                for name, piece in _pieces(file, self._open[file]):
+                    self.pieces.setdefault(name, []).append(piece)
+            except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                raise IntegrityError(f"{file} is not a tensor file of a checkpoint: {error}") from error
+
+    def describe(self, name: str) -> str:
+        """Dtype and full shape, for messages and to compare."""
+        return f"{self.pieces[name][0].dtype} {self.pieces[name][0].box.full}"
+
+    def full(self, name: str) -> torch.Tensor:
+        """The whole tensor, in memory of its own."""
+        box = self.pieces[name][0].box
+        target = torch.empty(box.full, dtype=self.pieces[name][0].dtype)
+        self.read(name, Box(box.full, (0,) * len(box.full), box.full), target)
+        return target
+
+    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+        """Copies the part `box` of a tensor into `target`, which has its shape; only what overlaps is read."""
+        filled = 0
+        for piece in self.pieces[name]:
+            source = self._open[piece.file]
+            if not box.full:
+                target.copy_(source.get_tensor(piece.entry))
+                return
+            overlap = _overlap(box, piece.box)
+            if overlap.numel:
+                values = source.get_slice(piece.entry)[overlap.within(piece.box)]
+                target[overlap.within(box)].copy_(values)
+                filled += overlap.numel
+        if filled != target.numel():
+            raise IntegrityError(f"the checkpoint holds {filled} of the {target.numel()} values wanted of {name!r}")
+
+
+def _overlap(one: Box, other: Box) -> Box:
+    """What both boxes hold; empty if nothing."""
+    start = [max(pair) for pair in zip(one.offset, other.offset, strict=True)]
+    ends = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    shape = [max(0, min(a + n, b + m) - first) for (a, n, b, m), first in zip(ends, start, strict=True)]
+    return Box(one.full, tuple(start), tuple(shape))
+
+
+def _pieces(file: Path, source: Any) -> Iterator[tuple[str, Piece]]:
+    places = json.loads((source.metadata() or {}).get(_SHARDING, "{}"))
+    for entry in source.keys():  # noqa: SIM118 (not a mapping)
+        stored = source.get_slice(entry)
+        shape = tuple(stored.get_shape())
+        place = places.get(entry, {"saved_offsets": [0] * len(shape), "shape": shape})
+        box = Box(tuple(place["shape"]), tuple(place["saved_offsets"]), shape)
+        yield place.get("part_of", entry), Piece(file, entry, box, _DTYPES[stored.get_dtype()])

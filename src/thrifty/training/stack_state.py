@@ -1,0 +1,55 @@
+"""Where a thread stands, read off its stack: at work, waiting for others, or at something known to take long."""
+
+import linecache
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+_WAITING_FILES = ("torch/distributed/", "threading.py", "queue.py", "selectors.py")
+_WAITING_CALLS = (".wait(", ".tolist(", ".item(", ".cpu(", "synchronize(")
+"""Of the innermost line. Values of a device are waited for, and with it for the ranks that it exchanges data with."""
+_LONG_FILES = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "thrifty/composition/compose.py",
+    "/triton/",
+)
+"""Compiling and building a model, which may happen in any step."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    where: str = ""
+    """Such as `training/loop.py:71 in train`."""
+    waits: bool = False
+    """For other ranks, a device or another thread."""
+    long: bool = False
+    """At something that may take minutes."""
+
+
+def standing(thread: int) -> Standing:
+    """Of a thread of this process, by its identifier."""
+    innermost = sys._current_frames().get(thread)
+    if innermost is None:
+        return Standing()
+    frames: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    files = [frame.f_code.co_filename for frame in frames]
+    line = linecache.getline(files[0], innermost.f_lineno or 0)  # None between two lines
+    waits = any(part in files[0] for part in _WAITING_FILES) or any(call in line for call in _WAITING_CALLS)
+    ours = next((frame for frame in frames if "thrifty/" in frame.f_code.co_filename), None)
+    places = [innermost] if ours in (None, innermost) else [innermost, ours]
+    return Standing(
+        " called from ".join(_place(frame) for frame in places),
+        waits=waits,
+        long=any(part in file for file in files for part in _LONG_FILES),
+    )
+
+
+def _place(frame: FrameType) -> str:
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"

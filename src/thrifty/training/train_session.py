@@ -1,0 +1,268 @@
+"""A run from its first step, or from a checkpoint, to its end: the observers around the loop.
+
+Each record is written, shown, and followed by whatever is due: an evaluation, a checkpoint, a stop.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from thrifty.composition.compose import Composition
+from thrifty.core.batches import Batch
+from thrifty.core.errors import ThriftyError
+from thrifty.core.ranks import rank, ranks
+from thrifty.core.recipe import Recipe
+from thrifty.core.run_relative_settings import in_steps
+from thrifty.core.state import TrainState
+from thrifty.training import checkpoint, heartbeat
+from thrifty.training.determinism import same_bits
+from thrifty.training.evaluation import evaluate, see
+from thrifty.training.loop import Record, train
+from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.progress_display import Display, Progress
+from thrifty.training.rank_sync import Alone, Together
+from thrifty.training.run_folder import RunFolder
+from thrifty.training.stop_signals import StopRequest
+
+SHOWN = 8
+"""Held-out examples of which predictions are shown."""
+
+
+@dataclass
+class Session:
+    kept: Mapping[str, Any]
+    """Plain data that goes into each checkpoint beside the state, so that a resume can tell what changed: the recipe,
+    the number of steps, the identity of the data."""
+    recipe: Recipe
+    run: Composition
+    held_out: Sequence[Batch]
+    folder: RunFolder
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What is known beforehand and belongs in the summary: the data's own facts (unigram_entropy, bytes_per_token;
+    label_entropy, unit), predicted_memory, peak_flops_per_second, flops_per_step."""
+    notices: Sequence[str] = ()
+    """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
+    quiet: bool = False
+    drawn: Callable[[Tensor], list[str]] | None = None
+    """How images (b, c, h, w), as a model is given them, become addresses that hold pictures of them; None where there
+    are none to show."""
+
+    def run_to_end(self, state: TrainState, meter: MemoryMeter) -> dict[str, Any]:
+        """Train, evaluate, save; returns the summary, which is also in the folder. A stop by signal is not an error:
+        the summary's status is "interrupted" and `exit_code` the signal's."""
+        together = Together() if ranks() > 1 else Alone()
+        observer = _Observer(self, state, meter)
+        observer.summarize("running", 0)
+        with StopRequest() as stop, Display(self.quiet or rank() > 0) as display:
+            observer.display = display
+            for notice in self.notices:
+                display.say(notice)
+            try:
+                with heartbeat.explained(observer.stopped), same_bits(self.run.device, self.recipe.deterministic):
+                    status = observer.follow(stop)
+            except ThriftyError as error:
+                observer.stopped(str(error), error.exit_code)
+                raise
+            # the signal handler stays, and no rank leaves, until rank 0 has written the end down
+            return together.first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
+
+
+class _Observer:
+    def __init__(self, session: Session, state: TrainState, meter: MemoryMeter):
+        self.session, self.state, self.meter = session, state, meter
+        self.recipe, self.folder = session.recipe, session.folder
+        self.display = Display(quiet=True)
+        self.held_out: float | None = None
+        self.measured: dict[str, float] = {}
+        """What the last evaluation found beside the loss."""
+        self.last: Record | None = None
+        self.saved_step = state.step if state.step else None
+        self.evaluated_step: int | None = None
+        self.rate = 0.0
+        self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.also}
+        self._ending, self._has_ended = Lock(), False
+
+    def follow(self, stop: StopRequest) -> str:
+        if self.recipe.evaluation.at_start and self.state.step == 0:
+            self.evaluate()
+            self.state.counters["held_out_loss_at_start"] = self.held_out
+        heartbeat.at(f"step {self.state.step + 1}", step=True)
+        for record in train(self.session.run, self.state, self.recipe.seed):
+            self.last = record
+            self.record(record)
+            done = record.step == self.session.run.steps
+            stopping = stop.agreed()
+            due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
+            # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
+            if due or record.step % self.recipe.evaluation.every == 0:
+                self.evaluate()
+            if due or stopping:
+                self.save()
+            if stopping and not done:
+                self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
+                self.display.say(f"go on with: thrifty resume {self.folder.path}")
+                return "interrupted"
+            heartbeat.at(f"step {record.step + 1}", step=True)
+        if self.held_out is None:  # the run was killed between its last checkpoint and its end
+            self.evaluate()
+        return "finished"
+
+    def record(self, record: Record) -> None:
+        for change in record.changes:
+            self.note("change", **(asdict(change) | {"step": record.step - 1}))
+        rate = record.tokens / record.seconds
+        self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
+        flops = self.session.facts.get("flops_per_step")
+        memory = self.meter.now()
+        self.note(
+            "step",
+            loss=_finite(record.loss),
+            learning_rate=record.learning_rate,
+            gradient_norm=_finite(record.gradient_norm),
+            tokens=self.state.counters["tokens"],
+            seconds=round(self.state.counters["seconds"], 4),
+            step_seconds=round(record.seconds, 5),
+            tokens_per_second=round(rate, 1),
+            flops_per_second=flops / record.seconds if flops else None,
+            memory=memory,
+            skipped=record.skipped,
+            notes=record.notes,
+        )
+        if record.skipped:
+            self.say(f"step {record.step} skipped: loss {record.loss}, gradient norm {record.gradient_norm}")
+        self.show(record, flops, memory)
+
+    def show(self, record: Record, flops: float | None, memory: float) -> None:
+        peak = self.session.facts.get("peak_flops_per_second")
+        left = self.session.run.steps - record.step
+        self.display.update(
+            Progress(
+                step=record.step,
+                steps=self.session.run.steps,
+                loss=record.loss,
+                held_out=self.held_out,
+                measured=self.measured,
+                unit=self.session.facts.get("unit", "tokens"),
+                tokens_per_second=self.rate,
+                of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
+                memory=memory,
+                predicted_memory=self.session.facts.get("predicted_memory"),
+                seconds_left=left * record.tokens / self.rate,
+            ),
+            now=left == 0,
+        )
+
+    def evaluate(self) -> None:
+        assert self.state.optimizer is not None
+        with self.state.optimizer.judging():
+            self.measured = self.measure()
+            self.show_predictions()
+        self.held_out = self.measured.pop("loss")
+        self.evaluated_step = self.state.step
+        best = self.state.counters.get("best_held_out_loss", math.inf)
+        self.state.counters["best_held_out_loss"] = min(best, self.held_out)
+        # where an average is judged, the weights in training are measured beside it
+        trained = {} if self.state.optimizer.judged() is None else {"trained_loss": _finite(self.measure()["loss"])}
+        self.note("evaluation", loss=_finite(self.held_out), **self.measured, **trained)
+
+    def measure(self) -> dict[str, float]:
+        assert self.state.model is not None
+        run = self.session.run
+        batches = heartbeat.through(self.session.held_out, f"the evaluation after step {self.state.step}")
+        return evaluate(self.state.model, run.judged_by, batches, run.device)
+
+    def show_predictions(self) -> None:
+        """Keep for the report what the objective has to show of the first held-out examples."""
+        objective, draw = self.session.run.judged_by, self.session.drawn
+        if not objective.pictured or draw is None:
+            return
+        assert self.state.model is not None
+        found = see(self.state.model, objective, self.session.held_out[0], SHOWN, self.session.run.device)
+        if rank() > 0 or not found.pictures:
+            return
+        drawn = {name: draw(images) for name, images in found.pictures.items()}
+        shown = [
+            {"pictures": {name: addresses[row] for name, addresses in drawn.items()}, "loss": _finite(loss)}
+            for row, loss in enumerate(found.losses)
+        ]
+        self.folder.write_json("pictures", {"step": self.state.step, "about": objective.pictured, "shown": shown})
+
+    def _is_best_saved(self) -> bool:
+        """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""
+        if self.held_out is None or self.evaluated_step != self.state.step:
+            return False
+        best = self.state.counters.get("best_saved_loss", math.inf)
+        self.state.counters["best_saved_loss"] = min(best, self.held_out)
+        return self.held_out < best
+
+    def save(self) -> None:
+        if self.saved_step == self.state.step:
+            return
+        best = self._is_best_saved()
+        heartbeat.at(f"the checkpoint of step {self.state.step}")
+        saved = checkpoint.save(
+            self.folder.checkpoints,
+            self.state.step,
+            self.state.tensors(),
+            {**self.state.scalars(), **self.session.kept},
+            best=best,
+            keep=self.recipe.checkpoints.keep,
+            also=self.also,
+            ranks=Together() if ranks() > 1 else Alone(),
+        )
+        self.saved_step = self.state.step
+        self.note("checkpoint", seconds=round(saved.seconds, 4), bytes=saved.bytes)
+        if rank() == 0:
+            self.folder.sync_records()
+        for notice in saved.notices:
+            self.say(notice)
+
+    def say(self, text: str) -> None:
+        self.display.say(text)
+        self.note("notice", text=text)
+
+    def note(self, kind: str, **values: Any) -> None:
+        if rank() == 0:
+            self.folder.append({"kind": kind, "step": self.state.step} | values)
+
+    def stopped(self, text: str, exit_code: int = 1) -> None:
+        """Why and that the run ended, written down once: the thread that trains may come free, and find out by itself,
+        while another one writes this for it."""
+        with self._ending:
+            if self._has_ended:
+                return
+            self._has_ended = True
+            with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
+                self.note("notice", text=text)
+                self.summarize("stopped", exit_code)
+
+    def summarize(self, status: str, exit_code: int) -> dict[str, Any]:
+        counters = self.state.counters
+        summary = {
+            "status": status,
+            "exit_code": exit_code,
+            "steps": self.state.step,
+            "tokens": counters.get("tokens", 0),
+            "seconds": counters.get("seconds", 0.0),
+            "loss": _finite(self.last.loss) if self.last else None,
+            "held_out_loss": _finite(self.held_out),
+            **({"held_out": self.measured} if self.measured else {}),
+            "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
+            "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
+            "peak_memory": self.meter.peak(),
+            "skipped_steps": int(counters.get("skipped", 0)),
+            **self.session.facts,
+        }
+        if rank() == 0:
+            self.folder.write_json("summary", summary)
+        return summary
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinities: what is not finite is written as null."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,83 @@
+"""The trained model of a run folder, as the plain architecture."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from thrifty.composition.compose import Plain, compose
+from thrifty.core.batches import BatchSource
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Recipe
+from thrifty.core.stages import Stage
+from thrifty.core.state import fill_tensor, read_log
+from thrifty.data.run_metadata import kept_ends
+from thrifty.models import build_for
+from thrifty.objectives import find_objective
+from thrifty.recipes.recipe_toml import read_recipe
+from thrifty.training import checkpoint
+
+RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
+"""How a run is computed is of no matter to the model that comes out of it."""
+
+
+Adapters = Literal["merged", "kept", "left out"]
+
+
+def restore(
+    folder: Path, step: int | None = None, trained: bool = False, plain: bool = True, adapters: Adapters = "merged"
+) -> tuple[nn.Module, Recipe]:
+    """The trained model of a run folder, and the recipe.
+
+    What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
+    used as it is and not as its plain architecture; Refused says so. Adapters become part of the weights, or stay on,
+    or are left out, which gives the base that they were trained on.
+
+    Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
+    average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
+    outputs.
+    """
+    recipe = read_recipe(folder / "recipe.toml")
+    found = checkpoint.load(folder / "checkpoints", step)
+    ends = kept_ends(folder, recipe.data.length)
+
+    def build() -> nn.Module:
+        torch.manual_seed(recipe.seed)
+        return build_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
+
+    chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
+    run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
+    state = run.place(read_log(found.scalars))
+    model, optimizer = state.model, state.optimizer
+    assert model is not None and optimizer is not None
+    for name, tensor in state.tensors().items():
+        value = found.tensors.get(name)
+        if value is not None and value.shape == tensor.shape:
+            fill_tensor(tensor, value)
+        elif name.startswith("parameters/"):
+            raise UsageError(
+                f"{folder} was trained with another model than its recipe says: {name} is not in its checkpoint",
+                fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
+            )
+    state.load_scalars(found.scalars)
+    values = None if trained else optimizer.judged()
+    for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
+        fill_tensor(parameter, value)
+    if adapters != "merged":
+        run = replace(run, techniques=tuple(t for t in run.techniques if t.stage is not Stage.ADAPTERS), notes={})
+    if adapters == "left out":
+        model = _with_values(run.build_model(state.log), model)
+    if plain:
+        for technique in reversed(run.techniques):
+            model = technique.finish(model)
+    return model.eval(), recipe
+
+
+def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:
+    """A model with the values of another that has more on it: surgery adds names, and changes none."""
+    values = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        fill_tensor(parameter, values[name].detach())
+    return model

@@ -1,0 +1,270 @@
+"""Runs: start one by a recipe, go on with one, go on from one as a new one.
+
+Where the data, the models, the techniques and the training meet; the command line is thin over it.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thrifty.composition.explain import explain
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.mesh import AXES, USED_BY, axis
+from thrifty.core.plain_values import differences
+from thrifty.core.ranks import rank, ranks
+from thrifty.core.recipe import Recipe
+from thrifty.core.state import Decision, TrainState, read_log
+from thrifty.data.example_previews import pictures, selection
+from thrifty.machine.machine_info import peak_flops
+from thrifty.planning import forecast_ledger
+from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
+from thrifty.training import checkpoint, checkpoint_index
+from thrifty.training.memory_meter import MemoryMeter, placing_freed
+from thrifty.training.rank_sync import together
+from thrifty.training.rendezvous import agent
+from thrifty.training.run_environment import environment
+from thrifty.training.run_folder import RunFolder
+from thrifty.training.run_fork import take_over
+from thrifty.training.run_setup import BuildModel, Prepared, prepare, ranked
+from thrifty.training.train_session import Session
+
+FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
+"""Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
+
+MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
+"""What must be the same for a resumed run to keep what was counted and measured when it started."""
+
+
+@contextmanager
+def claimed(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
+    """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
+    held: list[RunFolder] = []
+    agents = set(together().all(agent)) - {""}
+    together().first(lambda: held.append(claim(path, agents)))
+    folder = held[0] if held else RunFolder(path)
+    folder.again = together().first(lambda: folder.again)
+    with folder:
+        yield folder
+
+
+def train(
+    recipe: Recipe,
+    runs: Path = Path("runs"),
+    *,
+    model: BuildModel | None = None,
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Train by a recipe into runs/NAME and return the summary; raises UsageError when that folder exists, unless it is
+    torchrun that starts the same job again: then the run goes on.
+
+    `model` builds a model of your own in place of the recipe's: a module with a list of blocks that maps tokens (b, t)
+    to hidden states (b, t, d) and has a linear `head`, or that maps them to logits.
+    """
+    with ranked(), claimed(Path(runs) / recipe.name, RunFolder.create) as folder:
+        if together().first(folder.recipe.is_file):
+            return _resume(folder, recipe, model, origins or {}, quiet)
+        return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins or {})
+
+
+def resume(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    fork: str | None = None,
+    model: BuildModel | None = None,
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Go on from the newest undamaged checkpoint of a run folder, or from the first step if it ended before its first.
+
+    The recipe must be the one that the run was started with; UsageError says what differs. With `fork` the run goes
+    on as a new one of that name beside the old, by the changed recipe: what the old state has by the same name and
+    shape is taken over, everything else starts fresh and is named. `origins` says where changed values came from.
+    """
+    with ranked():
+        if fork is not None:
+            return _fork(folder, replace(recipe, name=fork), folder.parent / fork, model, origins or {}, quiet)
+        with claimed(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
+            return _resume(opened, recipe, model, origins or {}, quiet)
+
+
+def rewind(
+    folder: Path,
+    step: int,
+    recipe: Recipe,
+    *,
+    model: BuildModel | None = None,
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
+    schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
+    with ranked():
+        return _fork(folder, recipe, folder.parent / recipe.name, model, origins or {}, quiet, step)
+
+
+def _resume(
+    folder: RunFolder, recipe: Recipe, model: BuildModel | None, origins: Mapping[str, str], quiet: bool
+) -> dict[str, Any]:
+    found = _newest(folder)
+    started = recipe_from_data(found.scalars["recipe"]) if found else read_recipe(folder.recipe)
+    if refused := differences(_binding(started), _binding(recipe)):
+        raise UsageError(
+            "the recipe is not the one this run was started with: " + "; ".join(refused),
+            fix=f"undo the change, or go on as a new run: thrifty resume {folder.path} --fork NAME",
+        )
+    if found is None:
+        again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
+        return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
+    if found.step >= found.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
+        if folder.again:  # a rank was lost after the end
+            return summary
+        raise UsageError(f"{folder.path} is finished: it made all its {found.step} steps", fix="go on with --fork NAME")
+
+    def fill(state: TrainState) -> list[str]:
+        checkpoint.fill(found, state.tensors(), ranks=together())
+        state.load_scalars(found.scalars)
+        return found.notices
+
+    prepared = prepare(recipe, model, found.scalars["steps"], quiet)
+    if other := [name for name, sha256 in found.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
+        raise IntegrityError(
+            f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
+            fix="bring the old data back, or start a new run on the new",
+        )
+    return _run(prepared, folder, quiet, origins, read_log(found.scalars), fill)
+
+
+def _binding(recipe: Recipe) -> dict[str, Any]:
+    """What a run is tied to: all of its recipe but the sections that are free to change, and over what ranks its work
+    is divided."""
+    dividing = {claim for claim, _ in USED_BY.values()}
+    kept = tuple(technique for technique in recipe.techniques if not technique.claims & dividing)
+    data = recipe_to_data(replace(recipe, techniques=kept))
+    return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
+
+
+def _newest(folder: RunFolder) -> checkpoint.Found | None:
+    """The newest undamaged checkpoint; None when the run ended before it made one."""
+    try:
+        return checkpoint.find(folder.checkpoints, ranks=together())
+    except IntegrityError:
+        if together().first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
+            raise
+        return None
+
+
+def _fork(
+    old: Path,
+    recipe: Recipe,
+    target: Path,
+    model: BuildModel | None,
+    origins: Mapping[str, str],
+    quiet: bool,
+    rewound_to: int | None = None,
+) -> dict[str, Any]:
+    found = checkpoint.find(old / "checkpoints", rewound_to, ranks=together())
+
+    def fill(state: TrainState) -> list[str]:
+        return take_over(prepared.run, state, found, rewound=rewound_to is not None)
+
+    with claimed(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
+        if together().first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
+            return _resume(folder, recipe, model, origins, quiet)
+        prepared = prepare(recipe, model, quiet=quiet)
+        if prepared.run.steps <= found.step:
+            raise UsageError(
+                f"the budget of {prepared.run.steps} steps is used up: {old} has made {found.step}",
+                fix=f"--set budget.steps={2 * found.step}, counted from the first step of {old.name}",
+            )
+        prepared.data.check_meaning(found.scalars["data"], old)
+        inherited = {**_kept(RunFolder(old), "origins"), **origins}
+        return _run(prepared, folder, quiet, inherited, read_log(found.scalars), fill)
+
+
+def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
+    return RunFolder.open(path).lock(agents) if (path / "recipe.toml").is_file() else RunFolder.create(path, agents)
+
+
+def _run(
+    prepared: Prepared,
+    folder: RunFolder,
+    quiet: bool,
+    origins: Mapping[str, str],
+    log: list[Decision] | None = None,
+    fill: Callable[[TrainState], list[str]] = lambda state: [],
+) -> dict[str, Any]:
+    """Build the state, write down what the run is, and train. `fill` loads values and says what is worth knowing."""
+    recipe, run, data = prepared.recipe, prepared.run, prepared.data
+    here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
+    before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
+    same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
+    is_known = same_machine and bool(before["explanation"] and before["summary"])
+    explanation = None if is_known else explain(run)
+    peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
+    meter = MemoryMeter(run.device)
+    state = run.start() if log is None else run.place(log)
+    notices = fill(state)
+    explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
+    known = dict(data.facts)
+    if recipe.objective.name != "next_token" and "bytes_per_token" in known:
+        # only a model that predicts every token from those before it says how far the text could be compressed
+        known["bytes_per_token"] = None
+    facts = {
+        "folder": str(folder.path),
+        **known,
+        **({"measured": list(run.judged_by.measured)} if run.judged_by.measured else {}),
+        **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
+        "predicted_memory": explained["footprint"]["memory"],
+        "flops_per_step": explained["plain"]["flops"],
+        "peak_flops_per_second": peak,
+    }
+    if rank() == 0:
+        first = {name: before["environment"][name] for name in ("command", "started") if name in before["environment"]}
+        folder.write_text("recipe.toml", write_recipe(recipe))
+        folder.write_json("origins", {**before["origins"], **origins})
+        folder.write_json("environment", here | first)
+        folder.write_json("explanation", explained)
+        data.keep(folder.path)
+        if run.source.choice is not None:
+            folder.write_json("selection", selection(data, run.source.choice))
+        for text in notices:
+            folder.append({"kind": "notice", "step": state.step, "text": text})
+    examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
+    kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
+    drawn = partial(pictures, ends=data.ends)
+    session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
+    with placing_freed(run):
+        summary = session.run_to_end(state, meter)
+    if rank() == 0:
+        forecast_ledger.keep(folder.path, summary)
+    return summary
+
+
+def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
+    """What an earlier part of the run wrote under this name, the same on every rank; {} where there is nothing."""
+
+    def read() -> dict[str, Any]:
+        with suppress(IntegrityError):
+            return folder.read_json(name)
+        return {}
+
+    return together().first(read)
+
+
+def _peak(recipe: Recipe, device: torch.device) -> float:
+    """FLOP/s of the matrix products of all ranks in the run's number format, measured."""
+    return peak_flops(device, _matrix_type(recipe)) * ranks()
+
+
+def _matrix_type(recipe: Recipe) -> torch.dtype:
+    """The number format of the run's matrix products, whose measured rate a share of peak refers to."""
+    deciding = [technique for technique in recipe.techniques if "precision" in technique.claims]
+    formats = [getattr(technique, "format", "bfloat16") for technique in deciding]
+    return torch.float16 if "float16" in formats else torch.bfloat16 if deciding else torch.float32
