@@ -31,6 +31,7 @@ from thrifty import techniques
 from thrifty.composition.compose import CPU, Composition, Plain, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
+from thrifty.core.shard_layout import local
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import BYTES, source_text
@@ -38,7 +39,6 @@ from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.optim.chunked_update import local
 from thrifty.planning.allocator_trace import allocated
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.loop import train

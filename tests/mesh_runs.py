@@ -8,8 +8,8 @@ from typing import Any
 from thrifty.cli.recipe_options import put_together
 from thrifty.core import mesh
 from thrifty.core.mesh import AXES, axis
+from thrifty.core.shard_layout import local
 from thrifty.core.tensor_tracing import tensor_bytes
-from thrifty.optim.chunked_update import local
 from thrifty.recipes.recipe_layers import Layers
 from thrifty.training.run_setup import prepare
 from thrifty.training.trainer import train

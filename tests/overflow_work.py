@@ -12,9 +12,9 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 from thrifty.training.loop import PATIENCE
 from tiny_runs import advance, losses, plain_run, snapshot, technique, with_optimizer
 

@@ -24,6 +24,7 @@ from thrifty.core.batches import Batch, Mapped
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import own_draws
+from thrifty.core.shard_layout import local
 from thrifty.core.state import TrainState, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
@@ -31,7 +32,6 @@ from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
-from thrifty.optim.chunked_update import local
 from thrifty.training.checkpoint import fill, find, save
 from thrifty.training.loop import step_seed
 from thrifty.training.rank_sync import Alone, Together

@@ -22,14 +22,13 @@ from thrifty.composition.explain import explain
 from thrifty.core import mesh
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.shard_layout import order_of
+from thrifty.core.shard_layout import local, order_of
 from thrifty.core.state import TrainState, full_value
 from thrifty.distributed.tensor_parallel_model import split_model
 from thrifty.kernels import chunked_cross_entropy, vocab_parallel_cross_entropy
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.models.model_presets import Shape, assemble
 from thrifty.models.transformer import initialize
-from thrifty.optim.chunked_update import local
 from thrifty.techniques.parallelism.tensor import settle_gradients
 from thrifty.training import checkpoint
 from thrifty.training.rank_sync import Together

@@ -28,6 +28,7 @@ from thrifty.core.errors import Infeasible, ThriftyError, UsageError
 from thrifty.core.recipe import Budget
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
+from thrifty.training import run_ledger
 from thrifty.training.run_setup import mesh_sizes
 from thrifty.training.trainer import train
 
@@ -128,7 +129,7 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     small = replace(read_recipe(Path(recipe)), budget=Budget(steps=5))
-    forecast_ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
+    run_ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
     summary = train(small, quiet=True)
     (entry,) = forecast_ledger.entries("cpu")
     assert entry.predicted == {"counted": summary["predicted_memory"], "memory": 1e8, "step": 0.01}
@@ -141,7 +142,7 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
     assert "→  the recipe as it is" in result.stdout
     written = read_recipe(Path("probed.toml"))
     assert written.budget.seconds == pytest.approx(3.6)
-    kept = forecast_ledger.forecast_file(recipe_to_data(written))
+    kept = run_ledger.forecast_file(recipe_to_data(written))
     disturbed = "step times are upper bounds, and are not kept" in result.stdout
     assert json.loads(kept.read_text()).keys() == ({"memory"} if disturbed else {"memory", "step"})
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from stacked_models import HEADS, HIDDEN, KINDS, VOCABULARY, WIDTH
 from thrifty.core.errors import Refused
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.modeling.residual_branches import Branch, add_gain, biases, find_branches, is_decoder, out_width
 from thrifty.modeling.stream_norms import bypass_norms
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
 from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_notes import noting
 from thrifty.core.state import TrainState, fill_tensor
-from thrifty.modeling.module_surgery import noting
 from thrifty.optim.mask_selection import full_mask, masked_shapes, random_mask
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.torch_optimizer import TransformOptimizer

@@ -6,7 +6,7 @@ from torch import nn
 
 from stacked_models import KINDS, TOKENS, TorchEncoder
 from thrifty.core.errors import IntegrityError
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.modeling.stream_norms import bypass_norms, check_bypassed, is_norm, stream_norms
 
 STAYS = {

@@ -7,16 +7,8 @@ from torch import nn
 
 from stacked_models import KINDS
 from thrifty.core.errors import Refused
-from thrifty.modeling.module_surgery import (
-    find_blocks,
-    find_stacks,
-    note,
-    noting,
-    select,
-    tied_names,
-    weight_layers,
-    wrap_forward,
-)
+from thrifty.core.run_notes import note, noting
+from thrifty.modeling.module_surgery import find_blocks, find_stacks, select, tied_names, weight_layers, wrap_forward
 from tiny_runs import tiny_model
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}

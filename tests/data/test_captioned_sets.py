@@ -12,7 +12,8 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.catalogue import Entry, Package, entries
 from thrifty.data.download import caption_extractors
-from thrifty.data.download.dataset_download import archives_folder, damage, fetch, listing_sha256
+from thrifty.data.download.dataset_download import archives_folder, fetch, listing_sha256
+from thrifty.data.fetched_sets import damage
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import open_images
 from thrifty.data.pairs.captioned_arrays import read_captions

@@ -19,7 +19,7 @@ from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.pairs.captioned_arrays import read_captions, tidied
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
-from thrifty.data.text.token_cache import read_manifest
+from thrifty.data.prepared_cache import read_manifest
 from thrifty.data.train_split import Part
 
 COUNT = 12

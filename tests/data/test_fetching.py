@@ -12,7 +12,8 @@ import pytest
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.data.catalogue import Entry, Package
-from thrifty.data.download.dataset_download import archives_folder, damage, fetch, listing_sha256, origin
+from thrifty.data.download.dataset_download import archives_folder, fetch, listing_sha256
+from thrifty.data.fetched_sets import damage, origin
 
 TALES = {"one.txt": b"It was a dark night.", "two.txt": b"It was a bright morning."}
 

@@ -14,7 +14,8 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.catalogue import Entry, Package, entries
 from thrifty.data.download import image_extractors
-from thrifty.data.download.dataset_download import archives_folder, damage, fetch
+from thrifty.data.download.dataset_download import archives_folder, fetch
+from thrifty.data.fetched_sets import damage
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import open_images
 from thrifty.data.text.document_sources import open_source

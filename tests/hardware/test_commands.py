@@ -11,7 +11,8 @@ from click.testing import CliRunner
 from scipy.io import mmwrite
 from scipy.sparse import random_array
 
-from thrifty.cli.simulate.simulate_attention import joules, read_budget
+from thrifty.cli.simulate.simulate_attention import read_budget
+from thrifty.cli.simulate.simulate_output import joules
 from thrifty.cli.simulate.simulate_verb import command
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of

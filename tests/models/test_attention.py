@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from thrifty.core.errors import Refused, UsageError
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.models.attention_layers import (
     Attention,
     CrossAttention,

@@ -10,7 +10,7 @@ import transformers
 from tiny_models import SMALL
 from torch import nn
 
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.modeling.structured_pruning import arrange, find_pieces
 from thrifty.models import export_model
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM

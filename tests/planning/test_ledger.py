@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from thrifty.machine.machine_info import machine
 from thrifty.planning import forecast_ledger
-from thrifty.planning.forecast_ledger import Record, entries, expect, keep, ledger_file, record_of
-from thrifty.planning.probe_jobs import machine
+from thrifty.planning.forecast_ledger import Record, entries, record_of
+from thrifty.training import run_ledger
+from thrifty.training.run_ledger import expect, keep, ledger_file
 
 RECIPE = 'name = "a run"\nseed = 1\n[techniques.optimizers.adamw]\nlr = 0.1\n'
 
@@ -104,7 +106,7 @@ def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> Non
 
 def _write_many(writer: int) -> None:
     for number in range(50):
-        forecast_ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
+        run_ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
 
 
 def test_writers_at_the_same_time_lose_and_mix_no_line() -> None:

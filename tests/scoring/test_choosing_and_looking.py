@@ -16,8 +16,9 @@ from scoring.tiny_recipes import digits, text
 from thrifty.core.batches import Choice
 from thrifty.core.errors import Refused
 from thrifty.core.score_file import Scores
-from thrifty.data.example_previews import picture, png, selection, shown
+from thrifty.data.example_previews import selection, shown
 from thrifty.data.images.digits import DigitImages
+from thrifty.data.images.image_previews import picture, png
 from thrifty.data.run_data import RunData
 from thrifty.experiments.scoring.example_scoring import Scoring, score
 from thrifty.experiments.scoring.review_page import open_scored, page, suspicious

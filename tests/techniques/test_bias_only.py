@@ -8,7 +8,7 @@ from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
 from thrifty.core.errors import Refused
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.techniques.adapters.bias_only import BiasOnly, bias_names
 from tiny_runs import advance, plain_run, technique, tiny_model
 

@@ -14,7 +14,7 @@ from runs_for import masked_run
 from sparsity_work import masks_of_each, masks_under_each
 from thrifty.composition.compose import Plain, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.modeling.structured_pruning import find_pieces
 from thrifty.models import export_model
 from thrifty.models.model_presets import Shape

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stacked_models import KINDS, TOKENS, VOCABULARY, gpt
-from thrifty.modeling.module_surgery import noting
+from thrifty.core.run_notes import noting
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import scale_by_learning_rate
 from thrifty.techniques.initializations.fixup import Fixup, depth_factor, is_scalar

@@ -13,12 +13,12 @@ from rank_processes import on_ranks
 from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.run_notes import noting
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.float8 import E4M3, E5M2, cast, decode
 from thrifty.kernels.float8_linear import Casting
-from thrifty.modeling.module_surgery import noting
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.precision.float8 import Float8, put_on, roll, take_off
 from tiny_runs import (

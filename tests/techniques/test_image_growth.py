@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from thrifty.composition.compose import Composition, Plain, compose
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import Refused, UsageError
+from thrifty.core.run_notes import noting
 from thrifty.core.technique import Technique
 from thrifty.kernels.image_resizing import resize
 from thrifty.kernels.low_pass import crop_spectrum
-from thrifty.modeling.module_surgery import noting
 from thrifty.objectives.classification import Classify
 from thrifty.techniques.curriculum.low_frequency import LowFrequency
 from thrifty.techniques.curriculum.resolution import Resolution

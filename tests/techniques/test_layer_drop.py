@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.errors import Refused, UsageError
-from thrifty.modeling.module_surgery import find_blocks, noting
+from thrifty.core.run_notes import noting
+from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
 from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, tiny_model

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.run_notes import noting
 from thrifty.core.tensor_tracing import StepTrace, uncollected
 from thrifty.modeling.lora_layers import Factors, add_factors, factors_of
 from thrifty.modeling.lora_model import activate, activated, adapted, adapters, factor_names, merge, remove, unmerge
-from thrifty.modeling.module_surgery import noting
 from thrifty.techniques.adapters.lora import Lora
 from tiny_runs import advance, plain_run, technique, tiny_model
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from thrifty.composition.compose import Composition, compose
 from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.run_notes import noting
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.kernels.n_of_m_linear import Products
 from thrifty.kernels.n_of_m_masks import Pattern, n_of_m_mask
-from thrifty.modeling.module_surgery import noting
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, put_on, remake, take_off
 from tiny_runs import (

@@ -10,8 +10,8 @@ from torch import nn
 
 from stacked_models import HEADS, HIDDEN, LABELS, LENGTH, PIXELS, TARGETS, TOKENS, VOCABULARY, WIDTH
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import noting
 from thrifty.core.technique import Technique
-from thrifty.modeling.module_surgery import noting
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.stream_norms import is_bypassed, is_norm
 from thrifty.techniques.initializations._branch_matrices import matrices

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from thrifty.training.run_environment import environment, redacted
+from thrifty.core.secret_redaction import redacted
+from thrifty.training.run_environment import environment
 
 SECRETS = [
     ["--token", "s3cr3t"],

@@ -18,11 +18,10 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import USED_BY
 from thrifty.core.objective import Objective
-from thrifty.core.shard_layout import order_of
+from thrifty.core.shard_layout import local, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 from thrifty.training.loop import train
 
 DIVIDING = {claim for claim, _ in USED_BY.values()}

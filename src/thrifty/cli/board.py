@@ -39,7 +39,7 @@ def command(runs: Path, results: Path, port: int, show: bool, new_address: bool)
 
 def _cards() -> list[dict[str, Any]]:
     from thrifty import techniques
-    from thrifty.cli.show import card_of
+    from thrifty.cli.technique_card import card_of
 
     outside = techniques.third_party()  # a stranger's code is loaded only when its technique is named
     return [card_of(name) for name in techniques.names() if name not in outside]

@@ -35,7 +35,7 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
 
     An empty line ends the conversation, and so does the end of the input.
     """
-    from thrifty.cli.sample import load_for_sampling
+    from thrifty.cli.loaded_model import load_for_sampling
     from thrifty.cli.verb_output import print_json
     from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 

@@ -31,8 +31,9 @@ def command(
 
     from thrifty.cli.verb_output import print_json, run_path
     from thrifty.core.model_spec import ImageEnds, PairEnds
+    from thrifty.core.run_notes import noting
     from thrifty.data.run_metadata import kept_ends
-    from thrifty.modeling.module_surgery import find_blocks, noting
+    from thrifty.modeling.module_surgery import find_blocks
     from thrifty.models import export_model, shape_for
     from thrifty.models.pad_pruned import FILLED_UP
     from thrifty.peft_format import save_adapter

@@ -113,7 +113,7 @@ def _of_run(run: Path, examples: int) -> AttentionTrace:
 def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
     import torch
 
-    from thrifty.cli.sample import load_for_sampling
+    from thrifty.cli.loaded_model import load_for_sampling
     from thrifty.core.errors import UsageError
     from thrifty.data.tokenizer import read_tokenizer
     from thrifty.simulators.accelerator.trace_recorder import record

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 from thrifty.comparing.run_process import ending_of, run_to_end, summary_of
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
+from thrifty.core.secret_redaction import redacted
 from thrifty.machine.energy_meter import EnergyMeter, counters
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
-from thrifty.training.run_environment import redacted
 from thrifty.training.run_lock import holder
 from thrifty.training.run_setup import BuildModel
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thrifty.experiments.saved_study import refuse_overwriting
 from thrifty.training.atomic_files import Durable
+from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 

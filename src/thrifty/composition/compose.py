@@ -16,13 +16,13 @@ from thrifty.core.errors import Refused, UsageError
 from thrifty.core.gradient_transform import Transform
 from thrifty.core.objective import Objective
 from thrifty.core.old_names import order_key
+from thrifty.core.run_notes import noting
 from thrifty.core.run_relative_settings import resolve_moments
 from thrifty.core.shard_layout import keep_orders
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import Decision, TrainState, full_value
 from thrifty.core.structural_change import Change
 from thrifty.core.technique import Technique
-from thrifty.modeling.module_surgery import noting
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
 CPU = torch.device("cpu")

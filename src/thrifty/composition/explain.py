@@ -17,10 +17,10 @@ from thrifty.composition.micro_batches import fewer_alike, shares_of
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.batches import Batch
 from thrifty.core.footprint import Footprint
+from thrifty.core.run_notes import noting
+from thrifty.core.shard_layout import local
 from thrifty.core.technique import Technique
 from thrifty.core.tensor_tracing import StepTrace, one_thread, settled, tensor_bytes
-from thrifty.modeling.module_surgery import noting
-from thrifty.optim.chunked_update import local
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
 IN_PASSES = ("model", "batches", "objective", "backward")

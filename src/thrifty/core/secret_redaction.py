@@ -8,6 +8,19 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+_SECRET_NAME = re.compile(
+    r"(?:^|[^a-z])(?:token|secret|passw(?:or)?d|passphrase|pwd|credentials?|authorization|bearer|cookie"
+    r"|(?:api|access|private|secret|auth)[-_.]?key)(?:$|[^a-z])",
+    re.IGNORECASE,
+)
+
+_SECRET_VALUE = re.compile(
+    r"\b(?:hf|ghp|gho|ghu|ghs|ghr|npm|glpat|github_pat|nvapi|gsk|r8|sk|pk|rk)[_-][A-Za-z0-9_-]{8,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\bxox[a-z]-[A-Za-z0-9-]{8,}|\bpypi-[A-Za-z0-9_-]{16,}"
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]{8,}|(?<=://)[^\s/@]+(?=@)"
+)
+
+
 REDACTED = "[redacted]"
 
 SECRET_WORDS = {"token", "secret", "secrets", "password", "passwd", "passphrase", "pwd", "apikey", "cookie"}
@@ -77,3 +90,22 @@ def _redact_assignment(match: re.Match[str]) -> str:
         return match.group()
     quote = value[0] if value[0] in "\"'" else ""
     return f"{key}{sign}{quote}{REDACTED}{quote}"
+
+
+def redacted(command: list[str]) -> list[str]:
+    """The words of a command line, with what is or looks like a secret blanked out.
+
+    `--api-key VALUE`, `--set x.token=VALUE`, a password in an address, and keys of known shapes.
+    """
+    shown: list[str] = []
+    secret_follows = False
+    for word in command:
+        name, sign, _ = word.partition("=")
+        if secret_follows:
+            shown.append(REDACTED)
+        elif sign and _SECRET_NAME.search(name):
+            shown.append(f"{name}={REDACTED}")
+        else:
+            shown.append(_SECRET_VALUE.sub(REDACTED, word))
+        secret_follows = word.startswith("-") and not sign and bool(_SECRET_NAME.search(name))
+    return shown

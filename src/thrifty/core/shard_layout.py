@@ -6,7 +6,7 @@ along the dim are what each rank needs. The order goes with the tensor, and is u
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -138,3 +138,8 @@ def held_parts(tensor: Tensor) -> list[Part]:
     if order is None:
         return [Part(held, held.within(held))]
     return [Part(there, here.within(held)) for there, here in order.boxes(held)]
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank holds of each tensor, sharing its memory."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

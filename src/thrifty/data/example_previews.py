@@ -1,8 +1,5 @@
 """Training examples as a person can look at them: pictures, or text, with their labels and files."""
 
-import base64
-import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,19 +10,15 @@ from torch import Tensor
 
 from thrifty.core.batches import Choice
 from thrifty.core.errors import Refused
-from thrifty.core.model_spec import Ends, ImageEnds, PairEnds
+from thrifty.core.model_spec import ImageEnds
 from thrifty.data.epoch_sampler import Epochs
-from thrifty.data.images.image_arrays import ImageArrays, brightened
+from thrifty.data.images.image_arrays import ImageArrays
+from thrifty.data.images.image_previews import picture
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import TextData
 from thrifty.data.text.text_pairs import Pairs
 from thrifty.data.text.token_windows import Windows
-from thrifty.kernels.image_resizing import resize
 
-LARGEST = 64
-"""Pixels of a picture's side; of larger images a smaller version is shown."""
-LARGEST_SEEN = 128
-"""The same of what a model makes of an image, which a person wants to see patch by patch."""
 EACH = 12
 """How many examples of each kind a run keeps for its report."""
 
@@ -70,46 +63,6 @@ def shown(data: RunData, numbers: Sequence[int]) -> list[Shown]:
 
 def _filled(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end)] if end in tokens else tokens
-
-
-def pictures(images: Tensor, ends: Ends) -> list[str]:
-    """Images (b, c, h, w) as a model is given them, as addresses that hold pictures of them. Raises Refused where the
-    data of a run are no images."""
-    own = ends.images if isinstance(ends, PairEnds) else ends
-    if not isinstance(own, ImageEnds):
-        raise Refused("there are no images in these data", fix="look at images")
-    return [picture(image, LARGEST_SEEN) for image in brightened(images.float().cpu(), own)]
-
-
-def picture(image: Tensor, largest: int = LARGEST) -> str:
-    """An image (c, h, w) of 0 … 1 as an address that holds a PNG of it, no side longer than `largest` pixels: colours
-    of three channels, grey of any other number, of which the first is shown."""
-    _, height, width = image.shape
-    if max(height, width) > largest:
-        scale = largest / max(height, width)
-        image = resize(image[None], max(round(height * scale), 1), max(round(width * scale), 1))[0]
-    colours = image if len(image) == 3 else image[:1]
-    pixels = (colours.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
-    return "data:image/png;base64," + base64.b64encode(png(pixels)).decode()
-
-
-def png(pixels: np.ndarray) -> bytes:
-    """A PNG file of uint8 pixels (h, w, c), c being 1 or 3 (W3C, Portable Network Graphics, sections 5 and 11)."""
-    height, width, channels = pixels.shape
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    lines = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1)
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", header),
-            chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)),
-            chunk(b"IEND", b""),
-        )
-    )
 
 
 def selection(data: RunData, choice: Choice) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.model_spec import Ends, ImageEnds, PairEnds, TextEnds
-from thrifty.data.text.token_cache import TOKENIZER
+from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.tokenizer import read_tokenizer
 
 LABELS = "images.json"

@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thrifty.core.errors import Refused
 from thrifty.core.mesh import DATA, axis
+from thrifty.core.shard_layout import local
 from thrifty.distributed.model_partition import Parts
 from thrifty.modeling.stage_placeholders import Arrival, Departure, Elsewhere, Passage
-from thrifty.optim.chunked_update import local
 
 
 @dataclass

@@ -9,15 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, Splitting
 from thrifty.distributed.tensor_parallel_plan import Style, split_plan
 from thrifty.distributed.tensor_parallel_rng import Region, drops
+from thrifty.modeling.attention_sites import HEAD_WIDTHS
 from thrifty.modeling.embeddings import find_head, token_tables
-from thrifty.modeling.module_surgery import find_stacks, is_under, note
+from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.parameter_kinds import fused_slices
 from thrifty.modeling.residual_branches import in_width, is_transposed, out_width, part_of_attention
 
-HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 HEAD_COUNTS = (
     "heads", "kv_heads", "n_head", "n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_key_value_heads",
     "num_attention_heads", "all_head_size", "split_size",

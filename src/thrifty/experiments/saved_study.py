@@ -11,6 +11,7 @@ from thrifty.experiments.study_result import Result, kept_summary
 from thrifty.experiments.study_summary import Estimate
 from thrifty.experiments.study_table import interval, shown, table
 from thrifty.training.atomic_files import Durable
+from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 ROUNDING = 1e-3
@@ -29,16 +30,6 @@ class Comparison:
 def refuse_existing(file: Path) -> None:
     """Raises UsageError where a kept result or its table would be overwritten."""
     refuse_overwriting("results/studies/STUDY/DEVICE.json", file, file.with_suffix(".md"))
-
-
-def refuse_overwriting(place: str, file: Path, *beside: Path) -> None:
-    """Raises UsageError where --keep names what is no .json file, or where it or a file beside it is there; `place` is
-    the usual one for such a result."""
-    if file.suffix != ".json":
-        raise UsageError(f"--keep {file} is not a .json file", fix=f"--keep {place}")
-    for path in (file, *beside):
-        if path.exists():
-            raise UsageError(f"{path} exists already", fix="remove it first, or keep the result under another name")
 
 
 def keep(result: Result, file: Path) -> None:

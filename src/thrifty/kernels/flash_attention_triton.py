@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.kernels.sparse_attention.block_layout import as_autocast
+from thrifty.kernels.autocast_inputs import as_autocast
 
 TILE = 64
 """Tokens of a tile's side, unless told."""

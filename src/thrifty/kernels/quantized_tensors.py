@@ -30,7 +30,7 @@ from thrifty.kernels.groupwise_quantization import (
     words_of_places,
 )
 from thrifty.kernels.quantization_ranges import GROUP, Ranges, by_group
-from thrifty.optim.chunked_update import NUMBERS, NUMBERS_ON_A_GPU
+from thrifty.machine.cpu_features import NUMBERS, NUMBERS_ON_A_GPU
 
 COMPILED_FROM = 2**16
 """Tensors of fewer numbers are not worth compiling for."""

@@ -12,12 +12,26 @@ into whatever comes next.
 Shapes: b batch, h heads, g key-value heads, r = h/g query heads per key-value head, t tokens, k head width.
 """
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.modeling.attention_sites import plain_core
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def plain_core(causal: bool) -> Callable[[Function], Function]:
+    """Marks a function as plain softmax attention, of the past alone or of all: one that can be replaced."""
+
+    def mark(function: Function) -> Function:
+        vars(function)["is_causal"] = causal
+        return function
+
+    return mark
 
 
 def tiled_causal_attention(

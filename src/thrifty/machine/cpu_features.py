@@ -9,6 +9,12 @@ from pathlib import Path
 
 import torch
 
+NUMBERS = 256 * 1024
+"""Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
+
+NUMBERS_ON_A_GPU = 16 * 1024 * 1024
+"""Large enough for its cores, small enough that temporaries stay below a hundred megabytes."""
+
 
 def usable_cores() -> list[int]:
     """The numbers of the processors that this process may run on."""

@@ -10,6 +10,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -238,3 +239,10 @@ def _is_installed(package: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
+    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
+    return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}

@@ -8,8 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.kernels.quantization_ranges import GROUP, by_group, by_head
 from thrifty.kernels.quantized_tensors import Coded, CodedMask, encode, encode_mask, in_memory
+from thrifty.machine.cpu_features import NUMBERS
 from thrifty.memory.saved_tensor_hooks import SMALLEST, codable
-from thrifty.optim.chunked_update import NUMBERS
 
 SAMPLE = 512
 """Numbers of a tensor that are looked at to tell what it is."""

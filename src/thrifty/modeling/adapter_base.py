@@ -5,11 +5,11 @@ from collections.abc import Collection
 from torch import nn
 
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.run_notes import note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.embeddings import find_head, is_tied, token_tables
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.stream_norms import is_norm
 
 

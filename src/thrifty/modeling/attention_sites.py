@@ -8,17 +8,18 @@ is registered there, which asks the module for its core.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
-from thrifty.distributed.tensor_parallel_model import HEAD_WIDTHS
+
+HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+
 
 AttentionCore = Callable[..., Tensor]
-Function = TypeVar("Function", bound=Callable[..., Any])
 INTERFACE = "thrifty"
 """The name of ours among the attention functions of transformers."""
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -28,16 +29,6 @@ CROSS = ("cross", "encoder_attn", "EncDec")
 """By what in their names attentions over another sequence are known there."""
 FURTHER = ("softcap", "s_aux", "position_bias")
 """What some models of transformers ask of attention beyond a scale and a mask."""
-
-
-def plain_core(causal: bool) -> Callable[[Function], Function]:
-    """Marks a function as plain softmax attention, of the past alone or of all: one that can be replaced."""
-
-    def mark(function: Function) -> Function:
-        vars(function)["is_causal"] = causal
-        return function
-
-    return mark
 
 
 class Core:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.modeling.module_surgery import find_stacks, is_under, note, weight_layers
+from thrifty.core.run_notes import note
+from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
 
 _SCORES = re.compile(r"relative")
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment")

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.errors import Refused
-from thrifty.modeling.module_surgery import note
+from thrifty.core.run_notes import note
 
 IMAGES = "inputs"
 """The field of a batch that has them: (b, c, h, w) or (b, h, w)."""

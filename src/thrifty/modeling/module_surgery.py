@@ -6,9 +6,7 @@ checkpoint, whatever was switched on.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, TypeGuard
@@ -16,25 +14,8 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.modeling.stage_placeholders import present
-
-_notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
-
-
-@contextmanager
-def noting() -> Iterator[list[str]]:
-    """Collects what is said by `note` and `select` inside the block, for `explain`."""
-    token = _notes.set(notes := [])
-    try:
-        yield notes
-    finally:
-        _notes.reset(token)
-
-
-def note(text: str) -> None:
-    notes = _notes.get()
-    if notes is not None and text not in notes:
-        notes.append(text)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 from torch import nn
 
 from thrifty.core.errors import Refused
-from thrifty.modeling.module_surgery import find_stacks, note, weight_layers
+from thrifty.core.run_notes import note
+from thrifty.modeling.module_surgery import find_stacks, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.stream_norms import is_norm
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.core.tensor_tracing import unseen
-from thrifty.modeling.module_surgery import find_stacks, note
+from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.residual_branches import Branch, find_branches, in_width, is_decoder
 
 TOKENS = 4

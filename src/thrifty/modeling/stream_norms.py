@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.run_notes import note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import Selection, find_stacks, is_under, note
+from thrifty.modeling.module_surgery import Selection, find_stacks, is_under
 
 _OF_HEADS = re.compile(r"(q|k|qk|query|key|q_a|kv_a)_?(layer_?)?norm")
 _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from thrifty.modeling.module_surgery import note
+from thrifty.core.run_notes import note
 from thrifty.modeling.structured_pruning import Pieces, arrange, filled_up, find_pieces
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.model_family import Model

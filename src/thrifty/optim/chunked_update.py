@@ -22,20 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, of_one_kind
-
-NUMBERS = 256 * 1024
-"""Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
-
-NUMBERS_ON_A_GPU = 16 * 1024 * 1024
-"""Large enough for its cores, small enough that temporaries stay below a hundred megabytes."""
+from thrifty.core.shard_layout import local
+from thrifty.machine.cpu_features import NUMBERS, NUMBERS_ON_A_GPU
 
 Span = tuple[int, slice | None]
 """A parameter's index and the rows of it that belong to a piece, None for all."""
-
-
-def local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank holds of each tensor, sharing its memory."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class Tail(Protocol):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, moves
-from thrifty.optim.chunked_update import local, product
+from thrifty.core.shard_layout import local
+from thrifty.optim.chunked_update import product
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByMomentum, ScaleBySchedule
 
 

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from thrifty.core.gradient_transform import Numbers, Reach, Rule, Slots, Transform
 from thrifty.core.mesh import axis
-from thrifty.core.shard_layout import Order, order_of
+from thrifty.core.shard_layout import Order, local, order_of
 from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_matrix
-from thrifty.optim.chunked_update import local
 
 
 class ScaleByMomentum(Transform):

@@ -17,8 +17,8 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from thrifty.composition.compose import Composition
+from thrifty.core.shard_layout import local
 from thrifty.core.tensor_tracing import one_thread
-from thrifty.optim.chunked_update import local
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.training.loop import train
 

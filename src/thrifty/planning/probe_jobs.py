@@ -14,13 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-import thrifty
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import ThriftyError
-from thrifty.machine.cpu_features import usable_cores
-from thrifty.machine.machine_info import cpu_model
+from thrifty.machine.machine_info import machine
 from thrifty.planning.cost_estimates import Timing
 from thrifty.training.process_launch import python, settings
 
@@ -77,13 +74,6 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
     if fixed:
         return (rows,)
     return tuple(sorted({-(-rows // divisor) for divisor in ((1, 2) if compiled else (1, 2, 4))}))
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
-    name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
-    versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
-    return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}
 
 
 def kept(probe: Probe, device: str) -> Probe:

@@ -15,10 +15,11 @@ from torch import nn
 
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Objective
+from thrifty.core.run_notes import note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import can_compile
-from thrifty.modeling.module_surgery import find_stacks, note
+from thrifty.modeling.module_surgery import find_stacks
 
 
 @dataclass(frozen=True)

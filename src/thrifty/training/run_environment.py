@@ -4,7 +4,6 @@ No environment variable is ever read.
 """
 
 import platform
-import re
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -14,19 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from thrifty.core.secret_redaction import redacted
 from thrifty.machine.cpu_features import usable_cores
-
-REDACTED = "[redacted]"
-_SECRET_NAME = re.compile(
-    r"(?:^|[^a-z])(?:token|secret|passw(?:or)?d|passphrase|pwd|credentials?|authorization|bearer|cookie"
-    r"|(?:api|access|private|secret|auth)[-_.]?key)(?:$|[^a-z])",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf|ghp|gho|ghu|ghs|ghr|npm|glpat|github_pat|nvapi|gsk|r8|sk|pk|rk)[_-][A-Za-z0-9_-]{8,}"
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\bxox[a-z]-[A-Za-z0-9-]{8,}|\bpypi-[A-Za-z0-9_-]{16,}"
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]{8,}|(?<=://)[^\s/@]+(?=@)"
-)
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -48,25 +36,6 @@ def environment(device: str) -> dict[str, Any]:
         "command": redacted([*_program(), *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def redacted(command: list[str]) -> list[str]:
-    """The words of a command line, with what is or looks like a secret blanked out.
-
-    `--api-key VALUE`, `--set x.token=VALUE`, a password in an address, and keys of known shapes.
-    """
-    shown: list[str] = []
-    secret_follows = False
-    for word in command:
-        name, sign, _ = word.partition("=")
-        if secret_follows:
-            shown.append(REDACTED)
-        elif sign and _SECRET_NAME.search(name):
-            shown.append(f"{name}={REDACTED}")
-        else:
-            shown.append(_SECRET_VALUE.sub(REDACTED, word))
-        secret_follows = word.startswith("-") and not sign and bool(_SECRET_NAME.search(name))
-    return shown
 
 
 def _program() -> list[str]:

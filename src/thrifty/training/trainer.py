@@ -19,11 +19,11 @@ from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import Decision, TrainState, read_log
-from thrifty.data.example_previews import pictures, selection
+from thrifty.data.example_previews import selection
+from thrifty.data.images.image_previews import pictures
 from thrifty.machine.machine_info import peak_flops
-from thrifty.planning import forecast_ledger
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
-from thrifty.training import checkpoint, checkpoint_index
+from thrifty.training import checkpoint, checkpoint_index, run_ledger
 from thrifty.training.memory_meter import MemoryMeter, placing_freed
 from thrifty.training.rank_sync import together
 from thrifty.training.rendezvous import agent
@@ -243,7 +243,7 @@ def _run(
     with placing_freed(run):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
-        forecast_ledger.keep(folder.path, summary)
+        run_ledger.keep(folder.path, summary)
     return summary
 
 

@@ -9,14 +9,16 @@ from thrifty.cli.verb_output import print_json
 
 if TYPE_CHECKING:
     from thrifty.core.recipe import DataSettings
-    from thrifty.data.images.image_inspection import ImageLook, PairLook
+    from thrifty.data.images.image_inspection import ImageLook
+    from thrifty.data.pairs.pair_inspection import PairLook
 
 
 def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bool:
     """Whether a source holds images, or images with captions, for the most part; it has then been told about."""
     from thrifty.data.images.image_data import holds_mainly_images
-    from thrifty.data.images.image_inspection import look_at_images, look_at_pairs
+    from thrifty.data.images.image_inspection import look_at_images
     from thrifty.data.pairs.pair_data import holds_image_pairs
+    from thrifty.data.pairs.pair_inspection import look_at_pairs
     from thrifty.data.text.text_data import say_on_stderr
 
     if holds_image_pairs(settings.source):

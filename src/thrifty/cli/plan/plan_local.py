@@ -41,10 +41,11 @@ def planned(
     from thrifty.core.technique import Numerics
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
-    from thrifty.planning.forecast_ledger import entries, expect
+    from thrifty.planning.forecast_ledger import entries
     from thrifty.planning.planner import STEPS, Planner
     from thrifty.planning.rank_options import undivided
     from thrifty.recipes.recipe_toml import recipe_to_data
+    from thrifty.training.run_ledger import expect
     from thrifty.training.run_setup import choose_device, prepare
 
     if recipe.mesh.least_ranks > 1:

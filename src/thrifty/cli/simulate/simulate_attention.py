@@ -12,6 +12,7 @@ import click
 if TYPE_CHECKING:
     from thrifty.simulators.accelerator.accelerator_spec import Machine
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+from thrifty.cli.simulate.machine_options import find_set
 
 FILTERS = ("trace", "exact", "own")
 
@@ -125,7 +126,7 @@ def masks(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -> None:
     """Matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.cli.simulate.simulate_output import tell_table
     from thrifty.cli.verb_output import print_json
     from thrifty.simulators.accelerator.accelerator_file import find_machine
     from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology, write_report
@@ -151,23 +152,6 @@ def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -
     )
 
 
-def find_set(words: str) -> Machine:
-    """A machine by `NAME`, or `NAME:KEY=VALUE:KEY=VALUE` with values changed, by whose words it is then called."""
-    from dataclasses import replace
-
-    from thrifty.core.errors import UsageError
-    from thrifty.simulators.accelerator.accelerator_file import find_machine
-
-    name, *assignments = words.strip().split(":")
-    machine = find_machine(name)
-    for assignment in assignments:
-        path, equals, value = assignment.partition("=")
-        if not equals:
-            raise UsageError(f"{assignment!r} sets nothing", fix=f"for example {name}:copies=2")
-        machine = replace(machine.replaced(path.strip(), value.strip()), name=words.strip())
-    return machine
-
-
 def read_budget(text: str | None) -> dict[str, float]:
     """`multipliers=128,clock=1e9,bandwidth=64e9` as numbers."""
     from thrifty.core.errors import UsageError, did_you_mean
@@ -185,13 +169,3 @@ def read_budget(text: str | None) -> dict[str, float]:
             raise UsageError(f"--iso: {word!r} is no amount above zero", fix=f"for example {key.strip()}=128")
         budget[key.strip()] = int(number) if key.strip() == "multipliers" else number
     return budget
-
-
-def joules(energy: float | None) -> str:
-    """0.00387 -> "3.87 mJ"."""
-    from thrifty.reporting.number_format import MISSING, significant
-
-    if energy is None:
-        return MISSING
-    size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
-    return f"{significant(energy / size)} {unit}"

@@ -18,12 +18,12 @@ Values = Mapping[str, tuple[float, ...]]
 
 def write_page(comparison: Comparison, budget: Mapping[str, float], path: Path) -> None:
     """Charts first, with a bar for each filter; then all tables and remarks."""
-    from thrifty.cli.simulate.simulate_attention import joules
     from thrifty.cli.simulate.simulate_output import (
         ABOUT_HERE,
         ABOUT_MASKS,
         RESULT_COLUMNS,
         here_cells,
+        joules,
         mask_cells,
         remarks,
         result_cells,

@@ -40,7 +40,7 @@ RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "den
 
 def result_cells(result: Result) -> list[str]:
     """A line of RESULT_COLUMNS."""
-    from thrifty.cli.simulate.simulate_attention import joules
+    pass
     from thrifty.reporting.number_format import MISSING, duration, percent, scaled
 
     row = result.row()
@@ -58,7 +58,7 @@ def result_cells(result: Result) -> list[str]:
 
 
 def tell_results(results: list[Result]) -> None:
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    pass
     from thrifty.reporting.number_format import percent
 
     tell_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
@@ -120,7 +120,7 @@ ABOUT_MASKS = (
 
 
 def tell_masks(comparison: Comparison) -> None:
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    pass
 
     click.echo(f"\n{ABOUT_MASKS}")
     tell_table(*mask_cells(comparison))
@@ -155,14 +155,14 @@ ABOUT_HERE = (
 
 
 def tell_here(comparison: Comparison) -> None:
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    pass
 
     click.echo(f"\n{ABOUT_HERE}")
     tell_table(*here_cells(comparison))
 
 
 def tell_factors(results: list[Result], other: Result) -> None:
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    pass
     from thrifty.simulators.accelerator.iso_peak import iso_peak
 
     click.echo(
@@ -182,8 +182,8 @@ def tell_factors(results: list[Result], other: Result) -> None:
 
 
 def tell_tables(results: list[Result], names: list[str]) -> None:
-    from thrifty.cli.simulate.simulate_attention import joules
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    pass
+    pass
     from thrifty.simulators.accelerator.energy_model import by_tables
 
     found = [by_tables(result.operations) for result in results]
@@ -195,3 +195,27 @@ def tell_tables(results: list[Result], names: list[str]) -> None:
             for result, energies in zip(results, found, strict=True)
         ],
     )
+
+
+def tell_table(titles: list[str], rows: list[list[str]]) -> None:
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for place, title in enumerate(titles):
+        table.add_column(title, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def joules(energy: float | None) -> str:
+    """0.00387 -> "3.87 mJ"."""
+    from thrifty.reporting.number_format import MISSING, significant
+
+    if energy is None:
+        return MISSING
+    size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
+    return f"{significant(energy / size)} {unit}"

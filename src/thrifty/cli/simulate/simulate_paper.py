@@ -19,8 +19,8 @@ import click
 def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
     """Published figures of accelerators, ours beside each, how far off it is and why. Figures from memory are left
     out."""
+    from thrifty.cli.simulate.simulate_output import tell_table
     from thrifty.cli.simulate.simulate_paper_page import write_page
-    from thrifty.cli.simulate.simulate_verb import tell_table
     from thrifty.cli.verb_output import print_json
     from thrifty.simulators.accelerator.published_claims import claims
 

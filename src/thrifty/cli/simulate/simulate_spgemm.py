@@ -33,7 +33,7 @@ def spgemm(
 ) -> None:
     """The product of each of the MATRICES (Matrix Market files, .mtx) with itself, or of a random one: cycles of both
     phases, bytes by operand, energy; beside it, as columns of their own, what this machine takes now."""
-    from thrifty.cli.simulate.simulate_attention import find_set
+    from thrifty.cli.simulate.machine_options import find_set
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
     from thrifty.simulators.accelerator.accelerator_simulation import simulate_product
@@ -75,8 +75,7 @@ def described(product: Product, result: Result) -> dict[str, Any]:
 
 
 def _tell(found: list[dict[str, Any]]) -> None:
-    from thrifty.cli.simulate.simulate_attention import joules
-    from thrifty.cli.simulate.simulate_verb import tell_table
+    from thrifty.cli.simulate.simulate_output import joules, tell_table
     from thrifty.reporting.number_format import MISSING, duration, percent, scaled
 
     rows = []

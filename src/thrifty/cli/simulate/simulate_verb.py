@@ -14,6 +14,7 @@ from thrifty.cli.simulate.simulate_spgemm import spgemm
 if TYPE_CHECKING:
     from thrifty.simulators.cluster.published_runs import Run
     from thrifty.simulators.cluster.step_report import StepReport
+from thrifty.cli.simulate.simulate_output import tell_table
 
 
 @click.group(name="simulate")
@@ -193,17 +194,3 @@ def _tell(report: StepReport, cluster: str) -> None:
     )
     if not report.fits:
         click.echo(f"\nDOES NOT FIT: rank {report.fullest.rank} has {scaled(report.fullest.limit, 'B')}")
-
-
-def tell_table(titles: list[str], rows: list[list[str]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for place, title in enumerate(titles):
-        table.add_column(title, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)

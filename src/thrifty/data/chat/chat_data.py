@@ -36,8 +36,7 @@ from thrifty.data.chat.conversation_packing import (
 from thrifty.data.chat.conversation_sources import ConversationSource, conversations, open_conversations
 from thrifty.data.data_cache import building, file_sha256
 from thrifty.data.epoch_sampler import Epochs
-from thrifty.data.text.text_data import TextData, say_on_stderr, text_data
-from thrifty.data.text.token_cache import (
+from thrifty.data.prepared_cache import (
     TOKENIZER,
     TRAINING_TEXT,
     Prepared,
@@ -45,6 +44,7 @@ from thrifty.data.text.token_cache import (
     prepared_once,
     write_manifest,
 )
+from thrifty.data.text.text_data import TextData, say_on_stderr, text_data
 from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import train_tokenizer
 from thrifty.data.train_split import Part, Split, plan_split

@@ -10,7 +10,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.chat.chat_data import Learning, prepare_instructions
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.chat.conversation_packing import Conversations
-from thrifty.data.text.token_cache import TOKENIZER
+from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.train_split import Part
 from thrifty.kernels.keyed_permutation import permuted
 

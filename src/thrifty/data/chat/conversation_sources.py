@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.download.dataset_download import DOCUMENTS, damage, origin
+from thrifty.data.fetched_sets import DOCUMENTS, damage, origin
 from thrifty.data.text.document_sources import FileSource
 from thrifty.data.text.python_sources import described_functions, python_files
 from thrifty.data.text.text_readers import check_characters, json_rows

@@ -27,12 +27,10 @@ from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
 from thrifty.data.data_cache import building, file_sha256, locked
 from thrifty.data.download import caption_extractors, image_extractors, text_extractors
 from thrifty.data.download.deb_archive import open_package
+from thrifty.data.fetched_sets import DOCUMENTS, ORIGIN, damage
 from thrifty.data.images.image_arrays import write_arrays
 from thrifty.data.images.image_decoding import pillow
 from thrifty.data.pairs.captioned_arrays import write_captioned
-
-DOCUMENTS = "documents.jsonl"
-ORIGIN = "ORIGIN.json"
 
 
 def archives_folder() -> Path:
@@ -66,28 +64,6 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
     kept = "images" if entry.images or entry.pairs else "documents" if documents else "files"
     say(f"{entry.name}: {kept} in {entry.folder}; licence: {entry.licence}")
     return entry.folder
-
-
-def origin(entry: Entry) -> dict:
-    """What ORIGIN.json says of a fetched entry; raises IntegrityError where it is damaged."""
-    try:
-        said = json.loads((entry.folder / ORIGIN).read_text(encoding="utf-8"))
-        return said | {"files": dict(said["files"])}
-    except (ValueError, KeyError, TypeError):
-        raise IntegrityError(f"{entry.folder}: {ORIGIN} is damaged", fix=f"thrifty data get {entry.name}") from None
-
-
-def damage(entry: Entry) -> str:
-    """What is wrong with the fetched files, or nothing: each must have the sha256 it was written with."""
-    try:
-        files = origin(entry)["files"]
-    except IntegrityError:
-        return f"{ORIGIN} is damaged"
-    for name, sha256 in files.items():
-        path = entry.folder / name
-        if not path.is_file() or file_sha256(path) != sha256:
-            return f"{name} is damaged"
-    return ""
 
 
 def listing_sha256(members: Mapping[str, bytes]) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from thrifty.core.errors import IntegrityError
+from thrifty.data.images.digits import DIGITS
 from thrifty.data.images.image_decoding import pillow
 from thrifty.data.train_split import Part
 
@@ -28,7 +29,6 @@ CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 FASHION = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
-DIGITS = tuple("0123456789")
 
 
 def cifar10(members: Mapping[str, bytes]) -> ImageSet:

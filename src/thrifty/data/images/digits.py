@@ -19,6 +19,9 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.epoch_sampler import Epochs
 from thrifty.kernels.keyed_permutation import permuted
 
+DIGITS = tuple("0123456789")
+
+
 TRAIN = 1300
 """Images to train on; the other 497 are for testing."""
 SPLIT_KEY = 0x44494749

@@ -15,18 +15,18 @@ from thrifty.core.model_spec import ImageEnds
 from thrifty.core.recipe import Augmentation, DataSettings
 from thrifty.data.catalogue import Entry, entries
 from thrifty.data.data_cache import file_sha256
-from thrifty.data.download.dataset_download import origin
-from thrifty.data.download.image_extractors import DIGITS as DIGIT_LABELS
 from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, HeldOutExamples, with_held_out_keys
+from thrifty.data.fetched_sets import origin
 from thrifty.data.images.augmentation import mixed, partners
 from thrifty.data.images.digits import BRIGHTEST as BRIGHTEST_DIGIT
+from thrifty.data.images.digits import DIGITS as DIGIT_LABELS
 from thrifty.data.images.digits import STORED as STORED_DIGITS
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import Channels, ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
+from thrifty.data.prepared_cache import check_settings, read_manifest
 from thrifty.data.run_metadata import keep_images
-from thrifty.data.text.token_cache import check_settings, read_manifest
 from thrifty.data.train_split import Part
 from thrifty.kernels.example_rng import example_keys
 

@@ -30,7 +30,7 @@ from thrifty.data.images.image_listing import (
     printable,
     state_of,
 )
-from thrifty.data.text.token_cache import built_once, read_manifest, write_manifest
+from thrifty.data.prepared_cache import built_once, read_manifest, write_manifest
 from thrifty.data.train_split import Part
 
 FORMAT = 2

@@ -22,7 +22,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import building, file_sha256
 from thrifty.data.images.augmentation import PER_PURPOSE, Purpose
 from thrifty.data.pairs.captioned_arrays import captions_file, read_captions, tidied
-from thrifty.data.text.token_cache import TOKENIZER, Prepared, prepared_once, write_manifest
+from thrifty.data.prepared_cache import TOKENIZER, Prepared, prepared_once, write_manifest
 from thrifty.data.text.token_files import token_type
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import Part

@@ -17,7 +17,7 @@ from thrifty.data.images.image_listing import LeftOut, part_by_hash, printable
 from thrifty.data.pairs.caption_tables import Row
 from thrifty.data.pairs.captioned_arrays import tidied, write_captioned
 from thrifty.data.pairs.captioned_sources import CaptionedSource
-from thrifty.data.text.token_cache import built_once, read_manifest, write_manifest
+from thrifty.data.prepared_cache import built_once, read_manifest, write_manifest
 from thrifty.data.train_split import Part
 
 FORMAT = 1

@@ -19,14 +19,14 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.model_spec import PairEnds, TextEnds
 from thrifty.core.recipe import Augmentation, DataSettings
 from thrifty.data.catalogue import entries
-from thrifty.data.download.dataset_download import origin
 from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
+from thrifty.data.fetched_sets import origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
 from thrifty.data.pairs.caption_rows import Captions, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
+from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest
 from thrifty.data.run_metadata import keep_images
-from thrifty.data.text.token_cache import TOKENIZER, check_settings, read_manifest
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import Part
 from thrifty.kernels.example_rng import example_keys

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_STDLIB, Entry, entries
-from thrifty.data.download.dataset_download import DOCUMENTS, damage, origin
+from thrifty.data.fetched_sets import DOCUMENTS, damage, origin
 from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.text_readers import (
     check_column,

@@ -11,8 +11,9 @@ from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import TextEnds
 from thrifty.core.recipe import DataSettings
 from thrifty.data.epoch_sampler import Epochs, HeldOutExamples
+from thrifty.data.prepared_cache import TOKENIZER, Prepared
 from thrifty.data.text.text_pairs import Pairs
-from thrifty.data.text.token_cache import TOKENIZER, Prepared, prepare
+from thrifty.data.text.token_cache import prepare
 from thrifty.data.text.token_windows import HeldOut, PackedTokens
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import Part

@@ -8,9 +8,9 @@ from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageEnds
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.data.data_cache import file_sha256
+from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.run_data import RunData
 from thrifty.data.run_metadata import kept_ends
-from thrifty.data.text.token_cache import TOKENIZER
 from thrifty.models import build_for
 from thrifty.training.trained_model import restore
 

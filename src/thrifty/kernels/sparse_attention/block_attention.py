@@ -15,8 +15,9 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.autocast_inputs import as_autocast
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid
-from thrifty.kernels.sparse_attention.block_layout import as_autocast, by_blocks, by_tokens, chunks, laid_out
+from thrifty.kernels.sparse_attention.block_layout import by_blocks, by_tokens, chunks, laid_out
 from thrifty.kernels.sparse_attention.visibility import Sight
 
 

@@ -16,14 +16,6 @@ as many took 6 % less time at 2,048 tokens, and the passes held more at their pe
 SCORES_ELSEWHERE = 2**24
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the dtype that products of them are to have, as torch's own attention takes them."""
-    device = "cpu" if tensors[0].is_meta else tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-
-
 @dataclass(frozen=True)
 class Work:
     """Inputs laid out in blocks: N = b · G rows of T blocks of queries, G being the heads that have a grid each."""

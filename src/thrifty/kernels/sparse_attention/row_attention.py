@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.autocast_inputs import as_autocast
 from thrifty.kernels.sparse.csr_matrix import Csr
-from thrifty.kernels.sparse_attention.block_layout import as_autocast
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
-from thrifty.modeling.module_surgery import find_stacks, is_under, note, weight_layers
+from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
 from thrifty.modeling.residual_branches import is_transposed, out_width
 
 ADDED = "added_bias"

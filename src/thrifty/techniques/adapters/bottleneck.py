@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, norm_names, train_only
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.residual_branches import find_branches, out_width
 
 PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")

@@ -28,10 +28,10 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.kernels.hadamard import Fastfood, draw_fastfood
 from thrifty.modeling.adapter_base import Adapter, train_only
-from thrifty.modeling.module_surgery import note
 
 NAME = "subspace"
 """Of the parameter z."""

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import Adapter, names_ending, train_only
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.techniques.adapters._kv_cache import (
     is_reader,
     is_two_sided,

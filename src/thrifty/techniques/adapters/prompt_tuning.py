@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.modeling.adapter_base import Adapter, names_ending, train_only
 from thrifty.modeling.embeddings import stack_behind, token_tables
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.techniques.adapters._virtual_tokens import (
     common_path,
     input_names,

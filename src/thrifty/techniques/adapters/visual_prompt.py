@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.residual_branches import find_branches, in_width
 
 NAME = "visual_prompt"

@@ -18,6 +18,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
@@ -26,7 +27,6 @@ from thrifty.core.structural_change import Change
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import unseen
 from thrifty.modeling.attention_sites import AttentionCore, Core, Place, find_places
-from thrifty.modeling.module_surgery import note
 
 Phase = Literal["plain", "chosen"]
 PLAIN, CHOSEN = "plain", "chosen"

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
-from thrifty.modeling.module_surgery import note
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:

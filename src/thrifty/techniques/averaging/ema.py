@@ -21,9 +21,9 @@ from torch import Tensor
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Bound
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 
 Beginning = Literal["warmup", "debiased"]
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.run_notes import note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.token_gather import taken
-from thrifty.modeling.module_surgery import note
 
 
 def given_back(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.token_gather import put_back, taken
-from thrifty.modeling.module_surgery import note, wrap_forward
+from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.parameter_kinds import is_matrix
 
 Attend = Literal["self", "cross"]

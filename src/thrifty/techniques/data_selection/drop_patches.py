@@ -28,13 +28,14 @@ from thrifty.core.batches import Batch, BatchSource, Mapped
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import seed_of
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Bound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.example_rng_torch import chosen, drawn
 from thrifty.kernels.token_gather import taken
-from thrifty.modeling.module_surgery import find_stacks, is_under, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 
 FIELD = "patch_key"
 """Of a batch whose patches are dropped: random bits of each example (b,), by which it is decided which."""

@@ -31,12 +31,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from thrifty.core.batches import BatchSource, Choice
 from thrifty.core.errors import IntegrityError, Refused, ThriftyError, UsageError
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.score_file import Scores, file_hash, read_scores
 from thrifty.core.setting_bounds import Bound, Positive, Probability, Share
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import unseen
-from thrifty.modeling.module_surgery import note
 
 Order = Literal["hard", "easy", "auto", "random"]
 NAMED = 10

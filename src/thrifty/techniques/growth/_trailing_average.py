@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform
-from thrifty.optim.chunked_update import local
+from thrifty.core.shard_layout import local
 
 
 class Trailing(Transform):

@@ -29,11 +29,11 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Share
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.residual_checks import refuse_normed_branches, refuse_normed_sums
 from thrifty.techniques.growth._block_gates import add_gates, gated_blocks, gates

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import Refused
 from thrifty.core.randomness import keyed_generator
-from thrifty.modeling.module_surgery import find_stacks, is_under, note
+from thrifty.core.run_notes import note
+from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.residual_branches import Branch, in_width, is_transposed, part_of_attention
 
 Role = Literal["query", "key", "value", "hidden", "last"]

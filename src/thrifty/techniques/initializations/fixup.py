@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Rate, Share
 from thrifty.modeling.embeddings import find_head, is_tied, size_stream, token_tables
-from thrifty.modeling.module_surgery import is_under, note
+from thrifty.modeling.module_surgery import is_under
 from thrifty.modeling.residual_branches import Blocks, Branch, add_gain, biases, depths, find_branches, is_decoder
 from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 from thrifty.optim.transform_elements import ScaleParameters

@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.residual_branches import add_gain, depths, find_branches, is_transposed, out_width
 from thrifty.modeling.residual_checks import refuse_undone_gains
 

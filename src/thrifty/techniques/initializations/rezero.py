@@ -19,9 +19,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.residual_branches import Branch, add_gain, find_branches
 from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import Refused
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.residual_branches import add_gain, depths, find_branches
 from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 

@@ -23,9 +23,10 @@ import torch
 from torch import nn
 
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import multiply, own_multiplier, stack_behind, token_tables
-from thrifty.modeling.module_surgery import note, weight_layers
+from thrifty.modeling.module_surgery import weight_layers
 from thrifty.modeling.residual_branches import Blocks, biases, depths, find_branches, is_decoder
 from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
 from thrifty.techniques.initializations._branch_matrices import draw_xavier, matrices, outer_matrices

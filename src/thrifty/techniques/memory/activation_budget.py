@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Infeasible
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Bound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -51,7 +52,7 @@ from thrifty.memory.planner.plan_report import decisions, summary
 from thrifty.memory.planner.plan_storage import Bits, OnTier, block_plan, bytes_per_second, stored_bits
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
 """Seconds that each operation of a block costs in Python, both ways together, where its operations are followed one by

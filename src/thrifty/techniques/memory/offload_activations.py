@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.memory.host_tier import Ticket, Tier, Where, tier_for
 from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
-from thrifty.modeling.module_surgery import note
 
 
 class Offloading:

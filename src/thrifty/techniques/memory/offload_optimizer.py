@@ -31,14 +31,14 @@ from torch.distributed.tensor import DTensor
 from thrifty.core.errors import Refused
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain, moves
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.memory.host_tier import Beside, Ticket, Tier, Where, tier_for
 from thrifty.memory.storage_tier import on_part
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.parameter_kinds import standing_for
-from thrifty.optim.chunked_update import local
 from thrifty.optim.torch_optimizer import Site
 from thrifty.optim.update_plan import tail
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Bound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -30,7 +31,7 @@ from thrifty.memory.block_chain_costs import survey
 from thrifty.memory.block_recompute import Chain
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 from thrifty.memory.recompute_schedule import ChainCost, Schedule
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from thrifty.core.errors import Refused, UsageError
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -30,7 +31,7 @@ from thrifty.memory.block_recompute import Chain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recomputation import run_again
 from thrifty.memory.recompute_schedule import Schedule
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
 def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:

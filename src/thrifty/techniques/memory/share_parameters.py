@@ -30,12 +30,13 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.embeddings import find_head, is_tied, token_tables
-from thrifty.modeling.module_surgery import find_stacks, note, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.residual_branches import find_branches
 
 Part = Literal["all", "attention", "feed_forward"]

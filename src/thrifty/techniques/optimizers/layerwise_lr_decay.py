@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Share, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.embeddings import stack_behind
-from thrifty.modeling.module_surgery import find_stacks, is_under, note
+from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.parameter_kinds import own_factor, set_own_factor
 
 _BEHIND = re.compile(r"(^|[._])(final|post|out|head|heads|lm_head|embed_out|logit|scale|classifier|pooler)([._]|$)")

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
 from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_hidden_matrix
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.transform_elements import (

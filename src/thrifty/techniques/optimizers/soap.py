@@ -21,10 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
 from thrifty.core.setting_bounds import Betas, Positive, Rate
-from thrifty.core.shard_layout import order_of
+from thrifty.core.shard_layout import local, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 from thrifty.optim.transform_elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
 
 Sides = Sequence[Tensor | None]

@@ -55,13 +55,14 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import from_first_rank
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.model_partition import balanced, parts_of
 from thrifty.distributed.pipeline_runner import Line, goes_in_halves
 from thrifty.distributed.pipeline_stages import StageModel, cut
-from thrifty.modeling.module_surgery import note, wrap_forward
+from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.stage_placeholders import present
 
 ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

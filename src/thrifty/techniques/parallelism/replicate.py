@@ -18,9 +18,9 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import own_share
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 
 BUCKET = 8_000_000
 """Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""

@@ -36,9 +36,10 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import own_share
+from thrifty.core.run_notes import note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import find_stacks, note
+from thrifty.modeling.module_surgery import find_stacks
 
 Zero = Literal[1, 2, 3]
 

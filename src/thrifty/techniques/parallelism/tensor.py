@@ -29,11 +29,11 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.tensor_parallel_model import split_model
-from thrifty.optim.chunked_update import local
 
 STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
 """The share of the activations that every rank has whole, measured on gpt and llama blocks: what split layers and norms

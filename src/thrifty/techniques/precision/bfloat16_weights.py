@@ -28,12 +28,12 @@ from thrifty.core.batches import Batch
 from thrifty.core.gradient_transform import Chain, Content, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.randomness import seed_of
+from thrifty.core.run_notes import note
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.parameter_kinds import standing_for
-from thrifty.optim.chunked_update import local
 from thrifty.optim.fused_updates import Fused, by_kernels, fused_tail
 from thrifty.optim.parameter_partition import Partition
 from thrifty.optim.transform_elements import Selective

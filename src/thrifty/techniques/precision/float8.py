@@ -35,12 +35,13 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import ranks
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Bound, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.float8 import FORMATS, MULTIPLE, has_units
 from thrifty.kernels.float8_linear import Casting, Delayed, float8_linear, next_scales
-from thrifty.modeling.module_surgery import find_stacks, is_under, note, select, weight_layers, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
 
 BUFFERS = ("float8_history", "float8_scales", "float8_seen")

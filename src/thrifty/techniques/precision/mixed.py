@@ -29,9 +29,9 @@ from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.objective import Around, Objective, Prediction
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Positive
+from thrifty.core.shard_layout import local
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import local
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 from thrifty.core.errors import Refused
 from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain, moves
 from thrifty.core.randomness import seed_of
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.blockwise_quantization import CodeBook, code_book, decode, encode
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
-from thrifty.modeling.module_surgery import note
 from thrifty.optim.fused_updates import by_kernels
 from thrifty.optim.parameter_partition import Partition
 from thrifty.optim.transform_elements import Selective

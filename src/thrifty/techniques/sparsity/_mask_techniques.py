@@ -17,13 +17,13 @@ from thrifty.core.errors import IntegrityError, Refused
 from thrifty.core.gradient_transform import MOVE, Numbers, Slots, Transform
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment, refuse_shares
 from thrifty.core.setting_bounds import Positive, Probability, Share, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.stage_communication import over_stages
-from thrifty.modeling.module_surgery import note
 from thrifty.optim.mask_selection import (
     Shapes,
     drop_fraction,

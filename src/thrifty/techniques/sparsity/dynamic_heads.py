@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Positive, Probability, Share
 from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.structured_pruning import Pieces, arrange, find_pieces
 from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, like_parameter, replaced
 from thrifty.optim.weight_masks import Layer, check_masks, masks_in

@@ -32,13 +32,13 @@ from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Bound, Positive, Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.structural_change import Change
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.structured_pruning import (
     add_coefficients,
     arrange,

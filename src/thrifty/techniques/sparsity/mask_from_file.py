@@ -31,9 +31,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
 from thrifty.core.randomness import keyed_generator
+from thrifty.core.run_notes import note
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.tensor_tracing import unseen
-from thrifty.modeling.module_surgery import note
 from thrifty.modeling.parameter_kinds import fused_slices
 from thrifty.optim.mask_selection import Shapes, largest, like_parameter, masked_shapes, random_mask
 from thrifty.optim.weight_masks import check_masks, masks_in

@@ -36,17 +36,17 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
+from thrifty.core.run_notes import note
 from thrifty.core.run_relative_settings import Moment
 from thrifty.core.setting_bounds import Bound, Positive, Rate, check_pattern
-from thrifty.core.shard_layout import held_parts
+from thrifty.core.shard_layout import held_parts, local
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.n_of_m_linear import Products, has_sparse_units, masked_linear
 from thrifty.kernels.n_of_m_masks import Pattern, add_masked_decay
-from thrifty.modeling.module_surgery import find_stacks, is_under, note, select, weight_layers, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
-from thrifty.optim.chunked_update import local
 
 MASK = "n_of_m_mask"
 """The buffer of a treated layer, in the shape of its weight."""

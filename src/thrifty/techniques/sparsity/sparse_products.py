@@ -36,6 +36,7 @@ from thrifty.core.backward import Backward, Outcome
 from thrifty.core.batches import Batch
 from thrifty.core.errors import Refused
 from thrifty.core.objective import Objective
+from thrifty.core.run_notes import note
 from thrifty.core.setting_bounds import Positive, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
@@ -47,7 +48,7 @@ from thrifty.kernels.sparse.sparse_breakeven import Case, Form, Line, best_form,
 from thrifty.kernels.sparse.sparse_linear import sparse_linear
 from thrifty.kernels.sparse.sparsity_pattern import Pattern
 from thrifty.machine.cpu_features import has_fast_bfloat16
-from thrifty.modeling.module_surgery import note, weight_layers, wrap_forward
+from thrifty.modeling.module_surgery import weight_layers, wrap_forward
 from thrifty.optim.weight_masks import masks_in
 
 WORTH = 0.9

@@ -1,0 +1,59 @@
+"""Load the model that a verb samples from: of a run folder or of a Hugging Face folder."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from torch import nn
+
+
+def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
+    """The model of a run or of an exported folder, its tokenizer file, and the tokens of context it was made for."""
+    if not (path / "config.json").is_file():
+        from thrifty.cli.verb_output import run_path
+
+        return _load_run(run_path(path))
+
+    from thrifty.core.errors import Refused
+    from thrifty.models.text_generation import check_task
+    from thrifty.models.weight_conversion import import_folder
+
+    try:
+        model, shape = import_folder(path)
+        check_task(model)
+        return model, path / "tokenizer.json", shape.length
+    except Refused:  # not one of our two families
+        from thrifty.models.hf_loader import load_causal_lm
+
+        return load_causal_lm(path), path / "tokenizer.json", None
+
+
+def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
+    from thrifty.data.tokenizer import read_tokenizer
+    from thrifty.models import model_shape
+    from thrifty.models.text_generation import check_task
+    from thrifty.training.trained_model import restore
+
+    model, recipe = restore(run, plain=False)
+    check_task(model)
+    tokenizer_json, length = run / "tokenizer.json", recipe.data.length
+    shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)
+    return model, tokenizer_json, length if shape is None else shape.length
+
+
+def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[int], int | None]":
+    """The tokenizer, the tokens to start from, and the token that ends a document where there is one."""
+    from tokenizers import Tokenizer
+
+    from thrifty.core.errors import UsageError
+    from thrifty.models.hf_folder import END_OF_TEXT
+
+    if not tokenizer_json.is_file():
+        raise UsageError(f"there is no tokenizer {tokenizer_json}", fix="put the model's tokenizer.json in its folder")
+    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    start = tokenizer.encode(prompt).ids or ([] if end is None else [end])
+    if not start:
+        raise UsageError("the tokenizer has no token to begin a document with", fix="give a --prompt")
+    return tokenizer, start, end

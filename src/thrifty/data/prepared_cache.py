@@ -1,0 +1,103 @@
+"""Prepared data on disk: open a finished folder, or build it once."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thrifty.core.cache_dir import cache_folder
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.data_cache import file_sha256, locked
+from thrifty.data.tokenizer import TextTokenizer, check_vocabulary, read_tokenizer
+from thrifty.data.train_split import Part
+
+MANIFEST = "manifest.json"
+
+TOKENIZER = "tokenizer.json"
+
+HASHED = 200_000_000
+"""Up to this many bytes the files' hashes are verified at each opening, beyond only their sizes."""
+
+TRAINING_TEXT = 16_000_000
+"""Characters of training text that a tokenizer is trained on; more of it hardly changes the tokens found."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A folder of prepared tokens, opened and verified."""
+
+    folder: Path
+    manifest: dict
+    tokenizer: TextTokenizer
+
+    def tokens(self, part: Part) -> np.ndarray:
+        """The tokens of a part (n,), memory-mapped."""
+        return np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["type"], mode="r")
+
+
+def prepared_once(key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Prepared:
+    """Open the prepared tokens of this key, building them first where they are missing or damaged."""
+    return _open(built_once(key, f"the tokens of {source}", build, say))
+
+
+def built_once(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+    """The prepared folder of this key, built first where it is missing or damaged: its files have the sizes and hashes
+    that its manifest says."""
+    folder = cache_folder() / "prepared" / key
+    if not _damage(folder):
+        return folder
+    with locked(folder):
+        found = _damage(folder)  # again: another process may have built it in the meantime
+        if found:
+            again = f" again, since {found}" if folder.exists() else ", once"
+            say(f"preparing {what}{again}: {folder}")
+            build(folder)
+    return folder
+
+
+def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
+    """Raises UsageError for a setting that is not what it must be."""
+    if not 0 < settings.held_out < 1:
+        raise UsageError(f"data.held_out is {settings.held_out}", fix="give a fraction between 0 and 1, such as 0.05")
+    alike = settings.near_duplicates
+    if alike is not None and not 0 < alike <= 1:
+        raise UsageError(f"data.near_duplicates is {alike}", fix="give a share above 0 and at most 1, such as 0.8")
+    for name in ("length", "batch"):
+        if getattr(settings, name) < 1:
+            raise UsageError(f"data.{name} is {getattr(settings, name)}", fix="give 1 or more")
+    if not settings.tokenizer:
+        check_vocabulary(settings.vocabulary, special)
+
+
+def read_manifest(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+
+
+def _open(folder: Path) -> Prepared:
+    return Prepared(folder, read_manifest(folder), read_tokenizer(folder / TOKENIZER))
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a prepared folder, absence included, or nothing."""
+    try:
+        files = read_manifest(folder)["files"]
+        small = sum(file["size"] for file in files.values()) < HASHED
+        for name, file in files.items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != file["size"]:
+                return f"{name} has not its size"
+            if small and file_sha256(path) != file["sha256"]:
+                return f"{name} has not its sha256"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} cannot be read"
+    return ""
+
+
+def write_manifest(folder: Path, manifest: dict) -> None:
+    """The manifest of a prepared folder, completed by the size and the sha256 of every file that is in it."""
+    files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
+    text = json.dumps({**manifest, "files": files}, indent=2)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

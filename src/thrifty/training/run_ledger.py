@@ -1,0 +1,117 @@
+"""Append runs and forecasts to the ledger of this machine."""
+
+import fcntl
+import hashlib
+import json
+import os
+import statistics
+import time
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.cache_dir import cache_folder
+from thrifty.machine.cpu_features import usable_cores
+from thrifty.machine.machine_info import machine
+
+FREE = ("name", "about", "budget", "evaluation", "checkpoints")
+"""Sections of a recipe that change nothing about what a step holds and takes."""
+
+PATIENCE = 5.0
+"""Seconds that a run waits for others that write."""
+
+CROWDED = 0.5
+"""The share of the cores by which more may be wanted: a load average counts threads that stand in line for a moment."""
+
+TAIL = 1 << 20
+"""Bytes at the end of a run's records that are read: its last thousands of steps."""
+
+
+def ledger_file() -> Path:
+    return cache_folder() / "plans" / "ledger.jsonl"
+
+
+def definition(recipe: Mapping[str, Any]) -> str:
+    """What a forecast is of: the tables of a recipe, but for those that change nothing about its steps."""
+    relevant = {name: section for name, section in recipe.items() if name not in FREE}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def forecast_file(recipe: Mapping[str, Any]) -> Path:
+    """Where what is predicted of a recipe waits for a run of it."""
+    return cache_folder() / "plans" / "forecasts" / f"{definition(recipe)}.json"
+
+
+def expect(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
+    """Remember what is predicted of a recipe, for when a run of it is finished."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
+        path = forecast_file(recipe)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dict(predicted)), encoding="utf-8")
+
+
+def keep(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Append a finished run; nothing for one that ended early."""
+    if summary.get("status") != "finished":
+        return
+    with suppress(Exception):  # the run is finished, and its result counts for more than this
+        recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
+        predicted = {"counted": float(summary["predicted_memory"])}
+        with suppress(OSError, ValueError):
+            predicted |= json.loads(forecast_file(recipe).read_text(encoding="utf-8"))
+        measured = {"memory": float(summary["peak_memory"])}
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        kind = str(environment["device"]).partition(":")[0]
+        seconds = _step_seconds(folder / "records.jsonl")
+        if seconds and not (kind == "cpu" and _is_crowded()):
+            measured["step"] = statistics.median(seconds)
+        _append({"run": folder.name, "predicted": predicted, "measured": measured,
+                 "machine": machine(kind), "ranks": environment.get("ranks", 1),
+                 "finished": datetime.now(UTC).isoformat(timespec="seconds")})  # fmt: skip
+
+
+def _is_crowded() -> bool:
+    """Whether more than a run's own threads wanted this machine's cores over the last minute: steps were slower than
+    forecasts are of."""
+    return os.getloadavg()[0] > len(usable_cores()) * (1 + CROWDED)
+
+
+def _step_seconds(records: Path) -> list[float]:
+    """Of the last steps of a run, the first of all left out: it compiles, and warms up."""
+    with records.open("rb") as file:
+        file.seek(max(records.stat().st_size - TAIL, 0))
+        lines = file.read().splitlines()
+    seconds = []
+    for line in lines:
+        with suppress(ValueError, LookupError, TypeError):
+            record = json.loads(line)
+            if record["kind"] == "step" and record["step"] > 2:
+                seconds.append(float(record["step_seconds"]))
+    return seconds
+
+
+def _append(entry: Mapping[str, Any]) -> None:
+    path = ledger_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(entry, sort_keys=True) + "\n"
+    handle = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY, 0o600)
+    try:
+        _lock(handle)
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Raises BlockingIOError where another holds it for long: a run does not wait for a process that stands still."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.01)
