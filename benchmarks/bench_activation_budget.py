@@ -19,11 +19,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from side_by_side import write
-from thrifty.cli.recipe_options import put_together
-from thrifty.composition.compose import Composition
-from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.cli.recipe_options import build_recipe
+from thrifty.composition.compose import Run
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.recipes.language_recipes import text
-from thrifty.training.run_setup import prepare
+from thrifty.training.run_setup import prepare_run
 
 BUDGET, STEPS = "memory.activation_budget", 2
 UNPLANNED = [t.name for t in text().techniques if t.name in ("compile", "attention.tiled")]
@@ -51,19 +51,19 @@ def thrifty(verb: str, *more: str) -> dict:
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
 
-def counted(run: Composition, model: nn.Module) -> int:
+def counted(run: Run, model: nn.Module) -> int:
     batch = run.source.at(1)
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with uncollected(), StepTrace(*known) as live:
+    with gc_disabled(), StepTrace(*known) as live:
         run.backward(model, run.objective, batch)
     model.zero_grad()
     return live.peak
 
 
-def allocated(run: Composition, model: nn.Module) -> int:
+def allocated(run: Run, model: nn.Module) -> int:
     """Scratch memory inside operations included."""
     batch = run.source.at(1)
-    with uncollected(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with gc_disabled(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run.backward(model, run.objective, batch)
     model.zero_grad()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -72,9 +72,9 @@ def allocated(run: Composition, model: nn.Module) -> int:
 
 def measured(recipe: Path) -> dict[str, float]:
     """Bytes at the peak of a step, of the recipe and of the one without a budget."""
-    plain = prepare(put_together(str(recipe), removals=(BUDGET,)).recipe(), quiet=True).run
+    plain = prepare_run(build_recipe(str(recipe), removals=(BUDGET,)).recipe(), quiet=True).run
     without = counted(plain, plain.build_model().train())
-    run = prepare(put_together(str(recipe)).recipe(), quiet=True).run
+    run = prepare_run(build_recipe(str(recipe)).recipe(), quiet=True).run
     model = run.build_model().train()
     found = counted(run, model)
     ((_, plan),) = model.activation_planner.plans.values()  # type: ignore[union-attr]

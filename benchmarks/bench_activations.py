@@ -20,12 +20,12 @@ import torch
 from torch import nn
 
 from side_by_side import write
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
-from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import BYTES, source_text
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.activation_budget import ActivationBudget
@@ -67,13 +67,13 @@ class Point:
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
 
-def plain_run() -> Plain:
+def plain_run() -> BaseRun:
     def build() -> nn.Module:
-        model = assemble(Shape("gpt", DEPTH, WIDTH, HEADS, HEADS, 4 * WIDTH, BYTES, LENGTH, tied=True))
+        model = assemble(ModelConfig("gpt", DEPTH, WIDTH, HEADS, HEADS, 4 * WIDTH, BYTES, LENGTH, tied=True))
         initialize(model, 0)
         return model
 
-    return Plain(build, PackedTokens(source_text()[0], LENGTH, BATCH, seed=0), NextToken())
+    return BaseRun(build, PackedTokens(source_text()[0], LENGTH, BATCH, seed=0), NextToken())
 
 
 def ways() -> dict[str, Technique]:
@@ -103,15 +103,15 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def peak_bytes(run: Composition, model: nn.Module) -> int:
+def peak_bytes(run: Run, model: nn.Module) -> int:
     batch = run.source.at(0)
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with gradients_let_go(model), uncollected(), StepTrace(*known) as live:
+    with gradients_let_go(model), gc_disabled(), StepTrace(*known) as live:
         run.backward(model, run.objective, batch)
     return live.peak
 
 
-def step_and_peak(plain: Plain, techniques: Sequence[Technique]) -> tuple[Callable[[], None], int]:
+def step_and_peak(plain: BaseRun, techniques: Sequence[Technique]) -> tuple[Callable[[], None], int]:
     run = compose(plain, [Sgd(), *techniques], 10)
     model, batch = run.build_model().train(), run.source.at(0)
 

@@ -23,7 +23,7 @@ from board.browser import CHROMIUM, Browser
 from report.conftest import records, write_run_folder
 from side_by_side import write
 from thrifty.dashboard.board_server import BoardServer, new_token
-from thrifty.dashboard.board_site import Site
+from thrifty.dashboard.board_site import BoardSite
 from thrifty.training.run_folder import RunFolder
 
 PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
@@ -57,7 +57,7 @@ def seen_after(browser: Browser, run: RunFolder, step: int, shown: str) -> float
 
 
 def measure(runs: Path, steps: int, rounds: int) -> dict[str, float | list[float]]:
-    site, found = Site(runs, runs / "results"), {}
+    site, found = BoardSite(runs, runs / "results"), {}
     with BoardServer(site, new_token()) as server, tempfile.TemporaryDirectory() as profile:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         site.warm()

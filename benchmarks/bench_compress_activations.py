@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from side_by_side import ratio, rows, side_by_side, tell, write
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import BYTES, source_text
-from thrifty.kernels.quantized_tensors import Coded, encode
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.kernels.quantized_tensors import QuantizedTensor, quantize_tensor
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.compress_activations import CompressActivations
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.training.memory_meter import keeping_freed
+from thrifty.training.memory_meter import keep_freed_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BITS = (8, 4, 2)
@@ -46,7 +46,7 @@ def race_kernels(numbers: int) -> dict[str, object]:
             "copy, new memory": tensor.clone,
         }
         for bits in BITS:
-            ways[f"encode, {bits} bits"] = lambda bits=bits, tensor=tensor: encode(tensor, bits, 1)
+            ways[f"encode, {bits} bits"] = lambda bits=bits, tensor=tensor: quantize_tensor(tensor, bits, 1)
             ways[f"decode, {bits} bits"] = _coded(tensor, bits).decode
         timings = side_by_side(ways, rounds=20, warmup=3)
         name, size = str(dtype).removeprefix("torch."), tensor.element_size()
@@ -62,22 +62,24 @@ def race_kernels(numbers: int) -> dict[str, object]:
     return facts
 
 
-def _coded(tensor: Tensor, bits: int) -> Coded:
-    coded = encode(tensor, bits, 1)
+def _coded(tensor: Tensor, bits: int) -> QuantizedTensor:
+    coded = quantize_tensor(tensor, bits, 1)
     assert coded is not None
     return coded
 
 
-def composed(arguments: argparse.Namespace, *chosen: Technique) -> Composition:
+def composed(arguments: argparse.Namespace, *chosen: Technique) -> Run:
     def build() -> torch.nn.Module:
         heads = arguments.width // 64
-        shape = Shape("gpt", 12, arguments.width, heads, heads, 4 * arguments.width, BYTES, arguments.length, True)
+        shape = ModelConfig(
+            "gpt", 12, arguments.width, heads, heads, 4 * arguments.width, BYTES, arguments.length, True
+        )
         model = assemble(shape)
         initialize(model, 0)
         return model
 
     source = PackedTokens(source_text()[0], arguments.length, arguments.batch, 0)
-    return compose(Plain(build, source, NextToken()), (*chosen, AdamW(lr=1e-4)), 1000, DEVICE)
+    return compose(BaseRun(build, source, NextToken()), (*chosen, AdamW(lr=1e-4)), 1000, DEVICE)
 
 
 def race_steps(arguments: argparse.Namespace) -> dict[str, object]:
@@ -95,7 +97,7 @@ def race_steps(arguments: argparse.Namespace) -> dict[str, object]:
         own = recomputing if name == "recompute" else model
         saved[name] = CountedPasses(own, run.objective, run.backward, batch).activations
 
-        def step(run: Composition = run, own: torch.nn.Module = own) -> None:
+        def step(run: Run = run, own: torch.nn.Module = own) -> None:
             own.zero_grad()
             run.backward(own, run.objective, batch)
 
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    with keeping_freed(DEVICE):  # as in a run
+    with keep_freed_memory(DEVICE):  # as in a run
         facts = {"kernels": race_kernels(arguments.numbers), "steps": race_steps(arguments)}
     if arguments.json:
         settings = {name: getattr(arguments, name) for name in ("width", "length", "batch", "numbers")}

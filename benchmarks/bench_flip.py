@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from side_by_side import keep, ratio, side_by_side, tell
 from steps import SameRows, whole_step
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.kernels.contrastive_loss import contrastive_losses, contrastive_losses_reference
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import PRESETS, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.contrastive import Contrast
+from thrifty.objectives.contrastive import Contrastive
 from thrifty.techniques.data_selection.drop_patches import DropPatches
 from thrifty.techniques.optimizers.adamw import AdamW
 
@@ -35,20 +35,20 @@ LENGTH, SPACE = 32, 512
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def pairs(count: int, shape: Shape) -> SameRows:
+def pairs(count: int, shape: ModelConfig) -> SameRows:
     """Random images and captions."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, shape.channels, shape.image, shape.image, generator=generator)
     return SameRows({"inputs": inputs, "tokens": torch.randint(shape.vocabulary, (count, LENGTH), generator=generator)})
 
 
-def composed(shape: Shape, count: int, techniques: list[Technique]) -> Composition:
+def composed(shape: ModelConfig, count: int, techniques: list[Technique]) -> Run:
     def build() -> nn.Module:
         model = assemble(shape)
         initialize(model, 0)
         return model
 
-    return compose(Plain(build, pairs(count, shape), Contrast()), [AdamW(), *techniques], 10, DEVICE)
+    return compose(BaseRun(build, pairs(count, shape), Contrastive()), [AdamW(), *techniques], 10, DEVICE)
 
 
 def loss_alone(losses: Callable[[Tensor, Tensor], Tensor], pairs: int) -> Callable[[], None]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from side_by_side import keep, side_by_side, tell
 from thrifty.kernels.float8 import has_units
-from thrifty.kernels.float8_linear import Casting, Delayed, float8_linear
+from thrifty.kernels.float8_linear import CastRule, DelayedScaling, float8_linear
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BASELINE = "bfloat16, torch"
@@ -27,8 +27,8 @@ BASELINE = "bfloat16, torch"
 
 def contenders(weight: nn.Parameter) -> dict[str, Callable[[Tensor], Tensor]]:
     """Layers of one weight, by name, as functions of their input."""
-    casting = Casting(emulated=not has_units(DEVICE))
-    delayed = Delayed(torch.full((3,), 64.0, device=DEVICE), torch.zeros(3, device=DEVICE))
+    casting = CastRule(emulated=not has_units(DEVICE))
+    delayed = DelayedScaling(torch.full((3,), 64.0, device=DEVICE), torch.zeros(3, device=DEVICE))
     ways: dict[str, Callable[[Tensor], Tensor]] = {BASELINE: lambda x: nn.functional.linear(x, weight)}
     for name, chosen, scales in (
         ("delayed scales", casting, delayed),

@@ -28,18 +28,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from side_by_side import write
 from thrifty import techniques
-from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
-from thrifty.core.shard_layout import local
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import BYTES, source_text
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import allocated
+from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.loop import train
 
@@ -90,14 +90,14 @@ class Model:
     batch: int
     length: int
 
-    def run(self) -> Plain:
-        return Plain(self.build, PackedTokens(source_text()[0], self.length, self.batch, seed=0), NextToken())
+    def run(self) -> BaseRun:
+        return BaseRun(self.build, PackedTokens(source_text()[0], self.length, self.batch, seed=0), NextToken())
 
 
 def ours(style: Any, depth: int, width: int, vocabulary: int = BYTES) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         kv_heads, hidden = (2, 3 * width) if style == "llama" else (4, 4 * width)
-        model = assemble(Shape(style, depth, width, 4, kv_heads, hidden, vocabulary, 160, tied=True))
+        model = assemble(ModelConfig(style, depth, width, 4, kv_heads, hidden, vocabulary, 160, tied=True))
         initialize(model, 0)
         return model
 
@@ -158,7 +158,7 @@ def measured(model: str, label: str, settings: Mapping[str, Mapping[str, Any]], 
     run = compose(MODELS[model].run(), chosen(settings), STEPS, device)
     said = explain(run).footprint
     if device == CPU:
-        found = allocated(run)
+        found = measure_allocations(run)
         states, peak = (found.parameters, found.gradients, found.optimizer), found.peak
     else:
         *states, peak = given_out(run)
@@ -166,7 +166,7 @@ def measured(model: str, label: str, settings: Mapping[str, Mapping[str, Any]], 
     return Case(model, label, said.memory, peak, exact)
 
 
-def given_out(run: Composition) -> tuple[int, int, int, int]:
+def given_out(run: Run) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients and optimizer state, and the most that CUDA's allocator had given out in any step
     that changed no structure, in its blocks of 512 bytes."""
     gc.collect()
@@ -192,7 +192,7 @@ def given_out(run: Composition) -> tuple[int, int, int, int]:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Of all memory that they lie in."""
-    storages = [tensor.untyped_storage() for tensor in local([*tensors])]
+    storages = [tensor.untyped_storage() for tensor in local_tensors([*tensors])]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -22,7 +22,7 @@ import torch
 
 from bench_waiting import training_step
 from side_by_side import Timing, rows, tell, write
-from thrifty.training.memory_meter import MemoryMeter, keeping_freed
+from thrifty.training.memory_meter import MemoryMeter, keep_freed_memory
 
 CPU = torch.device("cpu")
 STEPS = {
@@ -37,7 +37,7 @@ WAYS = ("given back", "kept")
 def measured(name: str, way: str) -> dict[str, float]:
     """The median time of a step in this process, page faults of a step, and the peak of what it holds."""
     preset, batch, length, times = STEPS[name]
-    keeping: AbstractContextManager[None] = keeping_freed(CPU) if way == "kept" else nullcontext()
+    keeping: AbstractContextManager[None] = keep_freed_memory(CPU) if way == "kept" else nullcontext()
     meter, seconds = MemoryMeter(CPU), []
     with keeping:
         step = training_step(preset, batch, length)

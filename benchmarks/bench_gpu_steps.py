@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from side_by_side import side_by_side, write
 from steps import SameRows, whole_step
 from thrifty import techniques
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core.recipe import ModelSettings
 from thrifty.core.technique import Technique
 from thrifty.models import build_model
 from thrifty.models.model_presets import PRESETS
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.training.determinism import same_bits
+from thrifty.training.determinism import deterministic_kernels
 
 GPU = torch.device("cuda")
 TORCH, TORCH_COMPILED, SAME_BITS = "torch", "torch, compiled", ", same bits"
@@ -95,7 +95,7 @@ class Way:
         )
 
 
-def torch_step(plain: Plain, compiled: bool = False) -> Callable[[], None]:
+def torch_step(plain: BaseRun, compiled: bool = False) -> Callable[[], None]:
     """What one would write by hand."""
     model, batch = plain.build().to(GPU).train(), plain.objective.examples(plain.source.at(0)).to(GPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -127,22 +127,22 @@ def peak_of(step: Callable[[], object], before: int) -> int:
 
 def chosen(settings: Settings) -> list[Technique]:
     found = [techniques.find(name)(**given) for name, given in settings.items()]
-    return [*found, AdamW(lr=1e-4), Clip()]
+    return [*found, AdamW(lr=1e-4), GradientClipping()]
 
 
-def own_step(run: Composition, name: str) -> Callable[[], None]:
+def own_step(run: Run, name: str) -> Callable[[], None]:
     if name == TORCH_COMPILED:
         return torch_step(run.plain, compiled=True)
     step = whole_step(run)
 
     def with_same_bits() -> None:
-        with same_bits(GPU):
+        with deterministic_kernels(GPU):
             step()
 
     return with_same_bits if name.endswith(SAME_BITS) else step
 
 
-def measured(plain: Plain, name: str, theirs: Callable[[], None], rounds: int) -> Way:
+def measured(plain: BaseRun, name: str, theirs: Callable[[], None], rounds: int) -> Way:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -160,14 +160,14 @@ def measured(plain: Plain, name: str, theirs: Callable[[], None], rounds: int) -
     return Way(timings["mine"].median, timings[TORCH].median, median(ratios), tuple(ratios), peak, told, prepared)
 
 
-def plain_run(preset: str, length: int, batch: int) -> Plain:
+def plain_run(preset: str, length: int, batch: int) -> BaseRun:
     vocabulary = PRESETS[preset].vocabulary
     tokens = torch.randint(vocabulary, (batch, length + 1), generator=torch.Generator().manual_seed(0))
 
     def build() -> nn.Module:
         return build_model(ModelSettings(preset=preset), vocabulary, length, 0)
 
-    return Plain(build, SameRows({"tokens": tokens}), NextToken())
+    return BaseRun(build, SameRows({"tokens": tokens}), NextToken())
 
 
 def main() -> None:

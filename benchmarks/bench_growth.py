@@ -18,26 +18,26 @@ from statistics import median
 from side_by_side import write
 from thrifty.core.technique import Technique
 from thrifty.experiments.tasks.language_task import llama, train_on_bytes
-from thrifty.techniques.curriculum.sequence_length import SequenceLength
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.growth.auto_grow import AutoGrow
-from thrifty.techniques.growth.compound import Compound
+from thrifty.techniques.growth.compound import CompoundGrowth
 from thrifty.techniques.growth.layer_drop import LayerDrop
-from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 
 DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 128, 64, 16, 2e-3
 STEPS = 400
 CURVE = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Budgets of the full model, in growing runs."""
 WAYS: Mapping[str, Sequence[Technique]] = {
-    "stacking": [Stacking()],
-    "stacking, silent copies": [Stacking(start="zeroed")],
-    "compound": [Compound()],
-    "compound, pooled": [Compound(shorten="pool")],
+    "stacking": [ProgressiveStacking()],
+    "stacking, silent copies": [ProgressiveStacking(start="zeroed")],
+    "compound": [CompoundGrowth()],
+    "compound, pooled": [CompoundGrowth(shorten="pool")],
     "automatic": [AutoGrow(search=0.05)],
-    "shorter texts first": [SequenceLength(start=16)],
+    "shorter texts first": [SequenceLengthWarmup(start=16)],
     "dropped blocks": [LayerDrop()],
 }
 
@@ -57,7 +57,7 @@ def run(ways: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]
     """Seconds in steps, and the held-out loss."""
     trained = train_on_bytes(
         lambda: llama(DEPTH, WIDTH, LENGTH, seed),
-        [AdamW(lr=RATE), Cosine(warmup=0.05), Clip(), *ways],
+        [AdamW(lr=RATE), CosineDecay(warmup=0.05), GradientClipping(), *ways],
         steps=steps,
         seed=seed,
         length=LENGTH,

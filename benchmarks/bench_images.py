@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_data import ImageData, open_images
 
 USUAL = "Pillow in every epoch"
@@ -93,7 +93,7 @@ def batches_of(loader: DataLoader) -> Callable[[], object]:
 def compare(folder: Path, side: int, batch: int, rounds: int) -> tuple[dict, float]:
     """Timings of a batch, and the seconds that decoding all files once took."""
 
-    def opened(how: Augmentation | None) -> ImageData:
+    def opened(how: AugmentationSettings | None) -> ImageData:
         asked = DataSettings(source=str(folder), size=side, batch=batch, held_out=0.01, augment=how)
         return open_images(asked, 0, None, lambda text: None)
 
@@ -102,9 +102,9 @@ def compare(folder: Path, side: int, batch: int, rounds: int) -> tuple[dict, flo
     once = time.perf_counter() - began
     steps = count()
     kinds = {
-        "arrays, cropped and flipped": Augmentation(crop=CROP, flip=True),
+        "arrays, cropped and flipped": AugmentationSettings(crop=CROP, flip=True),
         "arrays, as they are": None,
-        "arrays, with 2 operations and erasing": Augmentation(crop=CROP, flip=True, operations=2, erase=0.25),
+        "arrays, with 2 operations and erasing": AugmentationSettings(crop=CROP, flip=True, operations=2, erase=0.25),
     }
     loader = DataLoader(Files(folder, side, plain), batch, shuffle=True, drop_last=True)
     ways: dict[str, Callable[[], object]] = {USUAL: batches_of(loader)}

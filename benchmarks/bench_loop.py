@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.recipe import DataSettings, ModelSettings
-from thrifty.data import open_data
+from thrifty.data import open_text
 from thrifty.models import build_model
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW
@@ -24,7 +24,7 @@ from thrifty.training.loop import train
 STEPS = 100_000
 
 
-def plain_loop(plain: Plain) -> Iterator[float]:
+def plain_loop(plain: BaseRun) -> Iterator[float]:
     model, objective, source = plain.build(), plain.objective, plain.source
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for step in range(STEPS):
@@ -40,10 +40,10 @@ def plain_loop(plain: Plain) -> Iterator[float]:
 
 def main() -> None:
     settings = DataSettings(length=256, batch=8, vocabulary=4096)
-    data = open_data(settings, seed=0)
+    data = open_text(settings, seed=0)
     source: BatchSource = data.train
     for preset in ("llama-nano", "llama-micro", "llama-mini"):
-        plain = Plain(
+        plain = BaseRun(
             lambda preset=preset: build_model(ModelSettings(preset=preset), data.vocabulary, settings.length, 0),
             source,
             find_objective("next_token"),

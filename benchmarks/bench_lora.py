@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.techniques.adapters.lora import Lora
 
 RANK, ALPHA = 8, 16
@@ -77,7 +77,7 @@ def step(model: nn.Module) -> Callable[[], object]:
 
 
 def held(model: nn.Module) -> dict[str, int]:
-    with uncollected(), StepTrace(*model.parameters(), *model.buffers(), TOKENS) as trace:
+    with gc_disabled(), StepTrace(*model.parameters(), *model.buffers(), TOKENS) as trace:
         result = loss(model)
         forward = trace.now
         result.backward()

@@ -15,16 +15,16 @@ import torch
 
 from side_by_side import keep, ratio, side_by_side, tell
 from steps import SameRows, whole_step
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.batches import Batch
 from thrifty.core.technique import Technique
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_presets import PRESETS, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.masked_reconstruction import Reconstruct
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.precision.mixed import Mixed
+from thrifty.techniques.precision.mixed import MixedPrecision
 
 RATES = (0.5, 0.75, 0.9)
 SHAPE = PRESETS["mae-tiny"]
@@ -44,9 +44,9 @@ def model() -> MaskedAutoencoder:
     return made
 
 
-def composed(rate: float, batch: int, techniques: list[Technique]) -> Composition:
-    objective = Reconstruct(rate=rate, patch=SHAPE.patch)
-    return compose(Plain(model, images(batch), objective), [AdamW(), *techniques], 10, DEVICE)
+def composed(rate: float, batch: int, techniques: list[Technique]) -> Run:
+    objective = MaskedReconstruction(rate=rate, patch=SHAPE.patch)
+    return compose(BaseRun(model, images(batch), objective), [AdamW(), *techniques], 10, DEVICE)
 
 
 def encoder_pass(batch: Batch, visible: bool) -> Callable[[], None]:
@@ -62,7 +62,7 @@ def encoder_pass(batch: Batch, visible: bool) -> Callable[[], None]:
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     count = int(sys.argv[2]) if len(sys.argv) > 2 else 16
-    half: list[Technique] = [Mixed()] if "bfloat16" in sys.argv else []
+    half: list[Technique] = [MixedPrecision()] if "bfloat16" in sys.argv else []
     steps = {WHOLE: whole_step(composed(0.75, count, half))}
     passes = {WHOLE: encoder_pass(composed(0.75, count, []).source.at(0), visible=False)}
     for rate in RATES:

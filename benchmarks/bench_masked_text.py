@@ -20,7 +20,7 @@ from side_by_side import keep, side_by_side, tell
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens
@@ -39,7 +39,9 @@ def updated(model: nn.Module, loss_of: Callable[[], torch.Tensor]) -> Callable[[
     return step
 
 
-def ours(shape: Shape, objective: Objective, batch: Batch, dropping: DropMaskedTokens | None) -> Callable[[], None]:
+def ours(
+    shape: ModelConfig, objective: Objective, batch: Batch, dropping: DropMaskedTokens | None
+) -> Callable[[], None]:
     model = assemble(shape)
     initialize(model, 0)
     if dropping is not None:
@@ -47,7 +49,7 @@ def ours(shape: Shape, objective: Objective, batch: Batch, dropping: DropMaskedT
     return updated(model, lambda: (objective.losses(objective.predict(model, batch), batch) * batch.weight).sum())
 
 
-def theirs(shape: Shape, batch: Batch) -> Callable[[], None]:
+def theirs(shape: ModelConfig, batch: Batch) -> Callable[[], None]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -69,7 +71,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_default_device(options.device)
-    shape = Shape(
+    shape = ModelConfig(
         "bert", options.depth, options.width, options.heads, options.heads, 4 * options.width, options.vocabulary,
         options.length, tied=True, norm_eps=1e-12,
     )  # fmt: skip

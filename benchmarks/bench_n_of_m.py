@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import llama, source_text
@@ -43,7 +43,7 @@ def mask_making(width: int) -> dict[str, Callable[[], object]]:
 def one_step(width: int, *chosen: Technique) -> Callable[[], object]:
     """A training step, without the loop around it."""
     source = PackedTokens(source_text()[0], LENGTH, BATCH, 0)
-    plain = Plain(lambda: llama(DEPTH, width, LENGTH, 0), source, NextToken())
+    plain = BaseRun(lambda: llama(DEPTH, width, LENGTH, 0), source, NextToken())
     run = compose(plain, [*chosen, AdamW(lr=1e-3)], STEPS)
     state, batch = run.start(), source.at(0)
     examples = run.plain.objective.examples(batch)

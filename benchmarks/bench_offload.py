@@ -16,36 +16,36 @@ from torch import Tensor, nn
 
 from bench_adamw import model, torch_adamw
 from side_by_side import keep, side_by_side, tell
-from thrifty.core.gradient_transform import Chain, chain
-from thrifty.memory.storage_tier import Beside, Ticket
-from thrifty.optim.torch_optimizer import Site, TransformOptimizer
-from thrifty.techniques.memory.offload_optimizer import OnCopies, offloaded
+from thrifty.core.gradient_transform import TransformChain, chain
+from thrifty.memory.storage_tier import HostTier, OffloadHandle
+from thrifty.optim.torch_optimizer import TransformOptimizer, UpdateLocation
+from thrifty.techniques.memory.offload_optimizer import HostCopyUpdate, offloaded
 from thrifty.techniques.optimizers.adamw import adamw
 
 BASELINE = "torch fused"
 
 
-class NoLink(Beside):
+class NoLink(HostTier):
     """A tier whose copies cost nothing, since it is the same memory."""
 
-    def there(self, ticket: Ticket) -> Tensor:
+    def there(self, ticket: OffloadHandle) -> Tensor:
         return ticket.get()
 
     def bring(self, values: Tensor, into: Tensor) -> None:
         pass
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
-        return Ticket(tensor)
+    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+        return OffloadHandle(tensor)
 
     def _placed(self, part: Tensor) -> Tensor:
         return part
 
 
-def in_tiles(transform: Chain, names: Sequence[str], parameters: list[Tensor]) -> Site:
-    return OnCopies(transform, names, parameters, NoLink("no link"))
+def in_tiles(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
+    return HostCopyUpdate(transform, names, parameters, NoLink("no link"))
 
 
-def by_tiles() -> Chain:
+def by_tiles() -> TransformChain:
     whole = chain(adamw(1e-3))
     whole.site = in_tiles
     return whole

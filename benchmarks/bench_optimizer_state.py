@@ -16,14 +16,14 @@ import torch
 
 from bench_adamw import model, torch_adamw
 from side_by_side import keep, side_by_side, tell
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
-from thrifty.techniques.precision.optimizer_state import Bfloat16, Int8, stored
+from thrifty.techniques.precision.optimizer_state import Bfloat16Format, Int8Format, with_compact_state
 
 
-def chained(transform: Transform) -> TransformOptimizer:
+def chained(transform: GradientTransform) -> TransformOptimizer:
     return TransformOptimizer(model().named_parameters(), transform)
 
 
@@ -45,10 +45,10 @@ def main() -> None:
     torch.manual_seed(0)
     optimizers = {
         "float32, torch fused": torch_adamw(model(), fused=True),
-        "int8": (eight := chained(stored(adamw(1e-3), Int8))),
-        "bfloat16": (sixteen := chained(stored(adamw(1e-3), Bfloat16))),
+        "int8": (eight := chained(with_compact_state(adamw(1e-3), Int8Format))),
+        "bfloat16": (sixteen := chained(with_compact_state(adamw(1e-3), Bfloat16Format))),
         "lion, float32": chained(lion(1e-4)),
-        "lion, int8": chained(stored(lion(1e-4), Int8)),
+        "lion, int8": chained(with_compact_state(lion(1e-4), Int8Format)),
     }
     steps: dict[str, Callable[[], object]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     timings = side_by_side(steps | others(), rounds=12, warmup=2)

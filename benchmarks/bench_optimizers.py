@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench_adamw import model
 from side_by_side import rows, side_by_side, tell, write
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -78,7 +78,7 @@ def free(**options: bool) -> Make:
     )
 
 
-RACES: dict[str, tuple[Callable[[], Transform], dict[str, Make]]] = {
+RACES: dict[str, tuple[Callable[[], GradientTransform], dict[str, Make]]] = {
     "sgd": (
         lambda: sgd(1e-3, 0.9),
         {"torch fused": torch_sgd(0.9, fused=True), "torch foreach": torch_sgd(0.9, foreach=True)},
@@ -152,7 +152,7 @@ class Contender:
         return [leaf for leaf in tree_leaves(list(self.optimizer.state.values())) if isinstance(leaf, Tensor)]
 
 
-def ours(make: Callable[[], Transform]) -> Make:
+def ours(make: Callable[[], GradientTransform]) -> Make:
     return lambda named: TransformOptimizer(named, make())
 
 

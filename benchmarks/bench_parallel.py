@@ -25,19 +25,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import llama_by_hand
 from side_by_side import Timing, rows, side_by_side, tell, write
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core import mesh
 from thrifty.core.batches import BatchSource
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.core.technique import Technique
-from thrifty.data import open_data
+from thrifty.data import open_text
 from thrifty.models import build_model
 from thrifty.models.model_presets import shape_of
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.parallelism.replicate import Replicate
-from thrifty.techniques.parallelism.shard import Shard
+from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
+from thrifty.techniques.parallelism.shard import ShardedDataParallel
 from thrifty.techniques.parallelism.tensor import TensorParallel
 from thrifty.training.loop import train
 
@@ -50,24 +50,24 @@ PRESETS = ("llama-nano", "llama-micro")
 class Pair:
     divides: Technique
     axis: str
-    by_hand: Callable[[Plain, ModelSettings], Iterator[float]]
+    by_hand: Callable[[BaseRun, ModelSettings], Iterator[float]]
     """Steps of the plain model divided by torch alone."""
     tied: bool | None = None
     """Whether the head shares the embedding's weights; as the preset has it unless given."""
 
 
-def with_ddp(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+def with_ddp(plain: BaseRun, settings: ModelSettings) -> Iterator[float]:
     return on_own_rows(plain, DistributedDataParallel(plain.build()))
 
 
-def with_fsdp2(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+def with_fsdp2(plain: BaseRun, settings: ModelSettings) -> Iterator[float]:
     model = plain.build()
     for block in model.blocks:
         fully_shard(block)
     return on_own_rows(plain, fully_shard(model, reshard_after_forward=False))
 
 
-def on_own_rows(plain: Plain, model: nn.Module) -> Iterator[float]:
+def on_own_rows(plain: BaseRun, model: nn.Module) -> Iterator[float]:
     optimizer, head = adamw(model), getattr(model, "module", model).head
     own, first = plain.source.batch // RANKS, dist.get_rank() * plain.source.batch // RANKS
     for step in range(STEPS):
@@ -84,7 +84,7 @@ def on_own_rows(plain: Plain, model: nn.Module) -> Iterator[float]:
         yield total.item() + _whole(norm).item()
 
 
-def with_tensor_parallel(plain: Plain, settings: ModelSettings) -> Iterator[float]:
+def with_tensor_parallel(plain: BaseRun, settings: ModelSettings) -> Iterator[float]:
     tokens = plain.source.at(0)["tokens"]
     vocabulary = plain.build().head.out_features
     shape = shape_of(settings, vocabulary, tokens.shape[1] - 1)
@@ -107,8 +107,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 PAIRS = {
-    "DDP": Pair(Replicate(), "replicate", with_ddp),
-    "FSDP2": Pair(Shard(), "shard", with_fsdp2),
+    "DDP": Pair(ReplicatedDataParallel(), "replicate", with_ddp),
+    "FSDP2": Pair(ShardedDataParallel(), "shard", with_fsdp2),
     "tensor": Pair(TensorParallel(), "tensor", with_tensor_parallel, tied=False),
 }
 
@@ -117,20 +117,20 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def timed(pair: Pair, plain: Plain, settings: ModelSettings) -> dict[str, Timing]:
-    mesh.lay({name: RANKS if name == pair.axis else 1 for name in mesh.AXES}, "cpu")
+def timed(pair: Pair, plain: BaseRun, settings: ModelSettings) -> dict[str, Timing]:
+    mesh.set_mesh({name: RANKS if name == pair.axis else 1 for name in mesh.AXES}, "cpu")
     run = compose(plain, [AdamW(lr=1e-3), pair.divides], STEPS)
     ours, theirs = train(run, run.start(), seed=0), pair.by_hand(plain, settings)
     found = side_by_side({"by hand": lambda: next(theirs), "thrifty": lambda: next(ours)}, ROUNDS, 5)
     ours.close()
-    mesh.lift()
+    mesh.clear_mesh()
     return found
 
 
 def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    data = open_data(DATA, seed=0)
+    data = open_text(DATA, seed=0)
     source: BatchSource = data.train
     found = {}
     for preset in PRESETS:
@@ -140,7 +140,7 @@ def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
             def build(settings: ModelSettings = settings) -> nn.Module:
                 return build_model(settings, data.vocabulary, DATA.length, 0)
 
-            timings = timed(pair, Plain(build, source, find_objective("next_token")), settings)
+            timings = timed(pair, BaseRun(build, source, find_objective("next_token")), settings)
             found[f"{preset}, {name}"] = rows(timings, "by hand")
             if rank == 0:
                 tell(
@@ -152,6 +152,6 @@ def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    open_data(DATA, seed=0)  # prepared once, before the ranks open it
+    open_text(DATA, seed=0)  # prepared once, before the ranks open it
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(on_one_rank, (folder, sys.argv[1:]), RANKS, start_method="spawn")

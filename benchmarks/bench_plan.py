@@ -32,17 +32,17 @@ import torch.distributed as dist
 
 from bench_footprints import MODELS, chosen, one_rank
 from side_by_side import write
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
-from thrifty.planning.allocator_trace import allocated
-from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, counted
+from thrifty.planning.allocator_trace import measure_allocations
+from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, count_footprint
 from thrifty.planning.probe_jobs import sizes
 from thrifty.planning.search_space import MICRO_BATCHES
-from thrifty.planning.step_timing import timed
+from thrifty.planning.step_timing import time_steps
 from thrifty.training.loop import train
-from thrifty.training.run_setup import prepare
+from thrifty.training.run_setup import prepare_run
 from unseen_models import UNSEEN, recipe_for, write_all
 
 STEPS, TIMED_STEPS = 6, 22
@@ -118,17 +118,17 @@ class Case:
         return f"{self.model:<12} {self.techniques:<34} {sizes}{steps}"
 
 
-def plain_run(model: str, folder: Path) -> Plain:
+def plain_run(model: str, folder: Path) -> BaseRun:
     if model in MODELS:
         return MODELS[model].run()
-    return prepare(recipe_for(model, folder, chosen({}), STEPS), quiet=True).run.plain
+    return prepare_run(recipe_for(model, folder, chosen({}), STEPS), quiet=True).run.plain
 
 
 def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     plain, techniques = plain_run(model, folder), chosen(PLANS[label])
     torch._dynamo.reset()
     run = compose(plain, techniques, STEPS)
-    case = Case(model, label, counted(run).memory, allocated(run).peak)
+    case = Case(model, label, count_footprint(run).memory, measure_allocations(run).peak)
     if not seconds:
         return case
     cutting = [technique for technique in techniques if MICRO_BATCHES in technique.claims]
@@ -138,12 +138,12 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
 
 
 def with_steps(
-    case: Case, probed: Composition, techniques: Sequence[Technique], rows: Sequence[int], parts: int, seconds: float
+    case: Case, probed: Run, techniques: Sequence[Technique], rows: Sequence[int], parts: int, seconds: float
 ) -> Case:
     """The case with what a probe of these sizes tells of a step, and what training then took."""
     plain = probed.plain
     held_out = [plain.objective.examples(plain.source.at(0))]
-    timing = timed(probed, rows, parts, held_out, seconds)
+    timing = time_steps(probed, rows, parts, held_out, seconds)
     run = compose(plain, techniques, TIMED_STEPS)
     with closing(train(run, run.start(), seed=0)) as records:
         taken = [record.seconds for record in records][2:]
@@ -179,14 +179,14 @@ def _over_mesh(model: str, label: str, seconds: float, folder: Path) -> Case | s
     """Steps of ranks are timed as they are, micro-batches and all, as plans do."""
     sizes, settings = MESHES[label]
     try:
-        run = prepare(recipe_for(model, folder, chosen(settings), STEPS, sizes), quiet=True).run
-        case = Case(model, label, counted(run).memory, allocated(run).peak, bound=OVER_MESH_HIGH)
+        run = prepare_run(recipe_for(model, folder, chosen(settings), STEPS, sizes), quiet=True).run
+        case = Case(model, label, count_footprint(run).memory, measure_allocations(run).peak, bound=OVER_MESH_HIGH)
         batch = run.plain.source.batch
         return with_steps(case, run, run.techniques, (batch,), 1, seconds) if seconds else case
     except UsageError as error:
         return error.what
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
 def in_order(cases: Sequence[Case]) -> tuple[int, int]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from side_by_side import keep, ratio, side_by_side, tell
-from thrifty.core.tensor_tracing import StepTrace, uncollected
-from thrifty.memory.block_recompute import Chain
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
-from thrifty.memory.recompute_schedule import Schedule
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.memory.recompute_schedule import RecomputeSchedule
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute
 from thrifty.techniques.memory.recompute import Recompute
@@ -29,7 +29,7 @@ SHARES = (0.75, 0.5, 0.25)
 
 def in_segments(every: int) -> Callable[[nn.Module], object]:
     def change(model: nn.Module) -> object:
-        return Chain(list(model.blocks), Schedule.of(periodic_schedule(len(model.blocks), every)))  # type: ignore
+        return BlockChain(list(model.blocks), RecomputeSchedule.of(periodic_schedule(len(model.blocks), every)))  # type: ignore
 
     return change
 
@@ -59,7 +59,7 @@ def live_bytes(model: nn.Module, tokens: Tensor) -> tuple[int, int]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    with uncollected(), StepTrace(*model.parameters(), *model.buffers(), *gradients, tokens) as live:
+    with gc_disabled(), StepTrace(*model.parameters(), *model.buffers(), *gradients, tokens) as live:
         loss = model(tokens).square().mean()
         after = live.now
         loss.backward()
@@ -76,7 +76,9 @@ def main() -> None:
     tokens = torch.randint(0, VOCABULARY, (options.batch, options.length))
 
     def build(change: Callable[[nn.Module], object]) -> nn.Module:
-        shape = Shape("gpt", options.depth, options.width, 4, 4, 4 * options.width, VOCABULARY, options.length, True)
+        shape = ModelConfig(
+            "gpt", options.depth, options.width, 4, 4, 4 * options.width, VOCABULARY, options.length, True
+        )
         model = assemble(shape)
         initialize(model, 0)
         change(model.train())

@@ -21,18 +21,18 @@ from side_by_side import rows, side_by_side, tell, write
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.kernels.example_scores import Fields, el2n, grand
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classification import Classify
-from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler
+from thrifty.objectives.classification import Classification
+from thrifty.techniques.data_selection.gradient_norm_sampling import GradientNormBackward
 
 EXAMPLES, BATCH, TIMES = 64, 32, 3
 OPEN, CLOSED = 1e9, 0.0
 
 
 def vit() -> nn.Module:
-    model = assemble(Shape("vit", 4, 128, 4, 4, 512, 10, 0, tied=False, image=32, patch=4, channels=3))
+    model = assemble(ModelConfig("vit", 4, 128, 4, 4, 512, 10, 0, tied=False, image=32, patch=4, channels=3))
     initialize(model, 0)
     return model
 
@@ -44,7 +44,7 @@ def examples(count: int) -> dict[str, Tensor]:
 
 
 def scoring(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    fields, objective = examples(EXAMPLES), Classify()
+    fields, objective = examples(EXAMPLES), Classification()
     parameters = dict(model.named_parameters())
 
     class Asked(nn.Module):
@@ -95,7 +95,7 @@ def step(model: nn.Module, count: int, backward: Backward) -> Callable[[], None]
     batch = Batch(examples(count), torch.full((count,), 1 / count))
 
     def one() -> None:
-        backward(model, Classify(), batch)
+        backward(model, Classification(), batch)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -103,7 +103,7 @@ def step(model: nn.Module, count: int, backward: Backward) -> Callable[[], None]
 
 
 def sampling(tau: float) -> Backward:
-    sampler = Sampler(plain_backward, TIMES, momentum=1.0)  # tau stays what it is
+    sampler = GradientNormBackward(plain_backward, TIMES, momentum=1.0)  # tau stays what it is
     sampler.state["tau"].fill_(tau)
     return sampler
 

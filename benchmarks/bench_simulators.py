@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
-from thrifty.simulators.accelerator.design_filters import SELECTIVE, filtered
+from thrifty.simulators.accelerator.design_filters import SELECTIVE, apply_design_filter
 from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 LAYERS, HEADS, WIDTH = 24, 16, 64
 CFG = """[general]
@@ -76,10 +76,10 @@ def timed(work: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
 def bert_large(tokens: int, engine: str) -> dict[str, float]:
     """Seconds of each machine on masks at density 0.25, and of drawing them."""
     began = time.perf_counter()
-    trace = synthesised("uniform", 0.25, layers=LAYERS, heads=HEADS, tokens=tokens, width=WIDTH)
+    trace = synthetic_trace("uniform", 0.25, layers=LAYERS, heads=HEADS, tokens=tokens, width=WIDTH)
     seconds = {"the trace": time.perf_counter() - began}
     for name in machine_names("attention"):
-        machine = find_machine(name) if engine == "scan" else within(find_machine(name), bandwidth=64e9)
+        machine = find_machine(name) if engine == "scan" else limit_resources(find_machine(name), bandwidth=64e9)
         seconds[name] = timed(lambda m=machine: simulate(m, trace, engine))[0]
     return seconds
 
@@ -89,7 +89,7 @@ def own_filters(tokens: int) -> dict[str, float]:
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((1, HEADS, tokens, WIDTH)).astype(np.float32) for _ in range(3))
     trace = AttentionTrace("random", (layer_of("layer", q=q, k=k, v=v),))
-    return {name: timed(lambda n=name: filtered(trace, n, 0.25), 1)[0] for name in SELECTIVE}
+    return {name: timed(lambda n=name: apply_design_filter(trace, n, 0.25), 1)[0] for name in SELECTIVE}
 
 
 def scale_sim(python: str | None) -> dict[str, Any]:

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from side_by_side import Timing, rows, side_by_side, tell, write
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks
-from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
+from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_linear import sparse_linear
-from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_rows
 
 DENSE = "dense, torch"
@@ -35,7 +35,7 @@ def random_mask(outputs: int, inputs: int, density: float, block: int = 1) -> Te
     return grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
 
 
-def ours(x: Tensor, upstream: Tensor, weight: Tensor, pattern: Pattern) -> tuple[Callable, Callable]:
+def ours(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> tuple[Callable, Callable]:
     def forward() -> None:
         pattern.spmm(x, pattern.pick(weight))
 
@@ -73,7 +73,9 @@ def time_layer(shape: tuple[int, int, int], density: float, block: int, rounds: 
     forward: Ways = {DENSE: lambda: F.linear(x, weight)}
     backward: Ways = {DENSE: lambda: (upstream @ weight, upstream.T @ x)}
     name = "csr" if block == 1 else f"blocks of {block}"
-    forward[name], backward[name] = ours(x, upstream, weight, Csr.of(mask) if block == 1 else Blocks.of(mask))
+    forward[name], backward[name] = ours(
+        x, upstream, weight, CsrMatrix.of(mask) if block == 1 else BlockSparseMatrix.of(mask)
+    )
     if block == 1:
         theirs = {"torch.sparse csr": by_torch(x, upstream, weight, Tensor.to_sparse_csr)}
         if density <= 0.1:  # it takes seconds above
@@ -83,7 +85,7 @@ def time_layer(shape: tuple[int, int, int], density: float, block: int, rounds: 
         theirs = {f"torch.sparse bsr {block}, forward and of x": by_torch(x, upstream, weight, layout)}
         if block > 16:  # no compiled product takes them whole
             name = "gather and bmm"
-            forward[name], backward[name] = ours(x, upstream, weight, Blocks.of(mask, block))
+            forward[name], backward[name] = ours(x, upstream, weight, BlockSparseMatrix.of(mask, block))
     for name, ways in theirs.items():
         forward[name] = ways["forward"]
         backward[name] = lambda ways=ways: [way() for part, way in ways.items() if part != "forward"]
@@ -104,7 +106,7 @@ def compare_layers(shape: tuple[int, int, int], densities: list[float], rounds: 
 class FeedForward(nn.Module):
     """x + W₂ gelu(W₁ x), its weights under masks, its products dense or by these patterns."""
 
-    def __init__(self, masks: list[Tensor], patterns: list[Pattern] | None):
+    def __init__(self, masks: list[Tensor], patterns: list[SparsityPattern] | None):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.weights = nn.ParameterList(
@@ -136,7 +138,9 @@ def compare_steps(shape: tuple[int, int, int], density: float, rounds: int) -> d
         masks = [random_mask(*pair, density, block) for pair in ((outputs, inputs), (inputs, outputs))]
         if block == 1:
             ways["masked, dense products"] = partial(FeedForward(masks, None).step, x)
-        patterns: list[Pattern] = [Csr.of(mask) if block == 1 else Blocks.of(mask) for mask in masks]
+        patterns: list[SparsityPattern] = [
+            CsrMatrix.of(mask) if block == 1 else BlockSparseMatrix.of(mask) for mask in masks
+        ]
         ways["csr" if block == 1 else f"blocks of {block}"] = partial(FeedForward(masks, patterns).step, x)
     return side_by_side(ways, rounds, 1)
 

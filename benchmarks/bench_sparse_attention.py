@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from side_by_side import keep, side_by_side, tell
 from thrifty.kernels.attention_filters.position_masks import pairs_of
 from thrifty.kernels.sparse_attention.block_attention import block_attention
-from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, blocks_of, coded
+from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, blocks_of, encode_blocks
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 WIDTH = 64
 
@@ -39,8 +39,8 @@ def grid_with(tokens: int, block: int, share: int, causal: bool) -> BlockGrid:
         more = max(round(seen / share) - 1, 0)
         for place in torch.randperm(len(others), generator=generator)[:more].tolist():
             kept[row, others[place]] = True
-    codes = coded(kept[None, None], Sight(causal), block)
-    return BlockGrid(codes, block, int((codes != NONE).sum()), Sight(causal))
+    codes = encode_blocks(kept[None, None], VisibilityRule(causal), block)
+    return BlockGrid(codes, block, int((codes != NONE).sum()), VisibilityRule(causal))
 
 
 def keys_with(tokens: int, share: int, causal: bool) -> Tensor:

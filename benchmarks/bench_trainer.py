@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from side_by_side import Timing, keep, side_by_side, tell
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
-from thrifty.data import open_data
+from thrifty.data import open_text
 from thrifty.models import build_model, model_shape
 from thrifty.models.hf_config import write_config
 from thrifty.objectives import find_objective
@@ -36,9 +36,9 @@ STEPS_A_SEGMENT = 4
 
 def thrifty_steps(arguments: argparse.Namespace) -> Callable[[], object]:
     """One call makes a segment of steps."""
-    data = open_data(settings_of(arguments), seed=0)
+    data = open_text(settings_of(arguments), seed=0)
     model = ModelSettings(preset=arguments.preset)
-    plain = Plain(
+    plain = BaseRun(
         lambda: build_model(model, data.vocabulary, arguments.length, 0), data.train, find_objective("next_token")
     )
     run = compose(plain, fast(lr=1e-3), 100_000)
@@ -50,7 +50,7 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
     """The same through Trainer, held back by a callback so that one call makes a segment of steps."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    data = open_data(settings_of(arguments), seed=0)
+    data = open_text(settings_of(arguments), seed=0)
     shape = model_shape(ModelSettings(preset=arguments.preset), data.vocabulary, arguments.length)
     assert shape is not None
     config = {key: value for key, value in write_config(shape).items() if key != "architectures"}

@@ -24,7 +24,7 @@ import torch
 from bench_sparse_attention import WIDTH, grid_with
 from side_by_side import Timing, rows, tell, write
 from steps import SameRows, whole_step
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.models import build_model
@@ -44,7 +44,7 @@ def training_step(preset: str, batch: int, length: int) -> Callable[[], object]:
     tokens = torch.randint(VOCABULARY, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     source = SameRows({"tokens": tokens})
     model = ModelSettings(preset=preset)
-    plain = Plain(lambda: build_model(model, VOCABULARY, length, 0), source, find_objective("next_token"))
+    plain = BaseRun(lambda: build_model(model, VOCABULARY, length, 0), source, find_objective("next_token"))
     return whole_step(compose(plain, [AdamW(lr=1e-3)], 10))
 
 

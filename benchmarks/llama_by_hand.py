@@ -12,11 +12,11 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from thrifty.kernels.rotary_embedding import rotary_frequencies, rotary_table, rotate
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelConfig):
         super().__init__()
         self.head_width, inner = shape.head_width, shape.heads * shape.head_width
         keys = shape.kv_heads * shape.head_width
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelConfig):
         super().__init__()
         self.attention = Attention(shape)
         self.norms = nn.ModuleList(nn.RMSNorm(shape.width, eps=shape.norm_eps) for _ in range(2))
@@ -51,7 +51,7 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape):
+    def __init__(self, shape: ModelConfig):
         super().__init__()
         self.token = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.depth))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch, BatchSource
 
 
@@ -20,7 +20,7 @@ class SameRows(BatchSource):
         return self.only.rows(start, stop)
 
 
-def whole_step(run: Composition) -> Callable[[], None]:
+def whole_step(run: Run) -> Callable[[], None]:
     """Forward pass, backward pass and update of a run's first batch."""
     state, batch = run.start(), run.source.at(0).to(run.device)
     model, optimizer = state.model, state.optimizer

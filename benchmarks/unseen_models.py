@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 from thrifty.core.mesh import Mesh
-from thrifty.core.recipe import Budget, DataSettings, Evaluation, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.experiments.tasks.language_task import source_text
 
@@ -76,7 +76,7 @@ def recipe_for(
         data=data,
         objective=ObjectiveSettings(model.objective),
         budget=Budget(steps=steps),
-        evaluation=Evaluation(examples=BATCH),
+        evaluation=EvaluationSettings(examples=BATCH),
         mesh=Mesh(**mesh or {}),
         techniques=tuple(techniques),
     )

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from thrifty.data.chat.chat_tokenizer import TURNS, ChatTokenizer, with_template
+from thrifty.data.chat.chat_tokenizer import TURNS, ChatTokenizer, set_template
 from thrifty.data.tokenizer import train_tokenizer
 
 TEXT = [
@@ -15,7 +15,7 @@ TEXT = [
 
 
 def small_tokenizer(template: str = "") -> ChatTokenizer:
-    return with_template(train_tokenizer(TEXT, 400, TURNS), template)
+    return set_template(train_tokenizer(TEXT, 400, TURNS), template)
 
 
 def exchange(question: str, answer: str) -> dict[str, list[dict[str, str]]]:

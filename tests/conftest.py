@@ -12,8 +12,8 @@ import torch
 from hypothesis import settings
 
 from rank_processes import in_a_group_of_one
-from thrifty.core.tensor_tracing import settled
-from thrifty.training.determinism import same_bits
+from thrifty.core.tensor_tracing import gc_frozen
+from thrifty.training.determinism import deterministic_kernels
 from tiny_runs import DEVICE
 
 FINISHED, KEPT = itertools.count(1), [0]
@@ -41,7 +41,7 @@ def keep_what_is_there() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def settled_session() -> Iterator[None]:
-    with settled(), same_bits(DEVICE):
+    with gc_frozen(), deterministic_kernels(DEVICE):
         yield
 
 

@@ -54,7 +54,7 @@ def over_ranks(tile: int) -> tuple[list, list, list, int]:
 def trained(strategy: Sequence[str], axes: dict[str, int]) -> tuple[list[float], float]:
     """Losses of each step of a tiny run over ranks that lie along these axes, and the held-out loss at its end."""
     if axes:
-        mesh.lay({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
+        mesh.set_mesh({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
     chosen = with_optimizer([technique(name) for name in strategy])
     run = compose(pair_run(batch=8), chosen, STEPS)
     explain(run)
@@ -62,8 +62,8 @@ def trained(strategy: Sequence[str], axes: dict[str, int]) -> tuple[list[float],
     records = advance(run, state)
     run.verify(state)
     assert state.model is not None
-    held_out = held_out_loss(state.model, run.judged_by, [pair_run(batch=8).source.at(20)], torch.device("cpu"))
-    mesh.lift()
+    held_out = held_out_loss(state.model, run.eval_objective, [pair_run(batch=8).source.at(20)], torch.device("cpu"))
+    mesh.clear_mesh()
     return losses(records), held_out
 
 

@@ -5,20 +5,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.composition.compose import Plain
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.composition.compose import BaseRun
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_data import open_images
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classification import Classify
-from thrifty.objectives.masked_reconstruction import Reconstruct
+from thrifty.objectives.classification import Classification
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from tiny_runs import Repeated
 
 
 def tiny_vit(depth: int = 4, patch: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module:
     """Width 32, for digits of 8 x 8 pixels."""
     sizes: dict[str, Any] = {"image": 8, "patch": patch, "channels": 1, "tied": False, **changed}
-    model = assemble(Shape("vit", depth, 32, 4, 4, 64, 10, 0, **sizes))
+    model = assemble(ModelConfig("vit", depth, 32, 4, 4, 64, 10, 0, **sizes))
     initialize(model, 0)
     if dropout:
         for block in model.blocks:
@@ -26,16 +26,18 @@ def tiny_vit(depth: int = 4, patch: int = 2, dropout: float = 0.0, **changed: An
     return model
 
 
-def image_run(batch: int = 4, repeated: bool = False, augment: Augmentation | None = None, **model: Any) -> Plain:
+def image_run(
+    batch: int = 4, repeated: bool = False, augment: AugmentationSettings | None = None, **model: Any
+) -> BaseRun:
     source = open_images(DataSettings(source="digits", batch=batch, augment=augment), 0, None, print).train
-    return Plain(lambda: tiny_vit(**model), Repeated(source) if repeated else source, Classify())
+    return BaseRun(lambda: tiny_vit(**model), Repeated(source) if repeated else source, Classification())
 
 
 def tiny_mae(depth: int = 4, decoder_depth: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module:
     """Width 32 and 16, for digits of 8 x 8 pixels in 16 patches."""
     decoder = {"decoder_depth": decoder_depth, "decoder_width": 16, "decoder_heads": 2, "decoder_hidden": 32}
     sizes: dict[str, Any] = {"image": 8, "patch": 2, "channels": 1, "tied": False, **decoder, **changed}
-    model = assemble(Shape("mae", depth, 32, 4, 4, 64, 0, 0, **sizes))
+    model = assemble(ModelConfig("mae", depth, 32, 4, 4, 64, 0, 0, **sizes))
     initialize(model, 0)
     if dropout:
         for block in (*model.blocks, *model.decoder.blocks):
@@ -43,11 +45,11 @@ def tiny_mae(depth: int = 4, decoder_depth: int = 2, dropout: float = 0.0, **cha
     return model
 
 
-def autoencoder_run(batch: int = 4, repeated: bool = False, rate: float = 0.75, **model: Any) -> Plain:
+def autoencoder_run(batch: int = 4, repeated: bool = False, rate: float = 0.75, **model: Any) -> BaseRun:
     """Digits of which most is removed, and given back."""
     source = open_images(DataSettings(source="digits", batch=batch), 0, None, print, labelled=False).train
-    objective = Reconstruct(rate=rate, patch=model.get("patch", 2))
-    return Plain(lambda: tiny_mae(**model), Repeated(source) if repeated else source, objective)
+    objective = MaskedReconstruction(rate=rate, patch=model.get("patch", 2))
+    return BaseRun(lambda: tiny_mae(**model), Repeated(source) if repeated else source, objective)
 
 
 PIXELS = torch.linspace(-1, 1, 2 * 1 * 8 * 8).sin().view(2, 1, 8, 8)

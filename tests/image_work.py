@@ -5,25 +5,25 @@ import torch
 from image_runs import image_run
 from thrifty.composition.compose import compose
 from thrifty.core import mesh
-from thrifty.core.recipe import Augmentation
+from thrifty.core.recipe import AugmentationSettings
 from thrifty.training.evaluation import evaluate
 from tiny_runs import advance, losses, technique, with_optimizer
 
 STEPS = 3
-AUGMENT = Augmentation(crop=1, operations=1, mixup=0.4)
+AUGMENT = AugmentationSettings(crop=1, operations=1, mixup=0.4)
 
 
 def trained(name: str, axes: dict[str, int]) -> tuple[list[float], dict[str, float]]:
     """Losses of each step over ranks that lie along these axes, and what is measured at the end."""
-    mesh.lay({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
+    mesh.set_mesh({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
     run = compose(image_run(batch=8, augment=AUGMENT), with_optimizer([technique(name)]), STEPS)
     state = run.start()
     records = advance(run, state)
     run.verify(state)
     assert state.model is not None
     held_out = [run.plain.source.at(step) for step in (10, 11)]
-    measured = evaluate(state.model, run.judged_by, held_out, torch.device("cpu"))
-    mesh.lift()
+    measured = evaluate(state.model, run.eval_objective, held_out, torch.device("cpu"))
+    mesh.clear_mesh()
     return losses(records), measured
 
 
@@ -34,8 +34,8 @@ def trained_along(axes: dict[str, dict[str, int]]) -> dict[str, tuple[list[float
 
 def own_rows(step: int) -> list[list[float]]:
     """The images of a step that are this rank's, as numbers."""
-    mesh.lay({"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1}, "cpu")
+    mesh.set_mesh({"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1}, "cpu")
     chosen = with_optimizer([technique("parallelism.replicate")])
     batch = compose(image_run(batch=8, augment=AUGMENT), chosen, STEPS).source.at(step)
-    mesh.lift()
+    mesh.clear_mesh()
     return batch["inputs"].flatten(1).tolist()

@@ -1,7 +1,7 @@
 """What the tests of large batches let each rank do; here, so that a fresh process can import it."""
 
-from thrifty.composition.compose import Plain, compose
-from thrifty.core.batches import Mapped
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.batches import MappedSource
 from thrifty.core.state import full_value
 from tiny_runs import advance, plain_run, run_through, technique, with_optimizer
 
@@ -27,8 +27,8 @@ def noise_scales(strategy: str | None) -> list[float]:
     if strategy:
         chosen.append(technique(strategy))
     else:
-        source = Mapped(plain.source, lambda step, batch: batch.map(lambda tensor: tensor[[0, 2, 1, 3]]))
-        plain = Plain(plain.build, source, plain.objective)
+        source = MappedSource(plain.source, lambda step, batch: batch.map(lambda tensor: tensor[[0, 2, 1, 3]]))
+        plain = BaseRun(plain.build, source, plain.objective)
     records, _ = run_through(plain, with_optimizer(chosen), 4)
     return [record.notes.get("noise_scale", 0.0) for record in records]
 

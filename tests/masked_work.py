@@ -6,7 +6,7 @@ import numpy as np
 
 from runs_for import masked_run
 from tensor_work import laid
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens
@@ -24,9 +24,9 @@ ALONG: Mapping[str, tuple[dict[str, int], Sequence[Technique]]] = {
 }
 
 
-def double() -> Plain:
+def double() -> BaseRun:
     plain = masked_run(length=20)  # as many visible ones as can be divided
-    return Plain(lambda: plain.build().double(), plain.source, plain.objective)
+    return BaseRun(lambda: plain.build().double(), plain.source, plain.objective)
 
 
 def trained_along() -> dict[tuple[str, str], tuple[list[float], dict[str, np.ndarray]]]:

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core import mesh
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import allocated
-from thrifty.planning.cost_estimates import counted
+from thrifty.planning.allocator_trace import measure_allocations
+from thrifty.planning.cost_estimates import count_footprint
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 
 LENGTH, BATCH, STEPS = 64, 8, 2
@@ -28,7 +28,7 @@ class Case:
 
 
 def build(depth: int, width: int) -> nn.Module:
-    model = assemble(Shape("llama", depth, width, 4, 2, 3 * width, VOCABULARY, LENGTH + ROOM, True))
+    model = assemble(ModelConfig("llama", depth, width, 4, 2, 3 * width, VOCABULARY, LENGTH + ROOM, True))
     initialize(model, 0)
     return model
 
@@ -37,14 +37,14 @@ def predicted_and_held(cases: Sequence[Case]) -> list[tuple[float, int]]:
     """Bytes at the peak of each case on this rank."""
     found = []
     for case in cases:
-        mesh.lay(dict.fromkeys(mesh.AXES, 1) | case.axes, "cpu")
+        mesh.set_mesh(dict.fromkeys(mesh.AXES, 1) | case.axes, "cpu")
         try:
             source = PackedTokens(corpus(), LENGTH, BATCH, seed=0)
-            plain = Plain(lambda case=case: build(case.depth, case.width), source, NextToken())
+            plain = BaseRun(lambda case=case: build(case.depth, case.width), source, NextToken())
             chosen = [technique(name, **settings) for name, settings in case.techniques.items()]
             run = compose(plain, with_optimizer(chosen), STEPS)
             # all steps hold the same; where a process group's thread lets go late, one seems to hold more
-            found.append((counted(run).memory, min(allocated(run).peaks)))
+            found.append((count_footprint(run).memory, min(measure_allocations(run).peaks)))
         finally:
-            mesh.lift()
+            mesh.clear_mesh()
     return found

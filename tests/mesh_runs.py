@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thrifty.cli.recipe_options import put_together
+from thrifty.cli.recipe_options import build_recipe
 from thrifty.core import mesh
 from thrifty.core.mesh import AXES, axis
-from thrifty.core.shard_layout import local
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.tensor_tracing import tensor_bytes
-from thrifty.recipes.recipe_layers import Layers
-from thrifty.training.run_setup import prepare
+from thrifty.recipes.recipe_layers import RecipeLayers
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.trainer import train
 
 TINY = (
@@ -24,9 +24,9 @@ TINY = (
 )
 
 
-def recipe(text: Path, name: str, axes: str) -> Layers:
+def recipe(text: Path, name: str, axes: str) -> RecipeLayers:
     """A run of one step with three blocks, two of which are on the same stage where there are two."""
-    layers = put_together(
+    layers = build_recipe(
         "text",
         data=str(text),
         model="llama-nano",
@@ -35,7 +35,7 @@ def recipe(text: Path, name: str, axes: str) -> Layers:
         removals=("compile", "attention.tiled", "precision.mixed"),
         mesh=axes,
     )
-    layers.change((), (), (*TINY, *["techniques.parallelism.shard.zero=1"] * ("shard" in axes)))
+    layers.apply_changes((), (), (*TINY, *["techniques.parallelism.shard.zero=1"] * ("shard" in axes)))
     return layers
 
 
@@ -45,12 +45,12 @@ def stated_and_held(text: Path, runs: Path, meshes: Sequence[str]) -> list[tuple
     for number, axes in enumerate(meshes):
         chosen = recipe(text, f"run-{number}", axes).recipe()
         train(chosen, runs, quiet=True)
-        state = prepare(chosen, quiet=True).run.start()
+        state = prepare_run(chosen, quiet=True).run.start()
         assert state.model is not None and state.optimizer is not None
         slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]
         kept = {"parameters": [*state.model.parameters()], "gradients": state.optimizer.parameters, "optimizer": slots}
-        held = {name: sum(map(tensor_bytes, local(tensors))) for name, tensors in kept.items()}
+        held = {name: sum(map(tensor_bytes, local_tensors(tensors))) for name, tensors in kept.items()}
         explanation = json.loads((runs / chosen.name / "explanation.json").read_text())
         found.append((explanation, {name: axis(name).place for name in AXES}, held))
-        mesh.lift()
+        mesh.clear_mesh()
     return found

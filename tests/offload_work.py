@@ -7,7 +7,7 @@ import torch
 from parallel_work import digests
 from tensor_work import laid
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from tiny_runs import advance, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 STEPS = 4
@@ -53,6 +53,6 @@ def refusal(strategy: str, offload: tuple[str, dict[str, Any]], other: str) -> s
     )
     try:
         advance(run, run.start())
-    except Refused as refused:
+    except RefusedError as refused:
         return refused.what
     return ""

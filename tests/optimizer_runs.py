@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.state import full_value
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor
@@ -32,7 +32,7 @@ SHAPES = {
     "blocks.0.mlp.down.bias": (6,),
     "gain": (),
 }
-OPTIMIZERS: dict[str, Callable[[], Transform]] = {
+OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {
     "sgd": lambda: sgd(0.1, 0.9, nesterov=True, weight_decay=0.1),
     "adamw": lambda: adamw(1e-2),
     "lion": lambda: lion(1e-2),
@@ -71,7 +71,7 @@ def take_steps(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], 
     return {name: parameter.detach() for name, parameter in held.items()}
 
 
-def trained(transform: Transform, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Tensors:
+def trained(transform: GradientTransform, steps: int = STEPS, dtype: torch.dtype = torch.float64) -> Tensors:
     held = parameters(dtype)
     return take_steps(TransformOptimizer(held.items(), transform), held, steps)
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from parallel_work import digests
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank
-from thrifty.core.shard_layout import local
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.training.loop import PATIENCE
@@ -24,10 +24,10 @@ class Overflows:
         self.inner, self.settings = inner, settings
         self.state = {"calls": torch.tensor(0)}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = self.inner(model, objective, batch)
         if int(self.state["calls"]) in self.settings.at and rank() == 0:
-            (gradient,) = local([next(model.parameters()).grad])
+            (gradient,) = local_tensors([next(model.parameters()).grad])
             gradient.view(-1)[-1] = self.settings.value
         self.state["calls"].add_(1)
         return outcome

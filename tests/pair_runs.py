@@ -9,12 +9,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Plain
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.composition.compose import BaseRun
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.kernels.example_rng import example_keys
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.contrastive import Contrast
+from thrifty.objectives.contrastive import Contrastive
 from tiny_runs import Repeated
 
 SIDE, LENGTH, END = 8, 12, 3
@@ -39,7 +39,7 @@ class Crosses:
         return {"inputs": 2 * bright[:, None].float() - 0.5, "tokens": tokens, "keep": keep}
 
 
-class TrainingCrosses(Epochs):
+class TrainingCrosses(EpochSource):
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
 
@@ -48,7 +48,7 @@ def tiny_clip(depth: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module
     """Width 32, for images of 8 x 8 pixels in 16 patches and captions of 12 bytes."""
     text = {"text_depth": depth, "text_width": 32, "text_heads": 4, "text_hidden": 64}
     sizes: dict[str, Any] = {"tied": False, "image": SIDE, "patch": 2, "channels": 1, "space": 24, **text, **changed}
-    model = assemble(Shape("clip", depth, 32, 4, 4, 64, 256, LENGTH, **sizes))
+    model = assemble(ModelConfig("clip", depth, 32, 4, 4, 64, 256, LENGTH, **sizes))
     initialize(model, 0)
     if dropout:
         for block in (*model.image.blocks, *model.text.blocks):
@@ -56,9 +56,9 @@ def tiny_clip(depth: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module
     return model
 
 
-def pair_run(batch: int = 4, repeated: bool = False, **model: Any) -> Plain:
+def pair_run(batch: int = 4, repeated: bool = False, **model: Any) -> BaseRun:
     source = TrainingCrosses(Crosses(), batch, seed=0)
-    return Plain(lambda: tiny_clip(**model), Repeated(source) if repeated else source, Contrast())
+    return BaseRun(lambda: tiny_clip(**model), Repeated(source) if repeated else source, Contrastive())
 
 
 def write_crosses(folder: Path) -> Path:

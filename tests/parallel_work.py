@@ -13,15 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from runs_for import RUNS
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.compose import Run as Composition
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import AXES, USED_BY, lay
+from thrifty.core.mesh import AXES, USED_BY, set_mesh
 from thrifty.core.state import full_value
 from thrifty.core.technique import Technique
 from thrifty.optim.mask_selection import random_mask
-from thrifty.planning.step_timing import timed
+from thrifty.planning.step_timing import time_steps
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 4
@@ -52,7 +53,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def plain_with(name: str) -> Plain:
+def plain_with(name: str) -> BaseRun:
     """The run that ranks share with this technique."""
     return RUNS[name]() if name in RUNS else plain_run(tied=name != "optimizers.lion")
 
@@ -89,7 +90,7 @@ def refusals(strategy: str) -> list[str]:
     run = compose(plain_run(batch=3), with_optimizer([technique(strategy)]), STEPS)
     try:
         return [str(run.source)]
-    except Refused as refused:
+    except RefusedError as refused:
         return [refused.what, refused.fix]
 
 
@@ -112,7 +113,7 @@ def masks_and_copies() -> tuple[bool, bool, bool]:
 
 def probed(name: str) -> dict[str, Any]:
     """A probe of steps with a technique over all ranks."""
-    lay({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
+    set_mesh({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
     settings = {"parts": 2} if name == "parallelism.pipeline" else {}
     run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
-    return timed(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()
+    return time_steps(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()

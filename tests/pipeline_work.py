@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_work import digests
-from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core import mesh
-from thrifty.core.backward import Outcome
-from thrifty.core.batches import Batch, Mapped
+from thrifty.core.backward import BackwardResult
+from thrifty.core.batches import Batch, MappedSource
 from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.stage_placeholders import present
-from thrifty.objectives.chat_answers import Answer
+from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.training import checkpoint
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.rank_sync import Together
+from thrifty.training.rank_sync import ProcessGroupSync
 from tiny_runs import VOCABULARY, advance, plain_run, snapshot, technique, with_optimizer
 
 AXES = {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
@@ -68,14 +68,14 @@ class Case:
     data: str = "text"
     double: bool = True
 
-    def compose(self) -> Composition:
+    def compose(self) -> Run:
         plain = plain_run(**{name: value for name, value in self.model.items() if name != "theirs"})
         if self.data == "conversations":
-            plain = Plain(plain.build, Mapped(plain.source, as_conversations), Answer())
+            plain = BaseRun(plain.build, MappedSource(plain.source, as_conversations), ChatAnswers())
         build = (lambda: theirs(self.model["theirs"])) if "theirs" in self.model else plain.build
         built = (lambda: build().double()) if self.double else build
         chosen = [technique(name, **settings) for name, settings in self.techniques.items()]
-        return compose(Plain(built, plain.source, plain.objective), with_optimizer(chosen), self.steps)
+        return compose(BaseRun(built, plain.source, plain.objective), with_optimizer(chosen), self.steps)
 
     def without(self, *names: str) -> "Case":
         kept = {name: settings for name, settings in self.techniques.items() if name not in names}
@@ -110,12 +110,12 @@ def found(case: Case) -> Found:
         return Found(refused=f"{error.what}; {error.fix}")
 
 
-def found_in(case: Case, run: Composition) -> Found:
+def found_in(case: Case, run: Run) -> Found:
     state = run.start()
     losses: list[float] = []
     backward = run.backward
 
-    def listening(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def listening(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
         losses.append(float(outcome.loss))  # a record keeps it in float32
         return outcome
@@ -128,50 +128,50 @@ def found_in(case: Case, run: Composition) -> Found:
         losses=losses,
         norms=[record.gradient_norm for record in records],
         skipped=[record.skipped for record in records],
-        held_out=held_out_loss(state.model, run.judged_by, [run.plain.source.at(case.steps)], CPU),
+        held_out=held_out_loss(state.model, run.eval_objective, [run.plain.source.at(case.steps)], CPU),
         tensors={name: tensor.double().numpy() for name, tensor in snapshot(state).tensors.items()},
     )
 
 
 def on_mesh(sizes: Mapping[str, int], cases: Sequence[Case]) -> list[Found]:
-    mesh.lay(AXES | sizes, "cpu")
+    mesh.set_mesh(AXES | sizes, "cpu")
     try:
         return [found(case) for case in cases]
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
-def resumed(case: Case, folder: Path) -> tuple[Composition, TrainState]:
+def resumed(case: Case, folder: Path) -> tuple[Run, TrainState]:
     """A run as its newest checkpoint has it."""
-    at = checkpoint.find(folder, ranks=Together() if mesh.axis("pipeline").size > 1 else None)
+    at = checkpoint.find(folder, ranks=ProcessGroupSync() if mesh.axis("pipeline").size > 1 else None)
     run = case.compose()
     state = run.place(read_log(at.scalars))
-    checkpoint.fill(at, state.tensors(), ranks=Together() if mesh.axis("pipeline").size > 1 else None)
+    checkpoint.fill(at, state.tensors(), ranks=ProcessGroupSync() if mesh.axis("pipeline").size > 1 else None)
     state.load_scalars(at.scalars)
     return run, state
 
 
 def save_after(case: Case, steps: int, folder: Path, stages: int, resume: bool = False) -> dict[str, str]:
     """Goes on to this step and saves; digests of this rank's tensors as they were before the first step."""
-    mesh.lay(AXES | {"pipeline": stages}, "cpu")
+    mesh.set_mesh(AXES | {"pipeline": stages}, "cpu")
     try:
         run, state = resumed(case, folder) if resume else (run := case.compose(), run.start())
         before = digests(snapshot(state).tensors)
         advance(run, state, steps)
-        checkpoint.save(folder, state.step, state.tensors(), state.scalars(), ranks=Together())
+        checkpoint.save(folder, state.step, state.tensors(), state.scalars(), ranks=ProcessGroupSync())
         return before
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
 def footprints(cases: Sequence[Case]) -> list[tuple[Footprint, Footprint]]:
     """What each is explained to hold without techniques and with them."""
-    mesh.lay(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
+    mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     try:
         explained = [explain(case.compose()) for case in cases]
         return [(each.plain, each.footprint) for each in explained]
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
 class Sent(TorchDispatchMode):
@@ -189,7 +189,7 @@ class Sent(TorchDispatchMode):
 
 def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
     """For each case what this rank sends in a step that is not the first, and what stays beside the state."""
-    mesh.lay(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
+    mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     measured = []
     for case in cases:
         run = case.compose()
@@ -203,14 +203,14 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
             gc.collect()
             slots = (tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
             measured.append((sent.bytes, live.held_besides([*state.model.parameters(), *slots])))
-    mesh.lift()
+    mesh.clear_mesh()
     return measured
 
 
 def most_alive(cases: Sequence[Case]) -> list[list[int]]:
     """In the first step of each case, how many micro-batches this rank had activations of at the most, by the results
     of the first matrix of each of its blocks."""
-    mesh.lay(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
+    mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     peaks = []
     for case in cases:
         run = case.compose()
@@ -219,7 +219,7 @@ def most_alive(cases: Sequence[Case]) -> list[list[int]]:
         counts = [Alive(block.mlp.down) for block in present(state.model.blocks)]  # type: ignore[attr-defined]
         run.backward(state.model, run.objective, run.source.at(0))
         peaks.append([count.peak for count in counts])
-    mesh.lift()
+    mesh.clear_mesh()
     return peaks
 
 

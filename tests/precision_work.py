@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classification import Classify
+from thrifty.objectives.classification import Classification
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
@@ -38,7 +38,7 @@ def posed(kind: str) -> tuple[Objective, dict[str, Tensor]]:
 
 
 def own(style: str) -> Case:
-    shape = Shape(style, 2, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16, True)  # type: ignore[arg-type]
+    shape = ModelConfig(style, 2, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16, True)  # type: ignore[arg-type]
     model = assemble(shape)
     initialize(model, 0, std=0.1)
     objective, fields = posed(style)
@@ -56,7 +56,11 @@ def classifier() -> Case:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 3))
     inputs = torch.randn(4, 8)
-    return model, Classify(), Batch({"inputs": inputs, "labels": torch.tensor([0, 1, 2, 1])}, torch.full((4,), 0.25))
+    return (
+        model,
+        Classification(),
+        Batch({"inputs": inputs, "labels": torch.tensor([0, 1, 2, 1])}, torch.full((4,), 0.25)),
+    )
 
 
 CASES: dict[str, Callable[[], Case]] = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stacked_models import KINDS
 from thrifty.core.technique import Technique
-from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from tiny_runs import Snapshot, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 STEPS = 3
@@ -63,7 +63,7 @@ def live_bytes(model: nn.Module, inputs: Tensor) -> tuple[int, int]:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    with uncollected(), StepTrace(*known, inputs) as live:
+    with gc_disabled(), StepTrace(*known, inputs) as live:
         loss = model(inputs).sum()
         after_forward = live.now
         loss.backward()

@@ -7,26 +7,28 @@ import pytest
 
 from image_runs import autoencoder_run, image_run
 from pair_runs import pair_run
-from thrifty.composition.compose import Plain
+from thrifty.composition.compose import BaseRun
 from thrifty.core.batches import BatchSource
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.masked_token import MaskedToken
 from tiny_runs import VOCABULARY, Repeated, corpus, plain_run, tiny_model
 
 
-def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0, length: int = 16) -> Plain:
+def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0, length: int = 16) -> BaseRun:
     """A BERT of bytes that fills in half of a text; byte 0, which no text has, hides the others."""
     source: BatchSource = PackedTokens(corpus(), length, batch, seed=0)
     objective = MaskedToken(rate=0.5, mask=0, vocabulary=VOCABULARY, special=frozenset({0}))
-    return Plain(lambda: tiny_model(style="bert", dropout=dropout), Repeated(source) if repeated else source, objective)
+    return BaseRun(
+        lambda: tiny_model(style="bert", dropout=dropout), Repeated(source) if repeated else source, objective
+    )
 
 
-def untied_run(**settings: Any) -> Plain:
+def untied_run(**settings: Any) -> BaseRun:
     """Of text, by a model whose head is its own."""
     return plain_run(tied=False, **settings)
 
 
-RUNS: Mapping[str, Callable[..., Plain]] = {
+RUNS: Mapping[str, Callable[..., BaseRun]] = {
     "adapters.head_only": untied_run,
     "data_selection.drop_masked_patches": autoencoder_run,
     "data_selection.drop_masked_tokens": masked_run,
@@ -37,7 +39,7 @@ RUNS: Mapping[str, Callable[..., Plain]] = {
 """By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""
 
 
-def plain_for(*names: str, style: str = "llama", **settings: Any) -> Plain:
+def plain_for(*names: str, style: str = "llama", **settings: Any) -> BaseRun:
     """A tiny run for techniques of these names; the test is skipped where there is none for all of them. `style` is
     that of a model of text, where such a one will do."""
     needed = {RUNS[name] for name in names if name in RUNS}

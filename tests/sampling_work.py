@@ -5,10 +5,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Outcome
+from thrifty.core.backward import BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective, Prediction
-from thrifty.techniques.data_selection.gradient_norm_sampling import Sampler
+from thrifty.techniques.data_selection.gradient_norm_sampling import GradientNormBackward
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 NAME = "data_selection.gradient_norm_sampling"
@@ -48,7 +48,9 @@ def sampled_runs(strategy: str) -> tuple[Gates, Gates]:
 def a_number_is_missing_on_one_rank() -> tuple[float, float]:
     """Whether examples were drawn, and tau after it."""
     scores = torch.tensor([1.0, float("nan") if dist.get_rank() else 2.0, 1.0, 1.0])
-    sampler = Sampler(lambda model, objective, batch: Outcome(objective.losses(Prediction(), batch).sum()), 2, 0.5)
+    sampler = GradientNormBackward(
+        lambda model, objective, batch: BackwardResult(objective.losses(Prediction(), batch).sum()), 2, 0.5
+    )
     sampler.state["tau"].fill_(9.0)
     batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
     outcome = sampler(nn.Identity(), ScoredAs(scores), batch)

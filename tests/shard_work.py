@@ -18,23 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parallel_work import digests
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
-from thrifty.core.batches import Batch, Mapped
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.ranks import own_draws
-from thrifty.core.shard_layout import local
+from thrifty.core.batches import Batch, MappedSource
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.ranks import random_stream
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.state import TrainState, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training.checkpoint import fill, find, save
 from thrifty.training.loop import step_seed
-from thrifty.training.rank_sync import Alone, Together
+from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from tiny_runs import VOCABULARY, corpus, plain_run, technique
 
 STEPS, BATCH = 20, 8
@@ -45,11 +45,11 @@ DEMANDING = ("optimizers.lamb", "gradients.clip", "large_batch.gradient_accumula
 @contextmanager
 def laid(**sizes: int) -> Iterator[None]:
     """A mesh of all ranks with these axes."""
-    mesh.lay({name: sizes.get(name, 1) for name in mesh.AXES}, "cpu")
+    mesh.set_mesh({name: sizes.get(name, 1) for name in mesh.AXES}, "cpu")
     try:
         yield
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class Way:
             with laid(**self.axes):
                 yield
 
-    def run(self, plain: Plain, others: Sequence[Technique], steps: int) -> Composition:
+    def run(self, plain: BaseRun, others: Sequence[Technique], steps: int) -> Run:
         return compose(plain, [*others, *([self.divides] if self.divides else [])], steps)
 
 
-def in_float64(style: str = "llama") -> Plain:
+def in_float64(style: str = "llama") -> BaseRun:
     """A model with tied embeddings on real text, in double precision."""
     if style == "llama":
         plain = plain_run(batch=BATCH)
-        return Plain(lambda: plain.build().double(), plain.source, plain.objective)
+        return BaseRun(lambda: plain.build().double(), plain.source, plain.objective)
 
     def build() -> nn.Module:
-        model = assemble(Shape("t5", 2, 32, 4, 4, 64, VOCABULARY, 16, True))
+        model = assemble(ModelConfig("t5", 2, 32, 4, 4, 64, VOCABULARY, 16, True))
         initialize(model, 0)
         return model.double()
 
@@ -86,10 +86,10 @@ def in_float64(style: str = "llama") -> Plain:
         text = batch["tokens"]
         return Batch({"source": text[:, :8], "tokens": text[:, 8:]}, batch.weight)
 
-    return Plain(build, Mapped(PackedTokens(corpus(), 16, BATCH, seed=0), pairs), SequenceToSequence())
+    return BaseRun(build, MappedSource(PackedTokens(corpus(), 16, BATCH, seed=0), pairs), SequenceToSequence())
 
 
-def take_step(run: Composition, state: TrainState, objective: Objective | None = None) -> float:
+def take_step(run: Run, state: TrainState, objective: Objective | None = None) -> float:
     """The loss of one step in full precision; records have it in float32."""
     assert state.model is not None and state.optimizer is not None
     batch = run.source.at(state.step)
@@ -101,10 +101,10 @@ def take_step(run: Composition, state: TrainState, objective: Objective | None =
 
 
 @torch.no_grad()
-def judged(run: Composition, state: TrainState) -> float:
+def judged(run: Run, state: TrainState) -> float:
     assert state.model is not None
     batch = run.plain.source.at(1000)
-    losses = run.judged_by.losses(run.judged_by.predict(state.model, batch), batch)
+    losses = run.eval_objective.losses(run.eval_objective.predict(state.model, batch), batch)
     return float(losses.double() @ batch.weight.double())
 
 
@@ -147,7 +147,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in local([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]):
+        for tensor in local_tensors([leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]):
             storage = tensor.untyped_storage()
             self._storages[storage._cdata] = weakref.ref(storage)
         if func.namespace == "c10d":
@@ -182,7 +182,7 @@ def sent_in_a_ring(collective: Any, args: tuple) -> float:
     return 2 * sum(sizes) * (1 - 1 / ranks)
 
 
-class Between(Around):
+class Between(WrappedObjective):
     """Another objective that notes what is held just before the last micro-batch."""
 
     def __init__(self, inner: Objective, watch: Watch):
@@ -213,11 +213,11 @@ def held_and_sent(ways: Mapping[str, Way], parts: int) -> dict[str, Bytes]:
 
 def _held_and_sent(way: Way, parts: int) -> Bytes:
     def build() -> nn.Module:
-        model = assemble(Shape("llama", 4, 128, 4, 4, 256, 256, 64, True))
+        model = assemble(ModelConfig("llama", 4, 128, 4, 4, 256, 256, 64, True))
         initialize(model, 0)
         return model
 
-    plain = Plain(build, PackedTokens(corpus(), 8, 4 * parts, seed=0), NextToken())
+    plain = BaseRun(build, PackedTokens(corpus(), 8, 4 * parts, seed=0), NextToken())
     others = [technique("optimizers.adamw"), technique("large_batch.gradient_accumulation", parts=parts)]
     with way.placed(), Watch() as watch:
         run = way.run(plain, others, 2)
@@ -241,7 +241,7 @@ def losses_with_dropout(ways: Sequence[Way], draws: int) -> list[list[float]]:
             assert state.model is not None
             batch, losses = run.source.at(0), []
             for draw in range(draws):
-                torch.manual_seed(step_seed(0, draw, own_draws()))
+                torch.manual_seed(step_seed(0, draw, random_stream()))
                 losses.append(run.backward(state.model, run.objective, batch).loss.item())
             found.append(losses)
     return found
@@ -262,7 +262,7 @@ def resume_each(ways: Mapping[str, Way], folder: Path, steps: int) -> dict[str, 
 
 
 def _resume(way: Way, folder: Path, steps: int) -> Resumed:
-    ranks = Together() if dist.get_world_size() > 1 else Alone()
+    ranks = ProcessGroupSync() if dist.get_world_size() > 1 else SingleProcess()
     with way.placed():
         run = way.run(in_float64(), [technique(name) for name in DEMANDING], 100)
         if folder.exists():
@@ -339,6 +339,6 @@ def refused_in_a_pipeline(zero: int) -> list[str]:
         run = compose(plain_run(), [technique("parallelism.shard", zero=zero), technique("optimizers.adamw")], 1)
         try:
             run.build_model()
-        except Refused as refused:
+        except RefusedError as refused:
             return [refused.what, refused.fix]
         return []

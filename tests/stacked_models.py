@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 48, 32, 4, 64, 32
@@ -51,7 +51,9 @@ def _theirs(architecture: str, configuration: str, **settings: Any) -> Callable[
 def _ours(style: str, depth: int = 3, tied: bool = True, **settings: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         kv_heads = 2 if style == "llama" else HEADS
-        model = assemble(Shape(style, depth, WIDTH, HEADS, kv_heads, HIDDEN, VOCABULARY, LENGTH, tied, **settings))
+        model = assemble(
+            ModelConfig(style, depth, WIDTH, HEADS, kv_heads, HIDDEN, VOCABULARY, LENGTH, tied, **settings)
+        )
         initialize(model, 0)
         return model
 

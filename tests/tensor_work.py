@@ -17,21 +17,22 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run as Composition
+from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core import mesh
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.shard_layout import local, order_of
+from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.state import TrainState, full_value
 from thrifty.distributed.tensor_parallel_model import split_model
 from thrifty.kernels import chunked_cross_entropy, vocab_parallel_cross_entropy
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.techniques.parallelism.tensor import settle_gradients
 from thrifty.training import checkpoint
-from thrifty.training.rank_sync import Together
+from thrifty.training.rank_sync import ProcessGroupSync
 from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 20
@@ -44,7 +45,7 @@ Chosen = Sequence[tuple[str, Mapping[str, Any]]]
 def model(style: str = "gpt", tied: bool = True, kv_heads: int = 4, depth: int = 2, **more: Any) -> nn.Module:
     """In float64, with 4 heads, width 32, and biases and gains that are not what they start as."""
     kv_heads = kv_heads if style == "llama" else 4
-    made = assemble(Shape(style, depth, 32, 4, kv_heads, 64, VOCABULARY, 24, tied, **more))  # type: ignore[arg-type]
+    made = assemble(ModelConfig(style, depth, 32, 4, kv_heads, 64, VOCABULARY, 24, tied, **more))  # type: ignore[arg-type]
     initialize(made, 0, std=0.1)
     return stirred(made)
 
@@ -87,11 +88,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
 
 @contextmanager
 def laid(**sizes: int) -> Iterator[None]:
-    mesh.lay({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | sizes, "cpu")
+    mesh.set_mesh({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | sizes, "cpu")
     try:
         yield
     finally:
-        mesh.lift()
+        mesh.clear_mesh()
 
 
 @dataclass
@@ -318,7 +319,8 @@ def held_on_two(along_tokens: bool) -> Held:
         assert state.model is not None and state.optimizer is not None
         slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]
         sizes = [
-            sum(t.untyped_storage().nbytes() for t in local([*some])) for some in (state.model.parameters(), slots)
+            sum(t.untyped_storage().nbytes() for t in local_tensors([*some]))
+            for some in (state.model.parameters(), slots)
         ]
         with CommDebugMode() as sent:
             run.backward(state.model, run.objective, run.source.at(0))
@@ -332,7 +334,7 @@ def predicted_on_two() -> tuple[Footprint, int]:
         run = compose(plain_run(style="gpt", tied=False), with_optimizer([technique(TENSOR)]), 2)
         state = run.start()
         assert state.model is not None
-        held = sum(tensor.untyped_storage().nbytes() for tensor in local([*state.model.parameters()]))
+        held = sum(tensor.untyped_storage().nbytes() for tensor in local_tensors([*state.model.parameters()]))
         return explain(run).footprint, held
 
 
@@ -350,7 +352,7 @@ def refusals() -> list[str]:
             try:
                 split_model(made, over, plan)
                 found.append("")
-            except Refused as refused:
+            except RefusedError as refused:
                 found.append(str(refused))
         made = model("gpt")
         split_model(made, over, along_tokens=True)
@@ -369,7 +371,7 @@ def written(folder: Path, name: str, chosen: Chosen) -> dict[str, str]:
     run = composed(lambda: model("gpt"), [*CHECKPOINTED, *chosen], 8)
     state = run.start()
     advance(run, state, 3)
-    ranks = Together() if dist.is_initialized() else None
+    ranks = ProcessGroupSync() if dist.is_initialized() else None
     checkpoint.save(folder / name, 3, state.tensors(), state.scalars(), ranks=ranks)
     return digests(state)
 
@@ -377,7 +379,7 @@ def written(folder: Path, name: str, chosen: Chosen) -> dict[str, str]:
 def read(folder: Path, name: str, chosen: Chosen, again: str = "") -> dict[str, str]:
     """Fills a fresh state; digests of what was found. Saves it `again` under another name."""
     run = composed(lambda: model("gpt"), [*CHECKPOINTED, *chosen], 8)
-    ranks = Together() if dist.is_initialized() else None
+    ranks = ProcessGroupSync() if dist.is_initialized() else None
     found = checkpoint.find(folder / name, ranks=ranks)
     state = run.place()
     checkpoint.fill(found, state.tensors(), ranks=ranks)
@@ -415,7 +417,7 @@ def with_each(names: Sequence[str]) -> dict[str, Run | str]:
             torch._dynamo.reset()
             try:
                 found[name] = with_one(name)
-            except (Refused, UsageError) as refused:
+            except (RefusedError, UsageError) as refused:
                 found[name] = str(refused)
     return found
 

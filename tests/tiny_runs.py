@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from thrifty import techniques
-from thrifty.composition.compose import Composition, Plain, compose
-from thrifty.core.batches import Batch, BatchSource, Derived
+from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.state import TrainState, fill_tensor, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.loop import Record, train
@@ -117,7 +117,7 @@ def corpus() -> np.ndarray:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-class Repeated(Derived):
+class Repeated(WrappedSource):
     """The first batch of another source, at every step: what any algorithm that learns can learn."""
 
     def __init__(self, source: BatchSource):
@@ -129,7 +129,7 @@ class Repeated(Derived):
 
 def tiny_model(depth: int = 4, style: str = "llama", tied: bool = True, dropout: float = 0.0) -> nn.Module:
     """Width 32; weights larger than usual, so that a few steps are enough to see an effect."""
-    shape = Shape(style, depth, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16 + ROOM, tied)  # type: ignore[arg-type]
+    shape = ModelConfig(style, depth, 32, 4, 2 if style == "llama" else 4, 64, VOCABULARY, 16 + ROOM, tied)  # type: ignore[arg-type]
     model = assemble(shape)
     initialize(model, 0, std=0.1)
     if dropout:
@@ -138,9 +138,9 @@ def tiny_model(depth: int = 4, style: str = "llama", tied: bool = True, dropout:
     return model
 
 
-def plain_run(batch: int = 4, repeated: bool = False, **model: Any) -> Plain:
+def plain_run(batch: int = 4, repeated: bool = False, **model: Any) -> BaseRun:
     source: BatchSource = PackedTokens(corpus(), 16, batch, seed=0)
-    return Plain(lambda: tiny_model(**model), Repeated(source) if repeated else source, NextToken())
+    return BaseRun(lambda: tiny_model(**model), Repeated(source) if repeated else source, NextToken())
 
 
 @dataclass
@@ -157,7 +157,7 @@ def snapshot(state: TrainState) -> Snapshot:
     return Snapshot({name: full_value(tensor) for name, tensor in state.tensors().items()}, scalars)
 
 
-def restored(run: Composition, saved: Snapshot) -> TrainState:
+def restored(run: Run, saved: Snapshot) -> TrainState:
     state = run.place(read_log(saved.scalars))
     tensors = state.tensors()
     assert tensors.keys() == saved.tensors.keys()
@@ -167,7 +167,7 @@ def restored(run: Composition, saved: Snapshot) -> TrainState:
     return state
 
 
-def advance(run: Composition, state: TrainState, steps: int | None = None) -> list[Record]:
+def advance(run: Run, state: TrainState, steps: int | None = None) -> list[Record]:
     """Train until `steps` are finished, or to the end of the run."""
     records: list[Record] = []
     with closing(train(run, state, seed=0)) as loop:
@@ -182,11 +182,11 @@ def losses(records: Iterable[Record]) -> list[float]:
     return [record.loss for record in records]
 
 
-def composed(plain: Plain, chosen: Sequence[Technique], steps: int) -> Composition:
+def composed(plain: BaseRun, chosen: Sequence[Technique], steps: int) -> Run:
     return compose(plain, chosen, steps, DEVICE)
 
 
-def run_through(plain: Plain, chosen: Sequence[Technique], steps: int) -> tuple[list[Record], TrainState]:
+def run_through(plain: BaseRun, chosen: Sequence[Technique], steps: int) -> tuple[list[Record], TrainState]:
     run = composed(plain, chosen, steps)
     state = run.start()
     return advance(run, state), state

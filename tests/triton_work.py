@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from thrifty.kernels.sparse import block_sparse_triton
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -16,7 +16,7 @@ def check(block: int, tokens: int, density: float) -> None:
     mask = grid.repeat_interleave(block, 0).repeat_interleave(block, 1).to(DEVICE)
     shapes = (tokens, 3 * block), (tokens, 4 * block), (4 * block, 3 * block), (4 * block,)
     x, upstream, weight, bias = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
-    pattern = Blocks.of(mask, block)
+    pattern = BlockSparseMatrix.of(mask, block)
     starts, columns, values = pattern.grid.starts, pattern.grid.columns, pattern.pick(weight * mask)
     for added in (None, bias):
         found = block_sparse_triton.spmm(x, values, starts, columns, added, len(starts) - 1)

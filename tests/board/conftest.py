@@ -9,7 +9,7 @@ import pytest
 
 from report.conftest import write_run_folder
 from thrifty.dashboard.board_server import BoardServer
-from thrifty.dashboard.board_site import Site
+from thrifty.dashboard.board_site import BoardSite
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 
@@ -22,15 +22,15 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def site(runs: Path, tmp_path: Path) -> Site:
-    return Site(runs, tmp_path / "results", lambda: [LION])
+def site(runs: Path, tmp_path: Path) -> BoardSite:
+    return BoardSite(runs, tmp_path / "results", lambda: [LION])
 
 
 Serve = Callable[..., BoardServer]
 
 
 @pytest.fixture
-def serve(site: Site) -> Iterator[Serve]:
+def serve(site: BoardSite) -> Iterator[Serve]:
     """Starts a board over the site, on any free port unless one is given; all end with the test."""
     with ExitStack() as stack:
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.dashboard.live_curves import Curves
+from thrifty.dashboard.live_curves import RunCurves
 from thrifty.reporting import loss_curves as plain
 
 VALUES = st.one_of(st.none(), st.floats(-1e6, 1e6), st.just(math.nan), st.just(math.inf))
@@ -15,7 +15,7 @@ RECORDS = st.lists(st.tuples(st.integers(1, 60), VALUES), max_size=120)
 
 def both(pairs: list) -> tuple:
     """The curve of the board and the points of the report, which knows the records by their last one of a step."""
-    curves = Curves(["loss"])
+    curves = RunCurves(["loss"])
     for step, loss in pairs:
         curves.put(step, {"loss": loss})
     latest = dict(pairs)
@@ -46,7 +46,7 @@ def test_stretches_are_those_of_the_report(pairs, limit):
 
 
 def test_a_column_that_comes_later_has_gaps_before():
-    curves = Curves(["loss"])
+    curves = RunCurves(["loss"])
     curves.put(1, {"loss": 2.0})
     curves.add("accuracy")
     curves.put(2, {"loss": 1.0, "accuracy": 0.5})
@@ -54,7 +54,7 @@ def test_a_column_that_comes_later_has_gaps_before():
 
 
 def test_after_one_enormous_value_the_moving_mean_is_still_that_of_its_window():
-    curves = Curves(["gradient_norm"])
+    curves = RunCurves(["gradient_norm"])
     for step in range(600):
         curves.put(step, {"gradient_norm": 1e25 if step == 100 else 2.0})
     smoothed = curves.curve("gradient_norm").smooth(300)

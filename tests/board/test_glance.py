@@ -9,12 +9,12 @@ import pytest
 
 from report.conftest import records, summary
 from thrifty.dashboard import run_summary
-from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, Glance, sampled_losses
-from thrifty.training.run_lock import Lock, holder
+from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, RunSummary, sampled_losses
+from thrifty.training.run_lock import RunLock, holder
 
 
 def look(folder):
-    return Glance(folder.name, folder).look()
+    return RunSummary(folder.name, folder).look()
 
 
 def test_a_finished_run_shows_its_last_numbers(run_folder):
@@ -45,7 +45,7 @@ def test_a_finished_run_that_goes_on_is_not_finished(run_folder):
 
 def test_a_run_whose_lock_is_held_is_running(run_folder):
     folder = run_folder(summary={"status": "running", "steps": 0})
-    lock = Lock(folder / "lock")
+    lock = RunLock(folder / "lock")
     try:
         row = look(folder)
         assert row.state == RUNNING and row.reason == f"process {os.getpid()} on {socket.gethostname()}"
@@ -57,7 +57,7 @@ def test_a_run_whose_lock_is_held_is_running(run_folder):
 def test_looking_never_takes_the_lock_and_sees_who_is_dead(tmp_path):
     file = tmp_path / "lock"
     assert holder(file) == {}
-    lock = Lock(file)
+    lock = RunLock(file)
     assert holder(file)["pid"] == os.getpid()
     lock.release()
     assert holder(file) == {}
@@ -85,7 +85,7 @@ def test_damaged_files_leave_the_rest(run_folder):
 
 def test_appended_records_are_seen_at_the_next_look(run_folder):
     folder = run_folder(records=records(50), summary={"status": "running", "steps": 0})
-    seen = Glance("kjv", folder)
+    seen = RunSummary("kjv", folder)
     assert seen.look().step == 50
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 51, "loss": 1.25, "tokens_per_second": 5.0}\n')
@@ -118,7 +118,7 @@ def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(r
 @pytest.mark.parametrize("how", ["appended", "replaced"])
 def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder, monkeypatch, how):
     folder = run_folder(records=records(50))
-    seen = Glance("kjv", folder)
+    seen = RunSummary("kjv", folder)
     seen.look()
     lines = "".join(json.dumps(record) + "\n" for record in records(20_000))
     if how == "replaced":

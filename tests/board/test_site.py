@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from thrifty.dashboard.board_site import Site
+from thrifty.dashboard.board_site import BoardSite
 from thrifty.dashboard.run_listing import entries
 from thrifty.dashboard.saved_results import ROWS, tables
 
@@ -188,7 +188,7 @@ def test_a_technique_has_a_card(site, run_folder):
 def test_measured_evidence_is_on_the_card(runs, tmp_path):
     from board.conftest import LION
 
-    site = Site(runs, tmp_path / "results", lambda: [LION], lambda name: [f"{name} was measured"])
+    site = BoardSite(runs, tmp_path / "results", lambda: [LION], lambda name: [f"{name} was measured"])
     assert "optimizers.lion was measured" in text(site, "technique", name="optimizers.lion")
 
 

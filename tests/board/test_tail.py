@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.reporting.file_tail import Tail
+from thrifty.reporting.file_tail import FileTail
 
 LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b" ")), max_size=30)
 
@@ -14,7 +14,7 @@ LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b" 
 def test_every_whole_line_is_given_once_however_the_file_grows(tmp_path_factory, lines, cuts, chunk):
     file = tmp_path_factory.mktemp("tail") / "records.jsonl"
     content = b"".join(line + b"\n" for line in lines)
-    tail, read = Tail(file, chunk=chunk), []
+    tail, read = FileTail(file, chunk=chunk), []
     for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
         with file.open("ab") as opened:
             opened.write(content[file.stat().st_size : end])
@@ -26,7 +26,7 @@ def test_every_whole_line_is_given_once_however_the_file_grows(tmp_path_factory,
 def test_a_half_written_line_waits_for_its_end(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"one\ntw")
-    tail = Tail(file)
+    tail = FileTail(file)
     assert tail.read() == [b"one"] and tail.read() == []
     with file.open("ab") as opened:
         opened.write(b"o\n")
@@ -36,7 +36,7 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
 def test_a_line_longer_than_a_chunk_is_left_out_and_counted(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"a\n" + b"x" * 100 + b"\nb\nc\n")
-    tail, read = Tail(file, chunk=16), []
+    tail, read = FileTail(file, chunk=16), []
     while lines := tail.read():
         read += lines
     assert read == [b"a", b"b", b"c"] and tail.left_out == 1 and tail.offset == tail.size
@@ -45,7 +45,7 @@ def test_a_line_longer_than_a_chunk_is_left_out_and_counted(tmp_path):
 def test_a_file_that_was_replaced_or_cut_is_read_from_its_beginning(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"old 1\nold 2\n")
-    tail = Tail(file)
+    tail = FileTail(file)
     tail.read()
     new = tmp_path / "new"
     new.write_bytes(b"new 1\nnew 2\nnew 3\n")
@@ -58,7 +58,7 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_beginning(tmp_path):
 def test_a_file_of_the_same_name_and_number_but_another_beginning_is_another(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"old 1\n")
-    tail = Tail(file)
+    tail = FileTail(file)
     tail.read()
     file.write_bytes(b"new 1\nnew 2\n")  # in place: the number of the file stays
     assert tail.read() == [b"new 1", b"new 2"]
@@ -67,13 +67,13 @@ def test_a_file_of_the_same_name_and_number_but_another_beginning_is_another(tmp
 def test_from_the_middle_of_a_line_the_next_one_is_the_first(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"first\nsecond\nthird\n")
-    tail = Tail(file)
+    tail = FileTail(file)
     tail.skip_to(8)
     assert tail.read() == [b"third"]
 
 
 def test_no_file_is_nothing_yet(tmp_path):
-    tail = Tail(tmp_path / "records.jsonl")
+    tail = FileTail(tmp_path / "records.jsonl")
     assert tail.read() == [] and tail.size == 0
     tail.file.write_bytes(b"now\n")
     assert tail.read() == [b"now"]
@@ -83,4 +83,4 @@ def test_a_pipe_or_a_device_in_the_place_of_the_file_is_no_records(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros"):
-        assert Tail(tmp_path / name).read() == [] and Tail(tmp_path / name).size == 0
+        assert FileTail(tmp_path / name).read() == [] and FileTail(tmp_path / name).size == 0

@@ -8,14 +8,14 @@ from click.testing import CliRunner
 
 from thrifty.cli.doctor import command, diagnose
 from thrifty.core.errors import UsageError
-from thrifty.machine.machine_info import CompileTrial, Gpu, Machine, probe
-from thrifty.machine.measured_rates import Rate
+from thrifty.machine.machine_info import CompileTrial, GpuInfo, MachineInfo, probe
+from thrifty.machine.measured_rates import MeasuredRate
 
-STEADY = {"float32": Rate(2e11, 1.9e11, 2.1e11, 5), "bfloat16": Rate(8e11, 7e11, 9e11, 5)}
+STEADY = {"float32": MeasuredRate(2e11, 1.9e11, 2.1e11, 5), "bfloat16": MeasuredRate(8e11, 7e11, 9e11, 5)}
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Machine:
+def healthy() -> MachineInfo:
     """This machine with everything in place and nobody else on it."""
     return replace(
         probe(quick=True),
@@ -42,13 +42,13 @@ def test_nothing_is_said_of_a_healthy_machine(healthy):
         ({"compiler": None}, "attention.tiled", "apt-get install g++"),
         ({"python_headers": False}, "compile", "python3-dev"),
         ({"matmul": {**STEADY, "bfloat16": STEADY["float32"]}}, "1.00 times", "precision.mixed"),
-        ({"matmul": {**STEADY, "float32": Rate(5e10, 1e10, 2e11, 9)}}, "other programs", "quiet"),
+        ({"matmul": {**STEADY, "float32": MeasuredRate(5e10, 1e10, 2e11, 9)}}, "other programs", "quiet"),
         ({"core_quota": 1.0, "logical_cores": 8}, "grants 1", "OMP_NUM_THREADS=1"),
         ({"disk_free": int(1e9)}, "1.00 GB", "free some"),
         ({"memory_available": int(1e9)}, "1.00 GB", "smaller preset"),
         ({"missing_extras": {"hub": ("datasets",)}}, "datasets", 'pip install "thrifty[hub]"'),
         ({"backends": ()}, "gloo", "torch wheel"),
-        ({"backends": ("gloo",), "gpus": (Gpu("a GPU", int(8e9), "8.0", STEADY),)}, "NCCL", "CUDA"),
+        ({"backends": ("gloo",), "gpus": (GpuInfo("a GPU", int(8e9), "8.0", STEADY),)}, "NCCL", "CUDA"),
     ],
 )
 def test_each_thing_missing_is_named_with_what_to_do_and_does_not_stop_training(healthy, changes, what, fix):

@@ -8,7 +8,7 @@ import pytest
 
 from mesh_runs import recipe, stated_and_held
 from rank_processes import on_ranks
-from thrifty.cli.explain import command, explained
+from thrifty.cli.explain import command, explain_recipe
 from thrifty.core.errors import UsageError
 
 TWO = ("replicate=2", "shard=2", "tensor=2", "pipeline=2")
@@ -28,7 +28,7 @@ def test_one_process_says_what_each_of_several_states_and_holds(
 ) -> None:
     found = on_ranks(ranks, stated_and_held, text, tmp_path, meshes)
     for number, axes in enumerate(meshes):
-        said = json.loads(json.dumps(explained(recipe(text, "said", axes))))
+        said = json.loads(json.dumps(explain_recipe(recipe(text, "said", axes))))
         stated = found[0][number][0]
         for part in ("parameters", "plain", "footprint", "techniques"):
             assert said[part] == stated[part], axes
@@ -45,10 +45,10 @@ def test_one_process_says_what_each_of_several_states_and_holds(
 def test_a_mesh_of_three_axes_is_told_stage_by_stage(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = explained(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
+    found = explain_recipe(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
     assert [stage["notes"]["parallelism.pipeline"][0][-7:] for stage in found["stages"]] == ["stage 0", "stage 1"]
     assert found["refused"] == {}
-    monkeypatch.setattr("thrifty.cli.explain.explained", lambda layers: found)
+    monkeypatch.setattr("thrifty.cli.explain.explain_recipe", lambda layers: found)
     command.main(["text", "--data", str(text), "--mesh", "pipeline=2,tensor=2,shard=2"], standalone_mode=False)
     told = capsys.readouterr().out
     assert "each of the ranks of pipeline 2 x shard 2 x tensor 2 sends" in told
@@ -57,14 +57,14 @@ def test_a_mesh_of_three_axes_is_told_stage_by_stage(
 
 def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
     layers = recipe(text, "said", "tensor=2")
-    layers.change(("parallelism.tensor",), (), ())
+    layers.apply_changes(("parallelism.tensor",), (), ())
     with pytest.raises(UsageError, match="there are 2 ranks, and no technique of the recipe divides the work"):
-        explained(layers)
+        explain_recipe(layers)
 
 
 def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
-    layers.change((), (), ("techniques.parallelism.pipeline.parts=1",))
-    found = explained(layers)
+    layers.apply_changes((), (), ("techniques.parallelism.pipeline.parts=1",))
+    found = explain_recipe(layers)
     assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]

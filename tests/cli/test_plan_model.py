@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from thrifty.cli.plan.user_model import own_model
-from thrifty.core.errors import Refused, UsageError
-from thrifty.training.run_setup import built
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.training.run_setup import check_builder
 
 
 def failing(kind: type[Exception] = KeyError) -> nn.Module:
@@ -20,28 +20,28 @@ def failing(kind: type[Exception] = KeyError) -> nn.Module:
 
 def test_a_builder_that_fails_is_named_with_what_it_raised_as_the_cause() -> None:
     with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: KeyError: 'width'") as error:
-        built(failing)
+        check_builder(failing)
     assert error.value.fix and isinstance(error.value.__cause__, KeyError)
     with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: ValueError: width"):
-        built(partial(failing, ValueError))
+        check_builder(partial(failing, ValueError))
 
 
 @pytest.mark.parametrize("made", [lambda: None, lambda: {"width": 2}, lambda: nn.Linear])
 def test_a_builder_that_gives_no_module_is_told_so(made: Callable[[], Any]) -> None:
     with pytest.raises(UsageError, match=r"lambda> gives a (NoneType|dict|type), and no torch\.nn\.Module") as error:
-        built(made)
+        check_builder(made)
     assert "return the model" in error.value.fix
 
 
-@pytest.mark.parametrize("kind", [Refused, MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("kind", [RefusedError, MemoryError, torch.OutOfMemoryError])
 def test_what_says_itself_what_to_do_is_left_as_it_is(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="width"):
-        built(partial(failing, kind))
+        check_builder(partial(failing, kind))
 
 
 def test_a_model_is_given_on_as_it_was_built() -> None:
     model = nn.Linear(2, 2)
-    assert built(lambda: model) is model
+    assert check_builder(lambda: model) is model
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from thrifty.cli.explain import command as explain
 from thrifty.cli.plan.plan_local import _evidence
 from thrifty.cli.plan.plan_recipe import _start, read_size
 from thrifty.cli.plan.plan_verb import command
-from thrifty.cli.plan.user_model import OwnModel
-from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.cli.plan.user_model import UserModel
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.recipe import Budget
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
@@ -129,7 +129,7 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     small = replace(read_recipe(Path(recipe)), budget=Budget(steps=5))
-    run_ledger.expect(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
+    run_ledger.record_forecast(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
     summary = train(small, quiet=True)
     (entry,) = forecast_ledger.entries("cpu")
     assert entry.predicted == {"counted": summary["predicted_memory"], "memory": 1e8, "step": 0.01}
@@ -162,11 +162,11 @@ def test_a_folder_and_a_file_are_enough_to_plan_for() -> None:
 
 
 OWN = """
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 
 def build():
-    model = assemble(Shape("gpt", 5, 16, 4, 4, 32, 600, 64, tied=True))
+    model = assemble(ModelConfig("gpt", 5, 16, 4, 4, 32, 600, 64, tied=True))
     initialize(model, 0)
     return model
 """
@@ -189,7 +189,7 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
 
 
 def test_what_builds_a_model_needs_no_name_of_its_own() -> None:
-    made = OwnModel("models:small", partial(torch.nn.Linear, 2, 2), "")
+    made = UserModel("models:small", partial(torch.nn.Linear, 2, 2), "")
     assert "model=small" in _start(made) and _start(None) == "thrifty train"
 
 
@@ -233,7 +233,7 @@ def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
 @pytest.mark.usefixtures("one_axis")
 def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(recipe: str) -> None:
     error = refused(recipe, "--memory", "100kB")
-    assert isinstance(error, Infeasible) and "the least is about" in error.what and "--memory" in error.fix
+    assert isinstance(error, InfeasibleError) and "the least is about" in error.what and "--memory" in error.fix
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from thrifty.cli.verb_output import tell_summary
+from thrifty.cli.verb_output import print_summary
 
 
 def summary(folder: Path, techniques: str) -> dict[str, Any]:
@@ -22,12 +22,12 @@ def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured = '[[techniques]]\nname = "measure.noise_scale"\n'
-    tell_summary(summary(tmp_path / "measured", measured), as_json=False, quiet=False)
+    print_summary(summary(tmp_path / "measured", measured), as_json=False, quiet=False)
     *_, advice, last = capsys.readouterr().out.splitlines()
     assert advice == "gradient noise scale 100 examples (this batch: 8): batches well above it buy little"
     assert last.startswith("run folder")
 
 
 def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tell_summary(summary(tmp_path / "plain", ""), as_json=False, quiet=False)
+    print_summary(summary(tmp_path / "plain", ""), as_json=False, quiet=False)
     assert "noise" not in capsys.readouterr().out

@@ -5,7 +5,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from thrifty.simulators.cluster.pipeline_schedules import Action, Result, leaves, needs, placement, schedule
+from thrifty.simulators.cluster.pipeline_schedules import Result, ScheduleAction, leaves, needs, placement, schedule
 
 Seconds = dict[tuple[str, int], float]
 """How long an action takes by its kind and stage."""
@@ -24,7 +24,7 @@ def run_each(cases: list[Case], repeats: int) -> list[list[Times]]:
     return found
 
 
-def _once(order: list[Action], places: list[int], seconds: Seconds) -> Times:
+def _once(order: list[ScheduleAction], places: list[int], seconds: Seconds) -> Times:
     rank, times, sending = dist.get_rank(), [], []
     dist.barrier()
     for action in order:

@@ -11,12 +11,12 @@ from thrifty.core.errors import UsageError
 from thrifty.simulators.cluster import collective_times
 from thrifty.simulators.cluster.collective_times import ALGORITHMS, algorithms, fastest, pipelined, seconds
 from thrifty.simulators.cluster.device_specs import DEVICES
-from thrifty.simulators.cluster.network_topology import CLUSTERS, Cluster, Group, Link
+from thrifty.simulators.cluster.network_topology import CLUSTERS, Cluster, NetworkLink, RankGroup
 
-FAST, SLOW = Link("fast", 2e-6, 200e9, "a test"), Link("slow", 5e-6, 25e9, "a test")
-BOX = Group(8, 8, 1, FAST, SLOW)
-FOUR_BOXES = Group(32, 8, 4, FAST, SLOW)
-APART = Group(16, 1, 16, FAST, SLOW)
+FAST, SLOW = NetworkLink("fast", 2e-6, 200e9, "a test"), NetworkLink("slow", 5e-6, 25e9, "a test")
+BOX = RankGroup(8, 8, 1, FAST, SLOW)
+FOUR_BOXES = RankGroup(32, 8, 4, FAST, SLOW)
+APART = RankGroup(16, 1, 16, FAST, SLOW)
 GB = 1e9
 
 Rounds = list[list[tuple[int, int, set]]]
@@ -132,7 +132,7 @@ def test_between_nodes_each_rank_carries_its_share() -> None:
 
 
 def test_a_ring_through_nodes_has_a_port_for_each_rank_of_a_node() -> None:
-    slower = Group(32, 8, 4, FAST, Link("slower", 5e-6, 10e9, "a test"))
+    slower = RankGroup(32, 8, 4, FAST, NetworkLink("slower", 5e-6, 10e9, "a test"))
     time = algorithms("all_gather", GB, slower)["ring"]
     assert time == pytest.approx(3 * 5e-6 + 28 * 2e-6 + 31 / 32 * GB / (8 * 10e9))
 
@@ -149,19 +149,19 @@ groups = some.builds(
 
 
 @given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), more=some.floats(0, 1e12))
-def test_more_bytes_never_take_less_time(kind: str, group: Group, size: float, more: float) -> None:
+def test_more_bytes_never_take_less_time(kind: str, group: RankGroup, size: float, more: float) -> None:
     assert seconds(kind, size + more, group) >= seconds(kind, size, group) * (1 - 1e-12)
 
 
 @given(kind=some.sampled_from(sorted(ALGORITHMS)), group=groups, size=some.floats(0, 1e12), factor=some.floats(1, 10))
-def test_a_better_network_never_takes_longer(kind: str, group: Group, size: float, factor: float) -> None:
-    better = Link("better", SLOW.latency / factor, SLOW.bandwidth * factor, "a test")
-    improved = Group(group.size, group.per_node, group.nodes, group.inside, better)
+def test_a_better_network_never_takes_longer(kind: str, group: RankGroup, size: float, factor: float) -> None:
+    better = NetworkLink("better", SLOW.latency / factor, SLOW.bandwidth * factor, "a test")
+    improved = RankGroup(group.size, group.per_node, group.nodes, group.inside, better)
     assert seconds(kind, size, improved) <= seconds(kind, size, group) * (1 + 1e-12)
 
 
 @given(group=groups, size=some.floats(1, 1e12))
-def test_no_algorithm_beats_what_must_cross(group: Group, size: float) -> None:
+def test_no_algorithm_beats_what_must_cross(group: RankGroup, size: float) -> None:
     """All but its share must leave each node through its ports, and reach each rank over its links."""
     assume(group.even)
     n, nodes = group.size, group.nodes
@@ -173,7 +173,7 @@ def test_no_algorithm_beats_what_must_cross(group: Group, size: float) -> None:
 
 
 @pytest.mark.parametrize("group", [BOX, FOUR_BOXES, APART])
-def test_small_tensors_cost_latencies_only_and_large_ones_bandwidth_only(group: Group) -> None:
+def test_small_tensors_cost_latencies_only_and_large_ones_bandwidth_only(group: RankGroup) -> None:
     steps = math.log2(group.per_node) * FAST.latency + math.log2(group.nodes) * SLOW.latency
     assert seconds("all_reduce", 0, group) <= 2 * steps
     assert seconds("all_gather", 0, group) == pytest.approx(steps)

@@ -10,13 +10,13 @@ from hypothesis import strategies as some
 from cluster.pipeline_work import Case, run_each
 from rank_processes import on_ranks
 from thrifty.core.errors import UsageError
-from thrifty.simulators.cluster.pipeline_events import Timeline, Transfer, play
-from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, Action, schedule
+from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, StageTransfer, play
+from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, ScheduleAction, schedule
 
 duration = some.integers(1, 20).map(lambda tenths: tenths / 10)
 
 
-def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float) -> Timeline:
+def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float) -> PipelineTimeline:
     """A schedule whose stages all take as long, `seconds` by the kind of action, all chunks of a rank together."""
     return play(schedule(name, ranks, parts, chunks), lambda action: seconds[action.kind] / chunks)
 
@@ -129,7 +129,7 @@ def test_nothing_starts_before_it_can(name: str, ranks: int, turns: int, way: fl
     chunks = 2 if name in ("interleaved", "zero_bubble_v") else 1
     orders = schedule(name, ranks, ranks * turns, chunks)
     timeline = play(orders, lambda action: 1.0 + action.stage % 3, lambda source, target: way, overlap)
-    ended: dict[Action, float] = {event.action: event.end for event in timeline.events}
+    ended: dict[ScheduleAction, float] = {event.action: event.end for event in timeline.events}
     assert sorted(ended) == sorted(action for order in orders for action in order)
     stages = ranks * chunks
     place = {action.stage: rank for rank, order in enumerate(orders) for action in order}
@@ -137,15 +137,15 @@ def test_nothing_starts_before_it_can(name: str, ranks: int, turns: int, way: fl
         kind, stage, part = action
         assert end == start + 1.0 + stage % 3
         step = {"F": -1, "W": 0}.get(kind, 1)
-        before = {"F": "F", "W": "I"}.get(kind) or ("B" if Action("B", stage, part) in ended else "I")
+        before = {"F": "F", "W": "I"}.get(kind) or ("B" if ScheduleAction("B", stage, part) in ended else "I")
         if kind in "BI" and stage == stages - 1:
             before, step = "F", 0
         if stage + step >= 0:
             delay = way if place[stage + step] != rank else 0.0
-            assert start >= ended[Action(before, stage + step, part)] + delay
+            assert start >= ended[ScheduleAction(before, stage + step, part)] + delay
     for events in timeline.by_rank:
         assert all(left.end <= right.start for left, right in pairwise(events))
-    ways: dict[tuple[int, int], list[Transfer]] = {}
+    ways: dict[tuple[int, int], list[StageTransfer]] = {}
     for transfer in timeline.transfers:
         ways.setdefault(transfer[:2], []).append(transfer)
     for carried in ways.values():
@@ -173,7 +173,7 @@ def test_a_way_that_is_slower_than_computing_sets_the_pace() -> None:
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(UsageError, match="waits for ever"):
-        play([[Action("B", 0, 0), Action("F", 0, 0)]], lambda action: 1.0)
+        play([[ScheduleAction("B", 0, 0), ScheduleAction("F", 0, 0)]], lambda action: 1.0)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])

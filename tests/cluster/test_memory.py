@@ -4,7 +4,7 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.cluster.closed_form_workload import transformer
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
 from thrifty.simulators.cluster.network_topology import find_cluster
 from thrifty.simulators.cluster.published_runs import GPT3, MODELS, gpt
 from thrifty.simulators.cluster.rank_memory import state_bytes
@@ -30,8 +30,8 @@ def test_a_stage_that_zero_does_not_have_is_refused() -> None:
 
 
 def small(schedule: str, parts: int, **settings: object) -> StepReport:
-    mesh = Mesh(tensor=2, pipeline=4)
-    return simulate(SMALL, find_cluster("selene-a100").of(8), mesh, Settings(parts, 1, schedule, **settings))  # type: ignore[arg-type]
+    mesh = ClusterMesh(tensor=2, pipeline=4)
+    return simulate(SMALL, find_cluster("selene-a100").of(8), mesh, StepSettings(parts, 1, schedule, **settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", [12] * 4), ("1f1b", [4, 3, 2, 1])])
@@ -70,22 +70,26 @@ def test_states_add_up_over_the_ranks_to_those_of_the_whole_model() -> None:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_sharded_run_holds_what_the_formula_says(zero: int) -> None:
-    cluster, mesh = find_cluster("selene-a100").of(64), Mesh(shard=64)
-    report = simulate(SMALL, cluster, mesh, Settings(64, zero=zero))
+    cluster, mesh = find_cluster("selene-a100").of(64), ClusterMesh(shard=64)
+    report = simulate(SMALL, cluster, mesh, StepSettings(64, zero=zero))
     assert report.memory[0].state == state_bytes(SMALL.parameters, zero, 64)
     assert (report.memory[0].temporary > 0) == (zero == 3)
 
 
 def test_what_does_not_fit_is_flagged_and_what_fits_is_not() -> None:
     """175B parameters on 64 A100 of 80 GB: with everything recomputed, not without (Narayanan et al. 2021, 5.6)."""
-    workload, cluster, mesh = transformer("gpt3", GPT3), find_cluster("selene-a100").of(64), Mesh(tensor=8, pipeline=8)
-    fits = simulate(workload, cluster, mesh, Settings(64, recompute="every"))
+    workload, cluster, mesh = (
+        transformer("gpt3", GPT3),
+        find_cluster("selene-a100").of(64),
+        ClusterMesh(tensor=8, pipeline=8),
+    )
+    fits = simulate(workload, cluster, mesh, StepSettings(64, recompute="every"))
     assert fits.fits and fits.fullest.total < 80 * 2**30
-    too_much = simulate(workload, cluster, mesh, Settings(64))
+    too_much = simulate(workload, cluster, mesh, StepSettings(64))
     assert not too_much.fits and too_much.fullest.total > too_much.fullest.limit == 80 * 2**30
 
 
 def test_70b_parameters_do_not_fit_eight_devices_without_sharding() -> None:
     workload, cluster = transformer("70b", MODELS["llama3-70b"]), find_cluster("h100-box")
-    plain = simulate(workload, cluster, Mesh(tensor=8), Settings(8, recompute="every"))
+    plain = simulate(workload, cluster, ClusterMesh(tensor=8), StepSettings(8, recompute="every"))
     assert not plain.fits and plain.fullest.state.total == pytest.approx(16 * workload.parameters / 8, rel=0.01)

@@ -8,16 +8,16 @@ import pytest
 
 from thrifty.cli.simulate.simulate_verb import anchors
 from thrifty.models.model_presets import PRESETS
-from thrifty.simulators.cluster.device_efficiency import Rates
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
 from thrifty.simulators.cluster.network_topology import find_cluster
-from thrifty.simulators.cluster.published_runs import MODELS, RUNS, Run
+from thrifty.simulators.cluster.published_runs import MODELS, RUNS, PublishedRun
 
 KEPT = Path(__file__).parents[2] / "results/cluster/anchors.json"
 DESCRIBED = [run for run in RUNS.values() if run.tolerance is not None]
 OTHERS = [run for run in RUNS.values() if run.tolerance is None]
 
 
-def label(run: Run) -> str:
+def label(run: PublishedRun) -> str:
     return f"{run.paper.partition(',')[0]}, {run.table}: {run.name}"
 
 
@@ -33,14 +33,14 @@ def off(found: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("run", DESCRIBED, ids=label)
-def test_a_published_run_is_as_fast_as_it_was(run: Run, off: dict[str, float]) -> None:
+def test_a_published_run_is_as_fast_as_it_was(run: PublishedRun, off: dict[str, float]) -> None:
     assert run.tolerance is not None
     print(f"{label(run)}: {off[run.name]:+.1%}")
     assert run.tolerance - 0.06 < abs(off[run.name]) <= run.tolerance, "neither further off than said, nor much nearer"
 
 
 @pytest.mark.parametrize("run", OTHERS, ids=label)
-def test_zero_3_over_all_ranks_is_simulated_too_fast(run: Run, off: dict[str, float]) -> None:
+def test_zero_3_over_all_ranks_is_simulated_too_fast(run: PublishedRun, off: dict[str, float]) -> None:
     """Narayanan et al. 2021, table 2, DeepSpeed's ZeRO-3: what the simulation does not know is known to be so."""
     assert run.settings.zero == 3 and off[run.name] > 0.3 and "not reproduced" in run.note
 
@@ -72,7 +72,7 @@ def test_no_name_means_two_models() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=lambda run: run.name)
-def test_a_row_fits_together(run: Run) -> None:
+def test_a_row_fits_together(run: PublishedRun) -> None:
     assert find_cluster(run.cluster).of(run.mesh.ranks).ranks == run.mesh.ranks
     assert run.paper and run.table and run.evidence and run.measured > 0
     assert run.settings.batch % (run.mesh.data * run.settings.micro_batch) == 0
@@ -102,7 +102,7 @@ def test_a_published_model_has_its_published_size(name: str, billions: float) ->
 
 def test_the_kept_table_is_what_is_simulated_now(found: dict[str, Any]) -> None:
     kept = json.loads(KEPT.read_text())
-    assert kept["rates"] == found["rates"] == vars(Rates())
+    assert kept["rates"] == found["rates"] == vars(DeviceEfficiency())
     assert [row["run"] for row in kept["runs"]] == list(RUNS)
     for then, now in zip(kept["runs"], found["runs"], strict=True):
         assert now == {**then, **{name: pytest.approx(then[name], rel=1e-9) for name in ("simulated", "off")}}

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, Action, check, placement, schedule, walk
+from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, ScheduleAction, check, placement, schedule, walk
 
 RANKS = 4
 
@@ -94,9 +94,9 @@ def test_a_walk_gives_each_action_after_what_it_needs() -> None:
         last[rank] = position
 
 
-def order(words: str) -> list[Action]:
+def order(words: str) -> list[ScheduleAction]:
     """From words as in `0F3`: stage 0, forward, micro-batch 3."""
-    return [Action(kind, int(stage), int(part)) for stage, kind, part in words.split()]
+    return [ScheduleAction(kind, int(stage), int(part)) for stage, kind, part in words.split()]
 
 
 @pytest.mark.parametrize(

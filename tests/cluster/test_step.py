@@ -8,31 +8,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.simulators.cluster import collective_times
 from thrifty.simulators.cluster.closed_form_workload import transformer
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, cut
-from thrifty.simulators.cluster.device_efficiency import Rates, seconds
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings, cut_stages
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, seconds
 from thrifty.simulators.cluster.network_topology import Cluster, find_cluster
 from thrifty.simulators.cluster.published_runs import GPT3, MODELS, gpt
 from thrifty.simulators.cluster.simulated_step import simulate
-from thrifty.simulators.cluster.step_costs import Costs
+from thrifty.simulators.cluster.step_costs import LayoutCosts
 from thrifty.simulators.cluster.step_report import StepReport
-from thrifty.simulators.cluster.workload import Divided, Part, Work, Workload
+from thrifty.simulators.cluster.workload import DividedAmount, PassWork, Workload, WorkloadPart
 
 SMALL = transformer("small", gpt(16, 1024, 16))
 A100 = find_cluster("selene-a100")
-NOTHING = Part("nothing", Divided(), Work(), Work(), Divided(), SMALL.blocks[0].entry, is_block=False)
+NOTHING = WorkloadPart(
+    "nothing", DividedAmount(), PassWork(), PassWork(), DividedAmount(), SMALL.blocks[0].entry, is_block=False
+)
 ONLY_BLOCKS = replace(SMALL, embedding=NOTHING, head=NOTHING, shared=0.0)
 
 
-def step(mesh: Mesh, chosen: Settings, workload: Workload = SMALL, rates: Rates | None = None) -> StepReport:
+def step(
+    mesh: ClusterMesh, chosen: StepSettings, workload: Workload = SMALL, rates: DeviceEfficiency | None = None
+) -> StepReport:
     return simulate(workload, A100.of(mesh.ranks), mesh, chosen, rates)
 
 
 def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> None:
-    rates, device = Rates(products=0.5, memory=0.9, kernel=0.0), A100.device
-    report = step(Mesh(), Settings(8, 2), rates=rates)
+    rates, device = DeviceEfficiency(products=0.5, memory=0.9, kernel=0.0), A100.device
+    report = step(ClusterMesh(), StepSettings(8, 2), rates=rates)
     moved = sum((part.forward.moved + part.backward.moved).total for part in SMALL.parts) * 8
     weights = 2 * 3 * 4 * (sum(part.parameters.total for part in (*SMALL.blocks, SMALL.head)))
     expected = SMALL.model_flops * 8 / (312e12 * 0.5) + (moved + weights) / (device.bandwidth * 0.9)
@@ -46,10 +50,16 @@ def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> N
 
 
 def test_small_work_waits_for_kernels_to_be_started() -> None:
-    work = Work(Divided(1e3), kernels=20)
-    taken = seconds(work, 1, A100.device, Rates(kernel=5e-6), number_format="bfloat16")
+    work = PassWork(DividedAmount(1e3), kernels=20)
+    taken = seconds(work, 1, A100.device, DeviceEfficiency(kernel=5e-6), number_format="bfloat16")
     assert taken == pytest.approx(1e-4)
-    large = seconds(Work(Divided(1e15), kernels=20), 1, A100.device, Rates(products=0.5), number_format="bfloat16")
+    large = seconds(
+        PassWork(DividedAmount(1e15), kernels=20),
+        1,
+        A100.device,
+        DeviceEfficiency(products=0.5),
+        number_format="bfloat16",
+    )
     assert large == pytest.approx(1e15 / 156e12)
 
 
@@ -66,22 +76,22 @@ def test_small_work_waits_for_kernels_to_be_started() -> None:
 def test_the_pieces_of_a_step_are_none_negative_and_leave_nothing_out(
     pipeline: int, parts: int, schedule: str, tensor: int, data: int, zero: int, overlap: bool
 ) -> None:
-    mesh = Mesh(shard=data, tensor=tensor, pipeline=pipeline)
-    report = step(mesh, Settings(parts * data, 1, schedule, zero=zero, overlap=overlap))
+    mesh = ClusterMesh(shard=data, tensor=tensor, pipeline=pipeline)
+    report = step(mesh, StepSettings(parts * data, 1, schedule, zero=zero, overlap=overlap))
     pieces = report.seconds
     assert min(vars(pieces).values()) > -1e-12
     busiest = max(report.timeline.busy(rank) for rank in range(pipeline))
     assert pieces.total - pieces.optimizer >= report.timeline.makespan - 1e-12
     assert pieces.compute + pieces.tensor <= busiest + 1e-12
     assert (pieces.tensor > 0) == (tensor > 1)
-    assert 0 < report.mfu <= report.hfu < Rates().products
+    assert 0 < report.mfu <= report.hfu < DeviceEfficiency().products
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pipeline", "parts"), [(2, 1), (4, 4), (4, 16), (8, 32)])
 def test_with_equal_stages_the_bubble_is_that_of_the_formula(schedule: str, pipeline: int, parts: int) -> None:
     """(p - 1)/(m + p - 1), once messages cost nothing (Huang et al. 2019; Narayanan et al. 2021, 2.2.1)."""
-    report = step(Mesh(pipeline=pipeline), Settings(parts, 1, schedule), ONLY_BLOCKS)
+    report = step(ClusterMesh(pipeline=pipeline), StepSettings(parts, 1, schedule), ONLY_BLOCKS)
     idle = report.seconds.bubble / (report.seconds.bubble + report.seconds.compute)
     assert idle == pytest.approx((pipeline - 1) / (parts + pipeline - 1))
     assert report.seconds.transfers > 0
@@ -91,15 +101,15 @@ def test_chunks_divide_the_bubble() -> None:
     """Narayanan et al. 2021, section 2.2.2: (p - 1)/(v m) of the time that is computed."""
     for chunks in (1, 2, 4):
         schedule = "interleaved" if chunks > 1 else "1f1b"
-        report = step(Mesh(pipeline=4, chunks=chunks), Settings(16, 1, schedule), ONLY_BLOCKS)
+        report = step(ClusterMesh(pipeline=4, chunks=chunks), StepSettings(16, 1, schedule), ONLY_BLOCKS)
         assert report.seconds.bubble / report.seconds.compute == pytest.approx(3 / chunks / 16)
 
 
 def test_gradients_of_weights_fill_the_bubble() -> None:
     """Qi et al. 2023, table 2: ZB-H1 waits (p - 1)(F + I - W) seconds with the same work."""
-    mesh, chosen = Mesh(pipeline=4), Settings(16, 1, "zero_bubble")
-    filled, plain = step(mesh, chosen, ONLY_BLOCKS).seconds, step(mesh, Settings(16), ONLY_BLOCKS).seconds
-    actions = Costs(A100.of(4), mesh, chosen, Rates()).actions(cut(ONLY_BLOCKS, 4)[1])
+    mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16, 1, "zero_bubble")
+    filled, plain = step(mesh, chosen, ONLY_BLOCKS).seconds, step(mesh, StepSettings(16), ONLY_BLOCKS).seconds
+    actions = LayoutCosts(A100.of(4), mesh, chosen, DeviceEfficiency()).actions(cut_stages(ONLY_BLOCKS, 4)[1])
     forward, inputs, weights = (actions[kind].total for kind in "FIW")
     assert filled.bubble == pytest.approx(3 * (forward + inputs - weights)) and filled.bubble < plain.bubble
     assert filled.compute == pytest.approx(plain.compute) == pytest.approx(16 * (forward + inputs + weights))
@@ -107,30 +117,30 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
 
 def test_a_head_that_is_dear_makes_others_wait() -> None:
     """Imbalance is more than the formula: one stage with the vocabulary's product holds up all."""
-    mesh, chosen = Mesh(pipeline=4), Settings(16)
+    mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16)
     assert step(mesh, chosen).timeline.bubble > 1.3 * step(mesh, chosen, ONLY_BLOCKS).timeline.bubble
 
 
 def test_tensor_collectives_are_four_of_the_hidden_states_a_block_and_six_when_it_runs_again() -> None:
     """Shoeybi et al. 2019, section 3; the embedding and the head have one each."""
-    mesh, group = Mesh(tensor=8), A100.of(8).group(8, 1)
+    mesh, group = ClusterMesh(tensor=8), A100.of(8).group(8, 1)
     each = collective_times.seconds("all_reduce", SMALL.blocks[0].entry * 4, group)
-    plain = step(mesh, Settings(8, 4)).seconds.tensor
-    again = step(mesh, Settings(8, 4, recompute="every")).seconds.tensor
+    plain = step(mesh, StepSettings(8, 4)).seconds.tensor
+    again = step(mesh, StepSettings(8, 4, recompute="every")).seconds.tensor
     assert plain == pytest.approx(2 * each * (4 * 16 + 2)) and again == pytest.approx(2 * each * (6 * 16 + 2))
 
 
 def test_sequence_parallelism_moves_as_much_and_computes_less() -> None:
-    mesh = Mesh(tensor=8)
-    plain, divided = (step(mesh, Settings(8, 4, sequence_parallel=on)) for on in (False, True))
+    mesh = ClusterMesh(tensor=8)
+    plain, divided = (step(mesh, StepSettings(8, 4, sequence_parallel=on)) for on in (False, True))
     assert divided.seconds.tensor == pytest.approx(plain.seconds.tensor, rel=0.1)
     assert divided.seconds.compute < plain.seconds.compute
     assert divided.fullest.activations < plain.fullest.activations
 
 
 def test_data_collectives_hide_behind_the_backward_pass() -> None:
-    mesh = Mesh(replicate=64)
-    hidden, seen = (step(mesh, Settings(64, overlap=on)).seconds for on in (True, False))
+    mesh = ClusterMesh(replicate=64)
+    hidden, seen = (step(mesh, StepSettings(64, overlap=on)).seconds for on in (True, False))
     reduced = collective_times.seconds("all_reduce", 2 * SMALL.parameters, mesh.groups(slowed(64))["data"])
     assert seen.data == pytest.approx(reduced) and 0 <= hidden.data < seen.data
     assert hidden.compute == seen.compute
@@ -138,47 +148,49 @@ def test_data_collectives_hide_behind_the_backward_pass() -> None:
 
 def slowed(ranks: int) -> Cluster:
     cluster = A100.of(ranks)
-    return replace(cluster, between=replace(cluster.between, bandwidth=cluster.between.bandwidth * Rates().links))
+    return replace(
+        cluster, between=replace(cluster.between, bandwidth=cluster.between.bandwidth * DeviceEfficiency().links)
+    )
 
 
 def test_zero_3_gathers_each_part_for_each_pass_of_each_micro_batch() -> None:
-    mesh = Mesh(shard=64)
+    mesh = ClusterMesh(shard=64)
     group = mesh.groups(slowed(64))["shard"]
     each = [
         2 * collective_times.seconds("all_gather", 2 * part.parameters.total, group)
         + collective_times.seconds("reduce_scatter", 2 * part.parameters.total, group)
         for part in SMALL.parts
     ]
-    report = step(mesh, Settings(128, 1, zero=3, overlap=False))
+    report = step(mesh, StepSettings(128, 1, zero=3, overlap=False))
     assert report.seconds.data == pytest.approx(2 * sum(each))
-    assert step(mesh, Settings(128, 1, zero=3)).seconds.data < 0.5 * report.seconds.data
+    assert step(mesh, StepSettings(128, 1, zero=3)).seconds.data < 0.5 * report.seconds.data
 
 
 def test_zero_1_moves_what_plain_data_parallelism_moves() -> None:
     """Rajbhandari et al. 2020, section 7: 2 Psi either way."""
-    plain = step(Mesh(replicate=64), Settings(64, overlap=False)).seconds
-    divided = step(Mesh(shard=64), Settings(64, zero=1, overlap=False)).seconds
+    plain = step(ClusterMesh(replicate=64), StepSettings(64, overlap=False)).seconds
+    divided = step(ClusterMesh(shard=64), StepSettings(64, zero=1, overlap=False)).seconds
     assert divided.data == pytest.approx(plain.data, rel=0.05)
     assert divided.optimizer == pytest.approx(plain.optimizer / 64)
 
 
 def test_hybrid_sharding_reduces_between_replicas_what_is_left_of_each_shard() -> None:
-    inside = step(Mesh(replicate=8, shard=8), Settings(64, zero=1, overlap=False))
-    everywhere = step(Mesh(shard=64), Settings(64, zero=1, overlap=False))
+    inside = step(ClusterMesh(replicate=8, shard=8), StepSettings(64, zero=1, overlap=False))
+    everywhere = step(ClusterMesh(shard=64), StepSettings(64, zero=1, overlap=False))
     assert inside.seconds.data != everywhere.seconds.data
     assert inside.fullest.state.total > everywhere.fullest.state.total
 
 
 def test_operations_that_are_not_fused_take_longer() -> None:
     """Narayanan et al. 2021, section 5.8: fusing took 175B from 113 to 135 TFLOP/s."""
-    fused, unfused = (step(Mesh(), Settings(4, 4, fused=on)).seconds.compute for on in (True, False))
+    fused, unfused = (step(ClusterMesh(), StepSettings(4, 4, fused=on)).seconds.compute for on in (True, False))
     assert 1.02 < unfused / fused < 1.6
 
 
 @settings(max_examples=20)
 @given(factor=st.floats(1.1, 100.0), what=st.sampled_from(["inside", "between"]))
 def test_a_faster_network_is_never_slower(factor: float, what: str) -> None:
-    mesh, chosen = Mesh(replicate=2, tensor=8, pipeline=4), Settings(32, overlap=False)
+    mesh, chosen = ClusterMesh(replicate=2, tensor=8, pipeline=4), StepSettings(32, overlap=False)
     cluster = A100.of(64)
     link = getattr(cluster, what)
     faster = replace(cluster, **{what: replace(link, bandwidth=link.bandwidth * factor)})
@@ -189,13 +201,13 @@ def test_a_faster_network_is_never_slower(factor: float, what: str) -> None:
 
 
 def test_more_replicas_do_more_in_the_same_time() -> None:
-    few, many = (step(Mesh(replicate=n), Settings(4 * n, 4)) for n in (8, 256))
+    few, many = (step(ClusterMesh(replicate=n), StepSettings(4 * n, 4)) for n in (8, 256))
     assert many.tokens_per_second == pytest.approx(32 * few.tokens_per_second, rel=0.1)
 
 
 def test_stages_are_as_even_as_blocks_allow() -> None:
     def counts(depth: int, stages: int) -> list[int]:
-        found = cut(transformer("", gpt(depth, 64, 2)), stages)
+        found = cut_stages(transformer("", gpt(depth, 64, 2)), stages)
         assert found[0].parts[0].name == "embedding" and found[-1].parts[-1].name == "head"
         return [sum(part.is_block for part in stage.parts) for stage in found]
 
@@ -203,21 +215,21 @@ def test_stages_are_as_even_as_blocks_allow() -> None:
     assert counts(126, 16) == [7, *[8] * 14, 7]  # Llama 3, section 3.3.2
     assert counts(126, 128)[:2] == [0, 1]
     assert counts(13, 4) in ([3, 4, 3, 3], [3, 3, 4, 3])
-    with pytest.raises(Infeasible, match="12 blocks cannot make 13 stages"):
+    with pytest.raises(InfeasibleError, match="12 blocks cannot make 13 stages"):
         counts(12, 13)
 
 
 @pytest.mark.parametrize(
     ("mesh", "chosen", "says"),
     [
-        (Mesh(tensor=4), Settings(8), "the mesh has 4 ranks and the cluster 8"),
-        (Mesh(replicate=8), Settings(12), "12 examples do not divide"),
-        (Mesh(pipeline=8), Settings(8, schedule="1f2b"), "unknown pipeline schedule"),
-        (Mesh(pipeline=4, chunks=2, tensor=2), Settings(6, schedule="interleaved"), "multiple"),
-        (Mesh(replicate=8), Settings(8, number_format="float8"), "no rate for float8"),
+        (ClusterMesh(tensor=4), StepSettings(8), "the mesh has 4 ranks and the cluster 8"),
+        (ClusterMesh(replicate=8), StepSettings(12), "12 examples do not divide"),
+        (ClusterMesh(pipeline=8), StepSettings(8, schedule="1f2b"), "unknown pipeline schedule"),
+        (ClusterMesh(pipeline=4, chunks=2, tensor=2), StepSettings(6, schedule="interleaved"), "multiple"),
+        (ClusterMesh(replicate=8), StepSettings(8, number_format="float8"), "no rate for float8"),
     ],
 )
-def test_what_does_not_go_together_is_refused(mesh: Mesh, chosen: Settings, says: str) -> None:
+def test_what_does_not_go_together_is_refused(mesh: ClusterMesh, chosen: StepSettings, says: str) -> None:
     with pytest.raises(UsageError, match=says) as error:
         simulate(SMALL, A100.of(8), mesh, chosen)
     assert error.value.fix
@@ -225,11 +237,11 @@ def test_what_does_not_go_together_is_refused(mesh: Mesh, chosen: Settings, says
 
 def test_an_axis_of_no_ranks_is_refused() -> None:
     with pytest.raises(UsageError, match="tensor is 0"):
-        Mesh(tensor=0)
+        ClusterMesh(tensor=0)
 
 
 def test_a_report_is_plain_data() -> None:
-    report = step(Mesh(tensor=2, pipeline=4), Settings(8))
+    report = step(ClusterMesh(tensor=2, pipeline=4), StepSettings(8))
     found = json.loads(json.dumps(report.as_dict()))
     assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values())) and len(found["memory"]) == 4
     assert found["mesh"]["ranks"] == 8 and found["settings"]["schedule"] == "1f1b"
@@ -238,16 +250,16 @@ def test_a_report_is_plain_data() -> None:
 @pytest.mark.parametrize(
     ("model", "cluster", "mesh", "batch"),
     [
-        ("llama3-70b", "h100-box", Mesh(shard=8), 8),
-        ("gpt3-175b", "selene-a100", Mesh(replicate=16, tensor=8, pipeline=8), 1536),
-        ("gpt-1t", "h100-roce", Mesh(replicate=32, tensor=8, pipeline=64), 6144),
+        ("llama3-70b", "h100-box", ClusterMesh(shard=8), 8),
+        ("gpt3-175b", "selene-a100", ClusterMesh(replicate=16, tensor=8, pipeline=8), 1536),
+        ("gpt-1t", "h100-roce", ClusterMesh(replicate=32, tensor=8, pipeline=64), 6144),
     ],
 )
-def test_large_runs_are_simulated_in_seconds(model: str, cluster: str, mesh: Mesh, batch: int) -> None:
+def test_large_runs_are_simulated_in_seconds(model: str, cluster: str, mesh: ClusterMesh, batch: int) -> None:
     began = time.process_time()
     workload = transformer(model, MODELS[model])
     report = simulate(
-        workload, find_cluster(cluster).of(mesh.ranks), mesh, Settings(batch, zero=3 if mesh.shard > 1 else 0)
+        workload, find_cluster(cluster).of(mesh.ranks), mesh, StepSettings(batch, zero=3 if mesh.shard > 1 else 0)
     )
     assert time.process_time() - began < 10
     assert 0.2 < report.mfu < 0.7

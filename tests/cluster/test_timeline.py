@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.simulators.cluster.pipeline_events import Timeline, play
+from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play
 from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, schedule
 from thrifty.simulators.cluster.timeline_trace import MOST_BARS, MOST_RANKS, chart, picture, trace, write_trace
 
 
-def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> Timeline:
+def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> PipelineTimeline:
     chunks = 2 if name in ("interleaved", "zero_bubble_v") else 1
     orders = schedule(name, ranks, parts, chunks)
     return play(orders, lambda action: 1e-3 * (1 + action.stage), lambda source, target: 2e-4)
@@ -46,7 +46,7 @@ def test_a_trace_names_ranks_and_shows_transfers_and_what_is_held() -> None:
     assert held[-1] == 0
 
 
-def bars(timeline: Timeline) -> list[dict]:
+def bars(timeline: PipelineTimeline) -> list[dict]:
     return chart(timeline).to_dict()["data"]["values"]
 
 

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.models.families import assemble
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import PRESETS
 from thrifty.models.transformer import initialize
-from thrifty.simulators.cluster.closed_form_workload import Sizes, transformer
-from thrifty.simulators.cluster.gpu_op_forms import as_on_gpus
+from thrifty.simulators.cluster.closed_form_workload import DecoderSizes, transformer
+from thrifty.simulators.cluster.gpu_op_forms import use_gpu_ops
 from thrifty.simulators.cluster.published_runs import gpt
-from thrifty.simulators.cluster.traced_workload import cross_entropy, traced
-from thrifty.simulators.cluster.workload import Divided, Part, Recompute, Workload
+from thrifty.simulators.cluster.traced_workload import cross_entropy, trace_workload
+from thrifty.simulators.cluster.workload import DividedAmount, Recompute, Workload, WorkloadPart
 
 S, H, A, T = 2048, 12_288, 96, 8
 """Tokens, width, heads and tensor ranks, as Korthikanti et al. 2022 call them, of GPT-3."""
@@ -62,14 +62,14 @@ def test_what_is_recomputed_is_counted_once_more() -> None:
     assert workload.hardware_flops("selective") - workload.model_flops == pytest.approx(96 * 2 * S**2 * H)
 
 
-def shape(style: str, depth: int = 3) -> Shape:
+def shape(style: str, depth: int = 3) -> ModelConfig:
     kv_heads, hidden = (4, 1408) if style == "llama" else (8, 2048)
-    return Shape(style, depth, 512, 8, kv_heads, hidden, 1000, 256, tied=style == "gpt")  # pyrefly: ignore
+    return ModelConfig(style, depth, 512, 8, kv_heads, hidden, 1000, 256, tied=style == "gpt")  # pyrefly: ignore
 
 
-def sizes(given: Shape, flash: bool) -> Sizes:
+def sizes(given: ModelConfig, flash: bool) -> DecoderSizes:
     gated = given.style == "llama"
-    return Sizes(
+    return DecoderSizes(
         given.depth,
         given.width,
         given.heads,
@@ -83,7 +83,7 @@ def sizes(given: Shape, flash: bool) -> Sizes:
     )
 
 
-def near(found: Divided, expected: Divided, share: float) -> bool:
+def near(found: DividedAmount, expected: DividedAmount, share: float) -> bool:
     return all(
         abs(mine - theirs) <= share * expected.total
         for mine, theirs in ((found.split, expected.split), (found.whole, expected.whole))
@@ -94,7 +94,7 @@ def near(found: Divided, expected: Divided, share: float) -> bool:
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_a_traced_model_costs_what_the_closed_form_says(style: str, flash: bool) -> None:
     given = shape(style)
-    found = traced(style, lambda: assemble(given), given.length, flash=flash)
+    found = trace_workload(style, lambda: assemble(given), given.length, flash=flash)
     expected = transformer(style, sizes(given, flash))
     assert found.parameters == expected.parameters and found.shared == expected.shared
     assert len(found.blocks) == given.depth and found.itemsize == expected.itemsize
@@ -145,7 +145,7 @@ class Encoders(nn.Module):
 def test_the_block_of_another_library_keeps_s_b_h_34_plus_5_a_s_over_h() -> None:
     """Korthikanti et al. 2022, equation 1, counted on torch's own encoder layer by what autograd saves of it."""
     width, heads, length = 512, 8, 384
-    found = traced("encoders", lambda: Encoders(2, width, heads, 1000), length, flash=False).blocks[0]
+    found = trace_workload("encoders", lambda: Encoders(2, width, heads, 1000), length, flash=False).blocks[0]
     stream = length * width
     assert found.saved.total == pytest.approx(stream * (34 + 5 * heads * length / width), rel=0.01)
     assert found.kept("selective").total == pytest.approx(stream * 34, rel=0.01)
@@ -174,7 +174,7 @@ def test_flops_of_every_style_are_those_of_a_full_pass(name: str) -> None:
         is_pair = model.task == "sequence_to_sequence"
         return cross_entropy(model.logits(tokens, tokens) if is_pair else model.logits(tokens), tokens)  # type: ignore[operator]
 
-    found = traced(name, lambda: assemble(given), length, loss=loss, dtype=torch.float32)
+    found = trace_workload(name, lambda: assemble(given), length, loss=loss, dtype=torch.float32)
     assert found.parameters == sum(p.numel() for p in model.parameters())
     if name == "t5-nano":  # whose kernel on a processor knows no bias of positions, and makes the scores itself
         assert found.model_flops == pytest.approx(full_count(model, loss), rel=0.02)
@@ -189,11 +189,11 @@ def test_blocks_of_several_kinds_are_each_traced() -> None:
             layer.linear1, layer.linear2 = nn.Linear(128, 64), nn.Linear(64, 128)  # type: ignore[assignment]
         return model
 
-    found = traced("mixed", build, 64)
+    found = trace_workload("mixed", build, 64)
     even, odd = found.blocks[0], found.blocks[1]
     assert found.blocks == (even, odd, even, odd) and even.forward.flops.total < odd.forward.flops.total
     tokens = torch.zeros(1, 64, dtype=torch.long)
-    with as_on_gpus(flash=True):
+    with use_gpu_ops(flash=True):
         assert found.model_flops == full_count(build(), lambda model: cross_entropy(model(tokens), tokens))
 
 
@@ -203,7 +203,7 @@ def test_a_block_that_stands_twice_has_its_parameters_once() -> None:
         model.layers[2] = model.layers[1]
         return model
 
-    found = traced("shared", build, 32)
+    found = trace_workload("shared", build, 32)
     assert found.parameters == sum(p.numel() for p in build().parameters())
     assert [block.parameters.total > 0 for block in found.blocks] == [True, True, False]
     assert found.blocks[2].forward == found.blocks[1].forward
@@ -226,34 +226,35 @@ def test_models_of_transformers_are_divided_as_megatron_divides_them(kind: str) 
     )
     config = getattr(transformers, f"{kind}Config")(**few, use_cache=False)
     build = transformers.AutoModelForCausalLM.from_config
-    found = traced(kind, lambda: build(config), 64)
+    found = trace_workload(kind, lambda: build(config), 64)
     assert found.parameters == sum(p.numel() for p in build(config).parameters())
     block = found.blocks[0]
     assert len(found.blocks) == 3 and block.forward.reduces == block.backward.reduces == 2
     assert (
-        block.forward.flops.whole == 0 and block.core == Part("", Divided(), block.core, block.core, Divided(), 0).core
+        block.forward.flops.whole == 0
+        and block.core == WorkloadPart("", DividedAmount(), block.core, block.core, DividedAmount(), 0).core
     )
     assert block.forward.flops.total == pytest.approx(2 * 64 * block.parameters.split, rel=0.15)  # and attention
 
 
 def test_a_model_of_a_trillion_parameters_takes_a_moment_and_no_memory() -> None:
-    given = Shape("gpt", 128, 25_600, 160, 160, 4 * 25_600, 51_200, 2048, tied=True)
-    traced("warm", lambda: assemble(shape("gpt")), 64)
+    given = ModelConfig("gpt", 128, 25_600, 160, 160, 4 * 25_600, 51_200, 2048, tied=True)
+    trace_workload("warm", lambda: assemble(shape("gpt")), 64)
     process, began = psutil.Process(), time.process_time()
     before = process.memory_info().rss
-    found = traced("1t", lambda: assemble(given), 2048)
+    found = trace_workload("1t", lambda: assemble(given), 2048)
     assert found.parameters == pytest.approx(1.008e12, rel=1e-3)
     assert time.process_time() - began < 5
     assert process.memory_info().rss - before < 500e6
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(Refused, match="no list of equal blocks"):
-        traced("linear", lambda: nn.Linear(4, 4), 8)
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
+        trace_workload("linear", lambda: nn.Linear(4, 4), 8)
 
 
 def test_amounts_are_divided_as_said() -> None:
-    amount = Divided(split=80, whole=8)
+    amount = DividedAmount(split=80, whole=8)
     assert amount.per_rank(1) == 88 and amount.per_rank(8) == 18 and amount.per_rank(8, True) == 11
     assert (amount + amount).total == (amount * 2).total == 176
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thrifty.core.backward import Backward, Outcome
-from thrifty.core.batches import Batch, BatchSource, Derived
-from thrifty.core.gradient_transform import Numbers, Slots, Transform, above, under
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch, BatchSource, WrappedSource
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, with_prefix, without_prefix
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -22,9 +22,9 @@ class MeanOfMeans(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
 
     def backward(self, backward: Backward) -> Backward:
-        def in_halves(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def in_halves(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             half = len(batch) // 2
-            total = Outcome(torch.zeros(()))
+            total = BackwardResult(torch.zeros(()))
             for part in (batch.rows(0, half), batch.rows(half, len(batch))):
                 total = total + backward(model, objective, part.weighted(part.weight / part.weight.sum() / 2))
             return total
@@ -54,7 +54,7 @@ class Forgetful(Technique):
         return Counting(source)
 
 
-class Counting(Derived):
+class Counting(WrappedSource):
     def __init__(self, source: BatchSource):
         self.source, self.batch, self.taken = source, source.batch, 0
 
@@ -70,7 +70,7 @@ class Shrinking(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
 
     def backward(self, backward: Backward) -> Backward:
-        def tried(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def tried(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             try:
                 return backward(model, objective, batch)
             except torch.OutOfMemoryError:
@@ -86,7 +86,7 @@ class Splitting(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
 
     def backward(self, backward: Backward) -> Backward:
-        def tried(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def tried(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             try:
                 return backward(model, objective, batch)
             except torch.OutOfMemoryError:
@@ -103,25 +103,25 @@ class HalfMasked(Technique):
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return MaskedUpdates(transform)
 
 
-class MaskedUpdates(Transform):
+class MaskedUpdates(GradientTransform):
     name = "half"
 
-    def __init__(self, rest: Transform):
+    def __init__(self, rest: GradientTransform):
         self.rest = rest
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
-        return above("rest", self.rest.numbers(step, age))
+        return with_prefix("rest", self.rest.numbers(step, age))
 
     def init(self, names: list[str], parameters: list[Tensor]) -> Slots:
         self.cut(parameters)
-        return above("rest", self.rest.init(names, parameters))
+        return with_prefix("rest", self.rest.init(names, parameters))
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        updates = self.rest.update(updates, under("rest", slots), parameters, under("rest", numbers))
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
+        updates = self.rest.update(updates, without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
         self.cut(updates)
         return updates
 

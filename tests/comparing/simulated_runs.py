@@ -8,24 +8,28 @@ from pathlib import Path
 
 import numpy as np
 
-from thrifty.comparing.run_launchers import Ended
-from thrifty.comparing.variants import Arm, read_arms
+from thrifty.comparing.run_launchers import RunExit
+from thrifty.comparing.variants import Variant, read_variants
 from thrifty.core.recipe import Recipe
-from thrifty.recipes.recipe_layers import Layers
+from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
 from thrifty.recipes.vision_recipes import vit_digits
 
 PEAK = 1e9
 
 
-def arms(*texts: str, steps: int = 100) -> tuple[Arm, ...]:
+def arms(*texts: str, steps: int = 100) -> tuple[Variant, ...]:
     """Arms against the recipe for digits, with so many steps as its budget."""
 
-    def lay(name: str = "vit-digits") -> Layers:
+    def lay(name: str = "vit-digits") -> RecipeLayers:
         assert name == "vit-digits"
-        return Layers().lay("recipe", recipe_to_data(vit_digits())).replace("--budget", "budget", {"steps": steps})
+        return (
+            RecipeLayers()
+            .override("recipe", recipe_to_data(vit_digits()))
+            .replace("--budget", "budget", {"steps": steps})
+        )
 
-    return read_arms(texts, lay(), lay)
+    return read_variants(texts, lay(), lay)
 
 
 @dataclass
@@ -46,15 +50,15 @@ class Simulated:
     started: list[str] = field(default_factory=list)
     stopped: bool = False
 
-    def __call__(self, recipe: Recipe, runs: Path) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path) -> RunExit:
         self.started.append(recipe.name)
         if recipe.name in self.fails:
-            return Ended(1, "the loss was not finite", 1.0, None)
+            return RunExit(1, "the loss was not finite", 1.0, None)
         if recipe.name == self.stops_at:
             self.stops_at = ""
-            return Ended(143, "", 1.0, None)
+            return RunExit(143, "", 1.0, None)
         self.write(recipe, runs / recipe.name)
-        return Ended(0, "", 1.0, 50.0)
+        return RunExit(0, "", 1.0, 50.0)
 
     def stop(self) -> None:
         self.stopped = True

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.vision_recipes import vit_digits
-from thrifty.techniques.parallelism.shard import Shard
+from thrifty.techniques.parallelism.shard import ShardedDataParallel
 
 
 def tiny_digits() -> Recipe:
@@ -14,4 +14,4 @@ def tiny_digits() -> Recipe:
 
 def sharded_digits() -> Recipe:
     recipe = tiny_digits()
-    return replace(recipe, techniques=(*recipe.techniques, Shard(gathered="bfloat16")))
+    return replace(recipe, techniques=(*recipe.techniques, ShardedDataParallel(gathered="bfloat16")))

@@ -20,15 +20,15 @@ from thrifty.checking.observed_runs import farthest, relative
 from thrifty.checking.promise_check import check, check_run
 from thrifty.checking.rank_check import smaller_mesh
 from thrifty.cli.check import command
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.objectives.chat_answers import Answer
-from thrifty.techniques.parallelism.replicate import Replicate
+from thrifty.objectives.chat_answers import ChatAnswers
+from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 from tiny_runs import plain_run, technique, with_optimizer
 
 
@@ -41,7 +41,7 @@ class Scaled(Technique):
     by: float = 1.0
 
     def backward(self, backward: Backward) -> Backward:
-        def scaled(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def scaled(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             outcome = backward(model, objective, batch)
             for parameter in model.parameters():
                 if parameter.grad is not None:
@@ -64,7 +64,7 @@ class FromTwelveOn(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         if source.batch < 12:
-            raise Refused(f"a batch of {source.batch} is too small", fix="--set data.batch=12")
+            raise RefusedError(f"a batch of {source.batch} is too small", fix="--set data.batch=12")
         return source
 
 
@@ -103,9 +103,9 @@ def test_a_gradient_is_as_far_off_as_its_worst_parameter_and_next_to_none_is_mea
 def test_a_row_without_a_token_that_is_learned_is_found() -> None:
     share = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
     batch = Batch({"targets": torch.ones(2, 3, dtype=torch.int64), "share": share}, torch.full((2,), 0.5))
-    verdict = labels(Answer(), batch)
+    verdict = labels(ChatAnswers(), batch)
     assert verdict.outcome == "broken" and "1 of 2 examples have no token" in verdict.measured
-    assert labels(Answer(), batch.rows(0, 1)).outcome == "holds"
+    assert labels(ChatAnswers(), batch.rows(0, 1)).outcome == "holds"
 
 
 def test_parameters_that_the_plain_run_does_not_use_are_named_and_are_no_fault() -> None:
@@ -140,7 +140,7 @@ def test_a_batch_is_large_enough_for_the_techniques_that_share_it() -> None:
 def test_meshes_are_checked_on_two_ranks_to_an_axis() -> None:
     recipe = tiny_digits()
     assert smaller_mesh(recipe) == (Mesh(), 1)
-    assert smaller_mesh(replace(recipe, techniques=(*recipe.techniques, Replicate())))[1] == 2
+    assert smaller_mesh(replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel())))[1] == 2
     wide = replace(recipe, mesh=Mesh(replicate=8, tensor=4))
     assert smaller_mesh(wide) == (Mesh(replicate=2, tensor=2), 4)
 
@@ -150,7 +150,9 @@ def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
     recipe = tiny_digits()
     (verdict,) = [
         verdict
-        for verdict in check(replace(recipe, techniques=(*recipe.techniques, Replicate())), steps=3).verdicts
+        for verdict in check(
+            replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel())), steps=3
+        ).verdicts
         if verdict.about == "ranks"
     ]
     assert verdict.outcome == "holds" and verdict.measured.startswith("2 ranks against 1")
@@ -158,7 +160,7 @@ def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
 
 def test_ranks_that_fail_are_a_broken_promise() -> None:
     recipe = tiny_digits()
-    recipe = replace(recipe, techniques=(*recipe.techniques, Replicate()))
+    recipe = replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel()))
     (verdict,) = [one for one in check(recipe, start=lambda *told: "rank 1: gone").verdicts if one.about == "ranks"]
     assert verdict.measured == "2 ranks cannot do it: rank 1: gone" and verdict.fix == "--without parallelism.replicate"
     left_out = [one for one in check(recipe, ranks=False).verdicts if one.about == "ranks"]

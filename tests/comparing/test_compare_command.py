@@ -23,7 +23,7 @@ def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     """Where all runs go on."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
-    monkeypatch.setattr("thrifty.comparing.comparison_workers.Lane", lambda launcher, threads: effect)
+    monkeypatch.setattr("thrifty.comparing.comparison_workers.Worker", lambda launcher, threads: effect)
     return effect
 
 

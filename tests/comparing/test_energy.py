@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.machine.energy_meter import Counter, EnergyMeter, counters
+from thrifty.machine.energy_meter import EnergyCounter, EnergyMeter, counters
 
 
 def zone(powercap: Path, folder: str, name: str, microjoules: int) -> Path:
@@ -56,5 +56,5 @@ def test_a_counter_that_may_not_be_read_is_none(tmp_path: Path) -> None:
 
 def test_a_counter_that_never_wraps_is_added_up() -> None:
     values = iter([2.0, 5.0, 9.0])
-    meter = EnergyMeter({"one": Counter(lambda: next(values))})
+    meter = EnergyMeter({"one": EnergyCounter(lambda: next(values))})
     assert (meter.look(), meter.look()) == (3.0, 7.0)

@@ -9,18 +9,18 @@ import pytest
 
 from comparing.simulated_runs import Simulated, arms
 from comparing.small_recipes import tiny_digits
-from thrifty.comparing.comparison import race
-from thrifty.comparing.comparison_protocol import Terms
-from thrifty.comparing.comparison_workers import read_lanes
-from thrifty.comparing.run_launchers import STOPPED, Ended, Lane
+from thrifty.comparing.comparison import compare
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.comparison_workers import read_workers
+from thrifty.comparing.run_launchers import STOPPED, RunExit, Worker
 from thrifty.comparing.run_process import run_to_end
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
-from thrifty.core.recipe import Budget, Evaluation, Recipe
+from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
 from thrifty.reporting.comparison_page import cautions
-from thrifty.techniques.parallelism.replicate import Replicate
+from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 
-TERMS = Terms(equal="steps", seeds=4, trials=1)
+TERMS = ComparisonProtocol(equal="steps", seeds=4, trials=1)
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Meeting(Simulated):
 
     met: Barrier = field(default_factory=lambda: Barrier(1))
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if "-seed-" in recipe.name and not any("-seed-" in name for name in self.started):
             self.met.wait(30)
         return super().__call__(recipe, runs)
@@ -40,10 +40,10 @@ def seeds_of(lane: Simulated) -> list[str]:
 
 
 def test_lanes_go_on_side_by_side_and_a_pair_stays_in_one(tmp_path: Path) -> None:
-    alone = race(arms("data.batch=16"), TERMS, tmp_path / "alone", lanes=[Simulated()])
+    alone = compare(arms("data.batch=16"), TERMS, tmp_path / "alone", lanes=[Simulated()])
     both = Barrier(2)
     lanes = [Meeting(met=both), Meeting(met=both)]
-    result = race(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    result = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert result["outcome"] == alone["outcome"]
     assert all(seeds_of(lanes[0])) and all(seeds_of(lanes[1]))
     assert not {*seeds_of(lanes[0])} & {*seeds_of(lanes[1])}
@@ -53,7 +53,7 @@ def test_lanes_go_on_side_by_side_and_a_pair_stays_in_one(tmp_path: Path) -> Non
 class Stopping(Simulated):
     """A lane that is interrupted in its first run with a seed."""
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         return STOPPED if "-seed-" in recipe.name else super().__call__(recipe, runs)
 
 
@@ -63,7 +63,7 @@ class Long(Simulated):
 
     asked: Event = field(default_factory=Event)
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if "-seed-" not in recipe.name or self.asked.is_set():
             return super().__call__(recipe, runs)
         self.started.append(recipe.name)
@@ -75,34 +75,34 @@ class Long(Simulated):
 
 
 def test_a_stop_in_one_lane_stops_the_others_and_the_race_goes_on(tmp_path: Path) -> None:
-    whole = race(arms("data.batch=16"), TERMS, tmp_path / "whole", lanes=[Simulated()])
+    whole = compare(arms("data.batch=16"), TERMS, tmp_path / "whole", lanes=[Simulated()])
     lanes = [Stopping(), Long()]
-    first = race(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    first = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert lanes[0].stopped and len(lanes[1].started) <= 1
     assert not any("seed" in entry for entry in first["runs"])
-    again = race(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=[Simulated(), Simulated()])
+    again = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=[Simulated(), Simulated()])
     assert again["outcome"] == whole["outcome"]
 
 
 def test_runs_on_unlike_machines_are_told_of(tmp_path: Path) -> None:
     both = Barrier(2)
     lanes = [Meeting(processor="old", met=both), Meeting(processor="new", met=both)]
-    result = race(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    result = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert any("unlike machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 
 def test_lanes_are_read_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_lanes([], "time") == read_lanes(["here"], "time") == [Lane()]
-    assert read_lanes(["srun -w 'node b'", "here"], "time") == [Lane(("srun", "-w", "node b")), Lane()]
-    first, second = read_lanes(["here", "here"], "steps")
+    assert read_workers([], "time") == read_workers(["here"], "time") == [Worker()]
+    assert read_workers(["srun -w 'node b'", "here"], "time") == [Worker(("srun", "-w", "node b")), Worker()]
+    first, second = read_workers(["here", "here"], "steps")
     assert first.threads == second.threads > 0
     scontrol = tmp_path / "scontrol"
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    assert [lane.launcher[:2] for lane in read_lanes(["slurm"], "time")] == [
+    assert [lane.launcher[:2] for lane in read_workers(["slurm"], "time")] == [
         ("srun", "--nodelist=n1"),
         ("srun", "--nodelist=n2"),
     ]
@@ -120,7 +120,7 @@ def test_lanes_are_read_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.Mo
 def test_lanes_that_cannot_be_are_refused(texts: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     with pytest.raises(UsageError, match=words):
-        read_lanes(texts, "time")
+        read_workers(texts, "time")
 
 
 def short(ranks: int) -> Recipe:
@@ -130,8 +130,8 @@ def short(ranks: int) -> Recipe:
         name="run",
         model=replace(recipe.model, depth=1),
         budget=Budget(steps=3),
-        evaluation=Evaluation(every=10_000, examples=64),
-        techniques=(*recipe.techniques, *([Replicate()] if ranks > 1 else [])),
+        evaluation=EvaluationSettings(every=10_000, examples=64),
+        techniques=(*recipe.techniques, *([ReplicatedDataParallel()] if ranks > 1 else [])),
         mesh=Mesh(replicate=ranks if ranks > 1 else 0),
     )
 
@@ -140,7 +140,7 @@ def test_a_run_over_two_ranks_goes_through_a_launcher_and_ends_as_on_one(tmp_pat
     launcher = tmp_path / "launch"
     launcher.write_text('#!/bin/sh\necho "$1" > "$0.ed"\nshift\nexec "$@"\n')
     launcher.chmod(0o755)
-    ended = Lane([str(launcher), "there"])(short(2), tmp_path / "pair")
+    ended = Worker([str(launcher), "there"])(short(2), tmp_path / "pair")
     assert (ended.status, ended.error) == ("finished", "")
     assert (tmp_path / "launch.ed").read_text() == "there\n"
     assert ended.joules is None  # of another machine
@@ -152,8 +152,8 @@ def test_a_run_over_two_ranks_goes_through_a_launcher_and_ends_as_on_one(tmp_pat
 
 
 def test_a_launcher_that_fails_says_why(tmp_path: Path) -> None:
-    ended = Lane([sys.executable, "-c", "raise SystemExit('no such node')"])(short(1), tmp_path)
+    ended = Worker([sys.executable, "-c", "raise SystemExit('no such node')"])(short(1), tmp_path)
     assert ended.status == "failed" and ended.error == "no such node"
-    stopped = Lane()
+    stopped = Worker()
     stopped.stop()
     assert stopped(short(1), tmp_path) == STOPPED and not [*tmp_path.iterdir()]

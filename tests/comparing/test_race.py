@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from comparing.simulated_runs import Simulated, arms
-from thrifty.comparing.comparison import PILOTS, race
-from thrifty.comparing.comparison_protocol import Terms
-from thrifty.comparing.comparison_summary import reached
-from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_arms
-from thrifty.comparing.variants import Arm
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.comparing.comparison import PILOTS, compare
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.comparison_summary import seconds_to_loss
+from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_variants
+from thrifty.comparing.variants import Variant
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, Recipe
 
-SHORT = Terms(seeds=7, trials=1)
+SHORT = ComparisonProtocol(seeds=7, trials=1)
 
 
 def is_arm(recipe: Recipe) -> bool:
@@ -39,7 +39,7 @@ def by_kind(result, kind: str) -> list[dict]:
 @pytest.mark.parametrize(("effect", "word"), [(-0.2, "better"), (0.2, "worse"), (0.0, "no difference")])
 def test_a_race_ends_with_the_verdict_that_was_planted(tmp_path: Path, effect: float, word: str) -> None:
     start = Simulated(effect=lambda recipe: effect * is_arm(recipe))
-    result = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
     assert (result["status"], result["exit_code"]) == ("finished", 0)
     assert result["outcome"]["arms"]["data.batch=16"]["verdict"]["verdict"] == word
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["outcome"] == result["outcome"]
@@ -52,14 +52,14 @@ def test_pilots_in_a_slow_moment_make_no_finding(tmp_path: Path) -> None:
         step_time=lambda recipe: 0.02 if recipe.name.startswith("baseline-pilot") else 0.01,
         effect=lambda recipe: -0.2 * is_arm(recipe),
     )
-    result = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
     verdict = result["outcome"]["arms"]["data.batch=16"]["verdict"]
     assert verdict["verdict"] == "undecided" and "it used 2.00 times as much" in verdict["sentence"]
 
 
 def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
     start = Simulated()
-    result = race(arms("data.batch=16", "data.batch=8"), replace(SHORT, seeds=4), tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16", "data.batch=8"), replace(SHORT, seeds=4), tmp_path / "race", lanes=[start])
     order = [name.partition("-seed")[0] for name in start.started if "-seed-" in name]
     assert [order[place] for place in (0, 3, 6, 9)] == ["baseline", "arm-1", "arm-2", "baseline"]
     assert all(len({*order[place : place + 3]}) == 3 for place in (0, 3, 6, 9))
@@ -72,8 +72,8 @@ def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
 )  # an arm of a fourth of the batch whose steps take twice as long
 def test_each_arm_makes_the_steps_that_its_budget_pays_for(tmp_path: Path, equal: str, steps: int) -> None:
     start = Simulated(step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01)
-    terms = Terms(equal=equal, seeds=2, trials=1)  # type: ignore[arg-type]
-    result = race(arms("data.batch=16"), terms, tmp_path / "race", lanes=[start])
+    terms = ComparisonProtocol(equal=equal, seeds=2, trials=1)  # type: ignore[arg-type]
+    result = compare(arms("data.batch=16"), terms, tmp_path / "race", lanes=[start])
     found = result["outcome"]["arms"]
     assert (found["baseline"]["steps"], found["data.batch=16"]["steps"]) == (100, steps)
     assert found["data.batch=16"]["used"] == pytest.approx(1, rel=0.02)
@@ -85,13 +85,13 @@ def test_each_arm_makes_the_steps_that_its_budget_pays_for(tmp_path: Path, equal
 )
 def test_the_budget_of_the_baseline_is_the_recipes(tmp_path: Path, budget: Budget, steps: int) -> None:
     pair = [replace(arm, recipe=replace(arm.recipe, budget=budget)) for arm in arms("data.batch=16")]
-    result = race(pair, replace(SHORT, seeds=1), tmp_path / "race", lanes=[Simulated()])
+    result = compare(pair, replace(SHORT, seeds=1), tmp_path / "race", lanes=[Simulated()])
     assert result["budgets"]["baseline"]["steps"] == steps
 
 
 def test_every_arm_is_tried_at_as_many_rates_and_runs_at_its_best(tmp_path: Path) -> None:
     start = Simulated(effect=off_its_best_rate)
-    result = race(arms("data.batch=16"), Terms(seeds=1), tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16"), ComparisonProtocol(seeds=1), tmp_path / "race", lanes=[start])
     trials = by_kind(result, "trial")
     assert sorted((entry["arm"], entry["factor"]) for entry in trials) == [
         (label, factor) for label in ("baseline", "data.batch=16") for factor in (0.5, 1.0, 2.0)
@@ -106,13 +106,13 @@ def test_every_arm_is_tried_at_as_many_rates_and_runs_at_its_best(tmp_path: Path
 
 
 def test_an_interrupted_race_goes_on_where_it_was_and_comes_to_the_same(tmp_path: Path) -> None:
-    whole = race(arms("data.batch=16"), SHORT, tmp_path / "whole", lanes=[Simulated()])
+    whole = compare(arms("data.batch=16"), SHORT, tmp_path / "whole", lanes=[Simulated()])
     start = Simulated(stops_at="arm-1-seed-2")
-    first = race(arms("data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
+    first = compare(arms("data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert "outcome" not in first
     before = len(start.started)
-    second = race(arms("data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
+    second = compare(arms("data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
     assert start.started[before - 1] == start.started[before] == "arm-1-seed-2"
     assert len(start.started) == len({*start.started}) + 1
     assert second["outcome"] == whole["outcome"]
@@ -125,11 +125,11 @@ def test_arms_in_another_order_keep_their_runs(tmp_path: Path) -> None:
         step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01,
         effect=off_its_best_rate,
     )
-    terms = Terms(seeds=3)
-    whole = race(arms(*texts), terms, tmp_path / "whole", lanes=[start])
+    terms = ComparisonProtocol(seeds=3)
+    whole = compare(arms(*texts), terms, tmp_path / "whole", lanes=[start])
     cut = replace(start, stops_at="arm-2-seed-1", started=[])
-    race(arms(*texts), terms, tmp_path / "cut", lanes=[cut])
-    second = race(arms(*reversed(texts)), terms, tmp_path / "cut", lanes=[cut])
+    compare(arms(*texts), terms, tmp_path / "cut", lanes=[cut])
+    second = compare(arms(*reversed(texts)), terms, tmp_path / "cut", lanes=[cut])
     assert second["rates"] == whole["rates"] and second["budgets"] == whole["budgets"]
     assert second["outcome"] == whole["outcome"]
 
@@ -139,30 +139,30 @@ def test_a_trial_that_failed_is_not_tried_again_once_its_arm_runs_at_the_rate_of
         fails={"arm-1-trial-2", "arm-1-seed-1"},
         effect=off_its_best_rate,
     )
-    first = race(arms("data.batch=16"), Terms(seeds=2), tmp_path / "race", lanes=[start])
+    first = compare(arms("data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", lanes=[start])
     start.fails, start.started = (), []
-    again = race(arms("data.batch=16"), Terms(seeds=2), tmp_path / "race", lanes=[start], retry=True)
+    again = compare(arms("data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", lanes=[start], retry=True)
     assert start.started == ["arm-1-seed-1"] and again["rates"] == first["rates"]
 
 
 def test_a_race_that_is_finished_runs_nothing_again(tmp_path: Path) -> None:
-    first = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
+    first = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
     start = Simulated()
-    assert race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"] == first["outcome"]
+    assert compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"] == first["outcome"]
     assert start.started == []
 
 
 def test_another_race_in_the_same_folder_is_refused_with_what_differs(tmp_path: Path) -> None:
-    race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
+    compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
     with pytest.raises(UsageError, match=r"(?s)terms\.seeds: 7 → 9.*chance"):
-        race(arms("data.batch=16"), replace(SHORT, seeds=9), tmp_path / "race", lanes=[Simulated()])
+        compare(arms("data.batch=16"), replace(SHORT, seeds=9), tmp_path / "race", lanes=[Simulated()])
     with pytest.raises(UsageError, match=r"arms\.data\.batch=16: present → absent"):
-        race(arms("data.batch=8"), SHORT, tmp_path / "race", lanes=[Simulated()])
+        compare(arms("data.batch=8"), SHORT, tmp_path / "race", lanes=[Simulated()])
 
 
 def test_failures_are_listed_and_leave_the_arm_without_a_verdict(tmp_path: Path) -> None:
     start = Simulated(fails={"arm-1-seed-3"}, effect=lambda recipe: -0.5 * is_arm(recipe))
-    result = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
     arm = result["outcome"]["arms"]["data.batch=16"]
     assert arm["failed"] == 1 and arm["verdict"]["verdict"] == "undecided"
     (failed,) = [entry for entry in result["runs"] if entry["status"] == "failed"]
@@ -170,15 +170,15 @@ def test_failures_are_listed_and_leave_the_arm_without_a_verdict(tmp_path: Path)
     page = (tmp_path / "race" / "report.html").read_text()
     assert "the loss was not finite" in page and "1 of them failed" in page
     start.fails, start.started = (), []
-    assert race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"] == result["outcome"]
-    again = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start], retry=True)
+    assert compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"] == result["outcome"]
+    again = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start], retry=True)
     assert start.started == ["arm-1-seed-3"]
     assert again["outcome"]["arms"]["data.batch=16"]["verdict"]["verdict"] == "better"
 
 
 def test_an_arm_that_fails_everywhere_is_shown_as_that(tmp_path: Path) -> None:
     start = Simulated(fails={f"arm-1-seed-{seed}" for seed in range(7)})
-    result = race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
     assert result["outcome"]["arms"]["data.batch=16"]["verdict"]["sentence"] == "undecided: all 7 pairs failed"
     assert "7 of them failed" in (tmp_path / "race" / "report.html").read_text()
 
@@ -186,20 +186,20 @@ def test_an_arm_that_fails_everywhere_is_shown_as_that(tmp_path: Path) -> None:
 def test_arms_whose_held_out_data_turn_out_to_differ_are_refused(tmp_path: Path) -> None:
     start = Simulated(label_entropy=lambda recipe: 1.0 + is_arm(recipe))
     with pytest.raises(UsageError, match=r"judged on something else than the baseline: label_entropy: 1\.0 → 2\.0"):
-        race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+        compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
 
 
 def test_an_arm_that_fails_in_its_pilot_costs_no_more_than_that(tmp_path: Path) -> None:
     start = Simulated(fails={"arm-1-pilot-0"})
     with pytest.raises(UsageError, match=r"data\.batch=16 fails in its pilot"):
-        race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+        compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
     assert start.started == ["baseline-pilot-0", "arm-1-pilot-0"]
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["status"] == "stopped"
 
 
 def test_a_rate_that_is_not_decayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ends at 60% of the largest"):
-        race(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated(last_rate=0.6)])
+        compare(arms("data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated(last_rate=0.6)])
 
 
 def cost(**changed: float) -> StepCost:
@@ -207,22 +207,22 @@ def cost(**changed: float) -> StepCost:
 
 
 def test_flops_that_change_over_the_run_are_not_made_equal() -> None:
-    pair: tuple[Arm, ...] = arms("data.batch=16")
+    pair: tuple[Variant, ...] = arms("data.batch=16")
     costs = {"baseline": cost(), "data.batch=16": cost(flops_vary=True)}
     with pytest.raises(UsageError, match="its FLOPs change over the run"):
-        steps_of_arms(pair, costs, "flops")
-    assert steps_of_arms(pair, costs, "time")["data.batch=16"] == 100
+        steps_of_variants(pair, costs, "flops")
+    assert steps_of_variants(pair, costs, "time")["data.batch=16"] == 100
 
 
 def test_a_budget_that_pays_for_no_step_is_infeasible() -> None:
-    with pytest.raises(Infeasible, match="costs more than the whole budget"):
-        steps_of_arms(arms("data.batch=16"), {"baseline": cost(), "data.batch=16": cost(seconds=200.0)}, "time")
+    with pytest.raises(InfeasibleError, match="costs more than the whole budget"):
+        steps_of_variants(arms("data.batch=16"), {"baseline": cost(), "data.batch=16": cost(seconds=200.0)}, "time")
 
 
 def test_trials_need_a_rate_to_try(tmp_path: Path) -> None:
     pair = arms("-optimizers.adamw")
     with pytest.raises(UsageError, match="no learning rate"):
-        race(pair, Terms(), tmp_path / "race", lanes=[Simulated()])
+        compare(pair, ComparisonProtocol(), tmp_path / "race", lanes=[Simulated()])
 
 
 def test_what_happens_once_is_no_step_time() -> None:
@@ -239,7 +239,7 @@ def test_what_happens_every_few_steps_is_part_of_them(every: int) -> None:
 
 def test_the_time_to_a_loss_lies_between_evaluations() -> None:
     curve = [[1, 1.0, 4.0], [2, 2.0, None], [3, 3.0, 2.0], [4, 4.0, 1.0]]
-    assert reached(curve, 3.0) == 2.0
-    assert reached(curve, 5.0) == 1.0
-    assert reached(curve, 1.0) == 4.0
-    assert reached(curve, 0.5) is None
+    assert seconds_to_loss(curve, 3.0) == 2.0
+    assert seconds_to_loss(curve, 5.0) == 1.0
+    assert seconds_to_loss(curve, 1.0) == 4.0
+    assert seconds_to_loss(curve, 0.5) is None

@@ -12,25 +12,25 @@ import pytest
 from comparing.small_recipes import tiny_digits
 from comparing.test_race import by_kind
 from end_to_end.command_line import CommandLine, kill, wait_until
-from thrifty.comparing.comparison import race
-from thrifty.comparing.comparison_protocol import Terms
-from thrifty.comparing.run_launchers import Ended, Here, Lane, wait_for_release
-from thrifty.comparing.run_process import ending_of, run_to_end, summary_of
-from thrifty.comparing.variants import Arm
-from thrifty.core.recipe import Budget, Checkpoints, Evaluation, Recipe
+from thrifty.comparing.comparison import compare
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.run_launchers import InProcessLauncher, RunExit, Worker, wait_for_release
+from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
+from thrifty.comparing.variants import Variant
+from thrifty.core.recipe import Budget, CheckpointSettings, EvaluationSettings, Recipe
 from thrifty.recipes.recipe_toml import recipe_to_data
-from thrifty.training.run_lock import Lock, holder
+from thrifty.training.run_lock import RunLock, holder
 
 
 def short(name: str, steps: int) -> Recipe:
-    recipe, few = tiny_digits(), Evaluation(every=10_000, examples=64)
+    recipe, few = tiny_digits(), EvaluationSettings(every=10_000, examples=64)
     return replace(
         recipe,
         name=name,
         model=replace(recipe.model, depth=1),
         budget=Budget(steps=steps),
         evaluation=few,
-        checkpoints=Checkpoints(every=10_000),
+        checkpoints=CheckpointSettings(every=10_000),
     )
 
 
@@ -45,9 +45,9 @@ def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path:
     wait_until((tmp_path / "cut" / "run" / "records.jsonl").is_file, seconds=120)
     process.stdin.close()
     assert process.wait(60) == 143
-    assert ending_of(task) == {"exit_code": 143, "error": ""}
+    assert read_exit(task) == {"exit_code": 143, "error": ""}
     assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
-    ended = Lane()(recipe, tmp_path / "cut")
+    ended = Worker()(recipe, tmp_path / "cut")
     assert (ended.status, ended.error) == ("finished", "")
     assert ended.joules is None  # of its first part nobody knows
     whole = run_to_end(recipe, tmp_path / "whole")
@@ -58,14 +58,14 @@ def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path:
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     recipe = short("run", 2)
     wrong = replace(recipe, model=replace(recipe.model, patch=3))
-    for start in (Lane(), Here()):
+    for start in (Worker(), InProcessLauncher()):
         ended = start(wrong, tmp_path)
         assert ended.status == "failed" and ended.exit_code == 2
         assert "patch" in ended.error and "Traceback" not in ended.error
 
 
 def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
-    saving = Lock(tmp_path / "lock")
+    saving = RunLock(tmp_path / "lock")
     Timer(0.3, saving.release).start()
     assert holder(tmp_path / "lock")
     wait_for_release(tmp_path / "lock")
@@ -74,14 +74,16 @@ def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
 
 def test_only_signals_count_as_an_interruption() -> None:
     codes = {0: "finished", 1: "failed", 2: "failed", 130: "interrupted", 143: "interrupted", -9: "failed"}
-    assert {code: Ended(code, "", 0.0, None).status for code in codes} == codes
+    assert {code: RunExit(code, "", 0.0, None).status for code in codes} == codes
 
 
 def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
-    baseline = Arm("baseline", "baseline", short("tiny", 6))
+    baseline = Variant("baseline", "baseline", short("tiny", 6))
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
-    terms = Terms(equal="flops", seeds=1, trials=1, pilot=4)
-    result = race([baseline, Arm("small", "arm-1", other)], terms, tmp_path / "race", lanes=[Here()])
+    terms = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
+    result = compare(
+        [baseline, Variant("small", "arm-1", other)], terms, tmp_path / "race", lanes=[InProcessLauncher()]
+    )
     assert result["status"] == "finished"
     assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
         result["budgets"]["small"]["steps"]
@@ -115,8 +117,8 @@ def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_race_of_equals_with_other_seeds_says_no_difference(tmp_path: Path) -> None:
     """Real runs: the arm differs by its seeds alone."""
-    baseline = Arm("baseline", "baseline", short("tiny", 12))
-    terms = Terms(equal="steps", seeds=8, trials=1, pilot=4)
-    other = Arm("equal", "arm-1", replace(baseline.recipe, seed=1000))
-    result = race([baseline, other], terms, tmp_path / "race", lanes=[Here()])
+    baseline = Variant("baseline", "baseline", short("tiny", 12))
+    terms = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
+    other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))
+    result = compare([baseline, other], terms, tmp_path / "race", lanes=[InProcessLauncher()])
     assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"

@@ -16,9 +16,9 @@ from torch import nn
 
 from runs_for import RUNS, plain_for
 from thrifty import techniques
-from thrifty.composition.compose import Composition, Plain
+from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import explain, passes_of
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.stages import HOW, Stage
@@ -61,7 +61,7 @@ def overrides(one: Technique, seam: str) -> bool:
     return getattr(type(one), seam) is not getattr(Technique, seam)
 
 
-def logits_of(model: nn.Module, plain: Plain) -> torch.Tensor:
+def logits_of(model: nn.Module, plain: BaseRun) -> torch.Tensor:
     objective = plain.objective
     with torch.no_grad():
         return objective.predict(model.eval(), objective.examples(plain.source.at(9)).to(DEVICE)).logits
@@ -92,8 +92,8 @@ def test_its_stage_and_its_numerics_agree(one: Technique) -> None:
 
 def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> None:
     plain = plain_for(one.name)
-    run = Composition(plain, (one,), STEPS)
-    bare = Composition(plain, (), STEPS)
+    run = Run(plain, (one,), STEPS)
+    bare = Run(plain, (), STEPS)
     for seam, mine, theirs in (
         ("batches", one.batches(plain.source), plain.source),
         ("objective", run.objective, plain.objective),
@@ -265,7 +265,9 @@ def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Techni
     before, rebuilt = logits_of(state.model, plain), plain.build().to(DEVICE)
     try:
         finished = one.finish(state.model)
-    except Refused as refused:  # right only where the plain architecture computes something else with these weights
+    except (
+        RefusedError
+    ) as refused:  # right only where the plain architecture computes something else with these weights
         assert refused.what and refused.fix
         assert torch.equal(logits_of(state.model, plain), before)
         values, names = state.model.state_dict(), rebuilt.state_dict().keys()
@@ -286,7 +288,7 @@ def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memor
         built.append(plain.build())
         return built[-1]
 
-    run = composed(Plain(build_and_keep, plain.source, plain.objective), with_optimizer([one]), STEPS)
+    run = composed(BaseRun(build_and_keep, plain.source, plain.objective), with_optimizer([one]), STEPS)
     explanation = explain(run)
     assert [row.technique for row in explanation.rows] == list(run.techniques)
     assert explanation.footprint.memory > 0 and explanation.footprint.flops > 0

@@ -14,7 +14,7 @@ from thrifty.composition.compose import compose
 from thrifty.composition.explain import count, passes_of
 from thrifty.core import tensor_tracing
 from thrifty.core.footprint import Footprint
-from thrifty.core.tensor_tracing import StepTrace, settled, tensor_bytes
+from thrifty.core.tensor_tracing import StepTrace, gc_frozen, tensor_bytes
 from tiny_runs import plain_run, technique
 
 
@@ -134,9 +134,9 @@ def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count
     monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # as it is outside of tests
     gc.unfreeze()
     try:
-        with settled():
+        with gc_frozen():
             there = gc.get_freeze_count()
-            with settled():
+            with gc_frozen():
                 assert gc.get_freeze_count() == there > 0
             assert gc.get_freeze_count() == there
         assert gc.get_freeze_count() == 0

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource, Mapped, Presampled, Share
-from thrifty.core.errors import Refused
+from thrifty.core.batches import Batch, BatchSource, MappedSource, OversampledSource, RankShard
+from thrifty.core.errors import RefusedError
 
 
 class Numbered(BatchSource):
@@ -31,7 +31,7 @@ def numbers(batch: Batch) -> list[int]:
 @given(share=some.integers(1, 5), ranks=some.integers(1, 6), step=some.integers(0, 1000))
 def test_the_shares_of_all_ranks_are_the_effective_batch(share: int, ranks: int, step: int) -> None:
     source = Numbered(share * ranks)
-    parts = [Share(source, rank, ranks).at(step) for rank in range(ranks)]
+    parts = [RankShard(source, rank, ranks).at(step) for rank in range(ranks)]
     assert [n for part in parts for n in numbers(part)] == numbers(source.at(step))
     assert sum(float(part.weight.sum()) for part in parts) == pytest.approx(1.0)
 
@@ -41,7 +41,7 @@ def test_presampling_gives_consecutive_batches_whole_or_in_any_part(
     batch: int, times: int, step: int, data: some.DataObject
 ) -> None:
     source = Numbered(batch)
-    presampled = Presampled(source, times)
+    presampled = OversampledSource(source, times)
     whole = presampled.at(step)
     assert presampled.batch == len(whole) == batch * times
     assert numbers(whole) == [n for i in range(times) for n in numbers(source.at(step * times + i))]
@@ -54,9 +54,9 @@ def test_presampling_gives_consecutive_batches_whole_or_in_any_part(
 @given(share=some.integers(1, 4), ranks=some.integers(1, 4), times=some.integers(1, 4), step=some.integers(0, 50))
 def test_ranks_that_presample_see_together_what_one_process_sees(share: int, ranks: int, times: int, step: int) -> None:
     source = Numbered(share * ranks)
-    whole = sorted(numbers(Presampled(source, times).at(step)))
-    before = [Presampled(Share(source, rank, ranks), times) for rank in range(ranks)]
-    after = [Share(Presampled(source, times), rank, ranks) for rank in range(ranks)]
+    whole = sorted(numbers(OversampledSource(source, times).at(step)))
+    before = [OversampledSource(RankShard(source, rank, ranks), times) for rank in range(ranks)]
+    after = [RankShard(OversampledSource(source, times), rank, ranks) for rank in range(ranks)]
     for parts in (before, after):
         assert sorted(n for part in parts for n in numbers(part.at(step))) == whole
 
@@ -68,14 +68,17 @@ def test_a_pure_function_of_the_step_commutes_with_sharing(ranks: int, step: int
 
     source = Numbered(2 * ranks)
     for rank in range(ranks):
-        one, other = Mapped(Share(source, rank, ranks), shifted), Share(Mapped(source, shifted), rank, ranks)
+        one, other = (
+            MappedSource(RankShard(source, rank, ranks), shifted),
+            RankShard(MappedSource(source, shifted), rank, ranks),
+        )
         assert numbers(one.at(step)) == numbers(other.at(step))
         assert one.batch == other.batch == 2
 
 
 @given(batch=some.integers(1, 6), sizes=some.lists(some.integers(1, 12), min_size=1, max_size=8))
 def test_batches_of_any_sizes_hold_the_plain_order_without_a_gap_or_a_repeat(batch: int, sizes: list[int]) -> None:
-    source = Numbered(batch).resized(sizes)
+    source = Numbered(batch).with_batch_size(sizes)
     steps = [source.at(step) for step in range(len(sizes) + 3)]
     assert [len(step) for step in steps] == sizes + [sizes[-1]] * 3
     assert [n for step in steps for n in numbers(step)] == list(range(sum(sizes) + 3 * sizes[-1]))
@@ -91,26 +94,33 @@ def test_ranks_share_each_resized_batch_wherever_the_sharing_comes(
     share: int, ranks: int, times: int, step: int, sizes: list[int]
 ) -> None:
     source, sizes = Numbered(share * ranks), [size * ranks for size in sizes]
-    whole = Presampled(source, times).resized(sizes).at(step)
+    whole = OversampledSource(source, times).with_batch_size(sizes).at(step)
     assert len(whole) == times * sizes[min(step, len(sizes) - 1)]
     first = times * sum((sizes + [sizes[-1]] * 9)[:step])
     assert numbers(whole) == list(range(first, first + len(whole)))
-    before = [Presampled(Share(source, rank, ranks), times).resized(sizes) for rank in range(ranks)]
-    after = [Share(Presampled(source, times).resized(sizes), rank, ranks) for rank in range(ranks)]
+    before = [OversampledSource(RankShard(source, rank, ranks), times).with_batch_size(sizes) for rank in range(ranks)]
+    after = [RankShard(OversampledSource(source, times).with_batch_size(sizes), rank, ranks) for rank in range(ranks)]
     for parts in (before, after):
         assert [n for part in parts for n in numbers(part.at(step))] == numbers(whole)
         assert sum(float(part.at(step).weight.sum()) for part in parts) == pytest.approx(1.0)
 
 
 def test_sizes_that_cannot_be_shared_equally_are_refused_wherever_the_sharing_comes() -> None:
-    for make in (lambda: Share(Numbered(8).resized([2, 8]), 0, 4), lambda: Share(Numbered(8), 0, 4).resized([2, 8])):
-        with pytest.raises(Refused, match="multiples of 2 examples cannot be shared equally by 4 ranks") as refused:
+    for make in (
+        lambda: RankShard(Numbered(8).with_batch_size([2, 8]), 0, 4),
+        lambda: RankShard(Numbered(8), 0, 4).with_batch_size([2, 8]),
+    ):
+        with pytest.raises(
+            RefusedError, match="multiples of 2 examples cannot be shared equally by 4 ranks"
+        ) as refused:
             make()
         assert refused.value.fix.endswith("multiples of 4")
 
 
 def test_a_function_of_the_step_sees_the_step_of_the_run_after_resizing() -> None:
-    mapped = Mapped(Numbered(4), lambda step, batch: batch.map(lambda tensor: tensor + 100 * step)).resized([2, 6])
+    mapped = MappedSource(
+        Numbered(4), lambda step, batch: batch.map(lambda tensor: tensor + 100 * step)
+    ).with_batch_size([2, 6])
     assert numbers(mapped.at(0)) == [0, 1] and numbers(mapped.at(1)) == [102, 103, 104, 105, 106, 107]
 
 

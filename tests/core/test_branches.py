@@ -6,18 +6,18 @@ import transformers
 from torch import Tensor, nn
 
 from stacked_models import HEADS, HIDDEN, KINDS, VOCABULARY, WIDTH
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import noting
-from thrifty.modeling.residual_branches import Branch, add_gain, biases, find_branches, is_decoder, out_width
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.residual_branches import ResidualBranch, add_gain, biases, find_branches, is_decoder, out_width
 from thrifty.modeling.stream_norms import bypass_norms
 
 
-def branches_of(model: nn.Module) -> list[Branch]:
+def branches_of(model: nn.Module) -> list[ResidualBranch]:
     return [branch for blocks in find_branches(model).values() for block in blocks for branch in block]
 
 
 @torch.no_grad()
-def silence(branch: Branch) -> None:
+def silence(branch: ResidualBranch) -> None:
     branch.last.weight.zero_()
     for bias in biases(branch.writer):
         bias.zero_()
@@ -95,7 +95,7 @@ def test_layers_with_names_of_nobody_are_told_apart_by_their_widths() -> None:
 
 def test_what_writes_may_be_named() -> None:
     model = blocks_of(("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)), ("c", nn.Linear(4, 4)))
-    with pytest.raises(Refused, match=r"blocks\.0\.c\.weight is in no residual branch"):
+    with pytest.raises(RefusedError, match=r"blocks\.0\.c\.weight is in no residual branch"):
         find_branches(model)
     (block,) = find_branches(model, where="c$")["blocks"]
     assert [(each.name, list(each.inner)) for each in block] == [("blocks.0.c", ["blocks.0.a", "blocks.0.b"])]
@@ -115,7 +115,7 @@ def test_what_writes_may_be_named() -> None:
     ],
 )
 def test_a_block_that_is_not_understood_is_refused(model: nn.Module, reason: str) -> None:
-    with pytest.raises(Refused, match=reason) as refused:
+    with pytest.raises(RefusedError, match=reason) as refused:
         find_branches(model)
     assert "where=" in refused.value.fix
 
@@ -133,12 +133,12 @@ def test_experts_and_hierarchies_are_refused(
     sizes = {} if "depths" in settings else {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": HIDDEN}
     sizes |= {} if "depths" in settings else {"vocab_size": VOCABULARY, "num_attention_heads": HEADS}
     config = getattr(transformers, f"{configuration}Config")(**sizes, **settings)
-    with pytest.raises(Refused, match=left):
+    with pytest.raises(RefusedError, match=left):
         find_branches(getattr(transformers, architecture)(config))
 
 
 def test_what_was_found_is_said_once_per_stack() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         find_branches(KINDS["marian"].model())
     assert notes == [
         "2 blocks of attention + mlp in model.encoder.layers",

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.tensor_tracing import StepTrace, uncollected
-from thrifty.memory.block_recompute import Chain
-from thrifty.memory.recompute_schedule import Do, Operation, Schedule
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.memory.block_recompute import BlockChain
+from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule, ScheduledOperation
 
-PASS, INPUT, ALL, BACK = Do
+PASS, INPUT, ALL, BACK = RecomputeAction
 WIDTH, ROWS = 16, 8
 A = 4 * WIDTH * ROWS
 """Bytes of an activation."""
@@ -70,10 +70,12 @@ advice = some.dictionaries(some.integers(0, 5), some.sampled_from([PASS, INPUT, 
 
 @settings(max_examples=60)
 @given(first=advice, again=some.dictionaries(some.integers(0, 5), advice))
-def test_gradients_are_the_same_whatever_is_kept(first: dict[int, Do], again: dict[int, dict[int, Do]]) -> None:
+def test_gradients_are_the_same_whatever_is_kept(
+    first: dict[int, RecomputeAction], again: dict[int, dict[int, RecomputeAction]]
+) -> None:
     wanted = gradients(Loop(6))
     model = Loop(6)
-    Chain(list(model.blocks), Schedule(first, again))
+    BlockChain(list(model.blocks), RecomputeSchedule(first, again))
     assert_equal(gradients(model), wanted)
 
 
@@ -89,10 +91,10 @@ ODD_LOOPS = {
 
 @pytest.mark.parametrize("name", ODD_LOOPS)
 @pytest.mark.parametrize("do", [PASS, INPUT])
-def test_a_model_may_call_its_blocks_as_it_likes(name: str, do: Do) -> None:
+def test_a_model_may_call_its_blocks_as_it_likes(name: str, do: RecomputeAction) -> None:
     wanted = gradients(ODD_LOOPS[name]())
     model = ODD_LOOPS[name]()
-    Chain(list(model.blocks), Schedule(dict.fromkeys(range(5), do)))
+    BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(5), do)))
     assert_equal(gradients(model), wanted)
 
 
@@ -100,7 +102,7 @@ def test_one_block_in_every_place_is_a_chain_too() -> None:
     wanted, models = [], (Loop(1, [0] * 6), Loop(1, [0] * 6))
     for model in models:
         if model is models[1]:
-            Chain([model.blocks[0]] * 6, Schedule({place: PASS for place in range(1, 6)} | {0: INPUT}))
+            BlockChain([model.blocks[0]] * 6, RecomputeSchedule({place: PASS for place in range(1, 6)} | {0: INPUT}))
         wanted.append(gradients(model))
     assert_equal(*wanted)
     assert models[1].blocks[0].runs == 6 + (6 + 5 + 4 + 3 + 2 + 1)
@@ -111,7 +113,7 @@ def test_several_forward_passes_may_wait_for_their_backward_passes() -> None:
     for watched in (False, True):
         model = Loop(4)
         if watched:
-            Chain(list(model.blocks), Schedule(dict.fromkeys(range(4), PASS)))
+            BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(4), PASS)))
         torch.manual_seed(0)
         first, second = model(inputs()), model(inputs() + 1)
         (first * second).sum().backward(retain_graph=True)
@@ -125,11 +127,11 @@ def test_a_schedule_runs_what_it_says_and_keeps_no_more() -> None:
     operations = [(INPUT, 0), (PASS, 1), (PASS, 2), (ALL, 3), (BACK, 3), (INPUT, 0), (PASS, 1), (ALL, 2), (BACK, 2)]
     operations += [(ALL, 0), (ALL, 1), (BACK, 1), (BACK, 0)]
     model = Loop(4).eval()
-    Chain(list(model.blocks), Schedule.of([Operation(*each) for each in operations]))
+    BlockChain(list(model.blocks), RecomputeSchedule.of([ScheduledOperation(*each) for each in operations]))
     with StepTrace():
         torch.ones(1)  # the first operation imports torch's compiler, and what that leaves behind holds local variables
     x = inputs()
-    with uncollected(), StepTrace(x, *model.parameters()) as live:
+    with gc_disabled(), StepTrace(x, *model.parameters()) as live:
         out = model(x)
         assert live.now == 3 * A  # the last block keeps its input and the result of its tanh; and the output
         out.sum().backward()
@@ -138,8 +140,8 @@ def test_a_schedule_runs_what_it_says_and_keeps_no_more() -> None:
 
 def test_what_is_kept_goes_with_the_graph() -> None:
     model = Loop(4)
-    chain = Chain(list(model.blocks), Schedule(dict.fromkeys(range(4), PASS)))
-    with uncollected():
+    chain = BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(4), PASS)))
+    with gc_disabled():
         out = model(inputs())
         call = chain._latest
         assert call is not None and call() is not None
@@ -156,7 +158,7 @@ def test_inputs_that_are_kept_go_through_hooks_around_the_model() -> None:
 
     wanted = gradients(Loop(4))
     model = Loop(4)
-    Chain(list(model.blocks), Schedule({1: PASS, 3: PASS}))
+    BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 3: PASS}))
     x = inputs()
     torch.manual_seed(1)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.float()):
@@ -174,14 +176,14 @@ def test_hooks_of_a_block_act_each_time() -> None:
             block.register_forward_hook(lambda module, args, output: 0.5 * output)
             block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
         if watched:
-            Chain(list(model.blocks), Schedule({1: PASS, 2: PASS}))
+            BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 2: PASS}))
         found.append(gradients(model))
     assert_equal(*found)
 
 
 def test_without_gradients_nothing_is_recorded() -> None:
     model = Loop(3)
-    chain = Chain(list(model.blocks), Schedule())
+    chain = BlockChain(list(model.blocks), RecomputeSchedule())
     with torch.no_grad():
         model(inputs())
     assert chain._latest is None
@@ -194,7 +196,7 @@ def test_autocast_is_as_it_was() -> None:
     for watched in (False, True):
         model, x = Loop(3), inputs()
         if watched:
-            Chain(list(model.blocks), Schedule({1: PASS, 2: PASS}))
+            BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 2: PASS}))
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x)
@@ -212,7 +214,7 @@ class Wavering(Block):
 def test_a_block_that_does_something_else_the_second_time_is_noticed() -> None:
     model = Loop(1)
     model.blocks[0] = Wavering()
-    Chain(list(model.blocks), Schedule())
+    BlockChain(list(model.blocks), RecomputeSchedule())
     with pytest.raises(IntegrityError, match="block 0 saved"):
         gradients(model)
 
@@ -223,14 +225,14 @@ class Cache:
 
 def test_a_cache_is_refused() -> None:
     model = Loop(1)
-    Chain(list(model.blocks), Schedule())
-    with pytest.raises(Refused, match="Block is given a Cache to write into"):
+    BlockChain(list(model.blocks), RecomputeSchedule())
+    with pytest.raises(RefusedError, match="Block is given a Cache to write into"):
         model.blocks[0](inputs(), Cache())
 
 
 def test_references_to_outputs_do_not_keep_them() -> None:
     model = Loop(2)
-    chain = Chain(list(model.blocks), Schedule())
+    chain = BlockChain(list(model.blocks), RecomputeSchedule())
     out = model(inputs())
     call = chain._latest() if chain._latest else None
     assert call is not None and isinstance(call.outputs[0], weakref.ref)

@@ -10,10 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from recompute_work import model_of_kind
 from thrifty.memory import block_costs
-from thrifty.memory.block_chain_costs import Survey, survey
+from thrifty.memory.block_chain_costs import ChainSurvey, survey
 from thrifty.memory.block_costs import WORTH_OF_A_BYTE
-from thrifty.memory.block_recompute import Chain
-from thrifty.memory.recompute_schedule import ChainCost, Schedule, StageCost
+from thrifty.memory.block_recompute import BlockChain
+from thrifty.memory.recompute_schedule import ChainCost, ChainStageCost, RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks
 from tiny_runs import composed, plain_run, technique, with_optimizer
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 def costs(model: nn.Module, *args: Tensor, timed: bool = False) -> ChainCost:
     blocks = [block for stack in find_stacks(model).values() for block in stack]
-    return survey(model, Chain(blocks, Schedule()), model, args, {}, timed)
+    return survey(model, BlockChain(blocks, RecomputeSchedule()), model, args, {}, timed)
 
 
 def test_a_block_on_paper() -> None:
@@ -117,7 +117,9 @@ def test_frozen_blocks_save_less() -> None:
     model, x = Model(8, 8), torch.randn(ROWS, WIDTH)
     model.blocks[1].requires_grad_(False)
     trained, frozen = costs(model, x).stages
-    assert isinstance(frozen, StageCost) and frozen.backward < trained.backward and frozen.forward == trained.forward
+    assert (
+        isinstance(frozen, ChainStageCost) and frozen.backward < trained.backward and frozen.forward == trained.forward
+    )
 
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -172,7 +174,7 @@ def test_calls_that_differ_in_anything_are_told_apart(
         def forward(self, x: Tensor) -> Tensor:
             return x + self.what(x)
 
-    counted, known = counted_calls(monkeypatch), dict[Hashable, StageCost]()
+    counted, known = counted_calls(monkeypatch), dict[Hashable, ChainStageCost]()
     x = torch.randn(4, 4, requires_grad=True)
     for times, what in ((1, one), (1, one), (2, other), (2, other)):
         block = Doing(what)
@@ -203,5 +205,5 @@ def test_shared_costs_are_those_of_each_block_alone(name: str, monkeypatch: pyte
         return costs(model, torch.zeros(2, 16, dtype=torch.long))
 
     shared = found()
-    monkeypatch.setattr(Survey, "known", property(lambda self: {}, lambda self, value: None), raising=False)
+    monkeypatch.setattr(ChainSurvey, "known", property(lambda self: {}, lambda self, value: None), raising=False)
     assert found() == shared

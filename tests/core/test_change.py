@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from thrifty import techniques
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState, read_log
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Technique
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.optim.transform_elements import ScaleByAdam
@@ -16,7 +16,7 @@ from thrifty.optim.weight_masks import SLOT
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 
-def grown(*others: Technique, **settings: object) -> tuple[Composition, TrainState, TrainState]:
+def grown(*others: Technique, **settings: object) -> tuple[Run, TrainState, TrainState]:
     """A run of 4 blocks that starts with 2 and doubles before step 2: the run, a copy of its state just before the
     growth, and its state just after."""
     chosen = [technique("growth.stacking", at=(2,), **settings), *others]
@@ -167,7 +167,7 @@ def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> 
 
 def test_a_post_norm_model_cannot_grow_by_silent_blocks() -> None:
     chosen = [technique("growth.stacking", start="zeroed"), technique("optimizers.adamw")]
-    with pytest.raises(Refused, match="norm behind its sums"):
+    with pytest.raises(RefusedError, match="norm behind its sums"):
         compose(plain_run(style="gpt1"), chosen, 4).start()
     with pytest.raises(UsageError, match="would stay silent"):
         compose(plain_run(), [*chosen, technique("adapters.lora")], 4)
@@ -249,6 +249,6 @@ def test_moments_in_eight_bits_go_on_as_codes_with_their_scales() -> None:
 
 
 def test_a_value_of_another_shape_must_be_said_how_to_get() -> None:
-    change = Change("wider")
+    change = StructuralChange("wider")
     with pytest.raises(IntegrityError, match="is to be of shape"):
         change.resize("weight", torch.zeros(2), torch.Size([3]))

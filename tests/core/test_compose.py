@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from tiny_runs import advance, plain_run, run_through, technique
 
@@ -47,7 +47,7 @@ def test_a_run_without_an_optimizer_is_refused() -> None:
 
 def test_a_technique_that_cannot_work_is_named_in_its_refusal() -> None:
     run = compose(plain_run(), [ADAMW, technique("adapters.lora", where="nowhere")], 10)
-    with pytest.raises(Refused, match=r"^adapters\.lora: no module matches 'nowhere'"):
+    with pytest.raises(RefusedError, match=r"^adapters\.lora: no module matches 'nowhere'"):
         run.start()
 
 
@@ -76,7 +76,7 @@ class Counting(Technique):
             def __init__(self) -> None:
                 self.state: dict[str, Tensor] = {"seen": torch.zeros(())}
 
-            def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+            def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
                 self.state["seen"] += 1
                 return backward(model, objective, batch)
 
@@ -96,8 +96,8 @@ class Never(Technique):
     numerics: ClassVar[Numerics] = Numerics.EXACT
     at: int = 2
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
-        return Change("nothing new", {"at": step}) if step == self.at else None
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
+        return StructuralChange("nothing new", {"at": step}) if step == self.at else None
 
     def holds(self, state: TrainState) -> None:
         if state.log:

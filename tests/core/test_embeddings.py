@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stacked_models import KINDS, VOCABULARY, WIDTH
-from thrifty.modeling.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_behind, token_tables
+from thrifty.modeling.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_after, token_tables
 
 HEADS = {
     "our llama": "head", "our gpt": "head", "our untied gpt": "head", "our bert": "head", "our t5": "head",
@@ -49,9 +49,9 @@ def test_a_model_that_multiplies_its_embeddings_says_so(name: str) -> None:
 
 def test_a_table_belongs_to_the_stack_that_its_name_is_nearest_to() -> None:
     stacks = ["model.encoder.layers", "model.decoder.layers"]
-    assert stack_behind("model.decoder.embed_tokens", stacks) == stacks[1]
-    assert stack_behind("model.encoder.embed_positions", stacks) == stacks[0]
-    assert stack_behind("model.shared", stacks) == stacks[0]
+    assert stack_after("model.decoder.embed_tokens", stacks) == stacks[1]
+    assert stack_after("model.encoder.embed_positions", stacks) == stacks[0]
+    assert stack_after("model.shared", stacks) == stacks[0]
 
 
 def entered(model: nn.Module, name: str) -> list[Tensor]:

@@ -3,9 +3,9 @@
 import psutil
 import pytest
 
-from thrifty.composition.compose import Plain, compose
-from thrifty.composition.explain import count, explain, touched
-from thrifty.core.errors import Refused
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.explain import count, explain, touched_modules
+from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
 from tiny_runs import advance, plain_run, technique
@@ -69,7 +69,7 @@ def test_explaining_changes_nothing_of_the_run() -> None:
     chosen = [ADAMW, technique("growth.stacking"), technique("data_selection.gradient_norm_sampling")]
     plain, explained = (compose(plain_run(), chosen, 5) for _ in range(2))
     explain(explained)
-    touched(explained)
+    touched_modules(explained)
     results = []
     for run in (plain, explained):
         state = run.start()
@@ -82,17 +82,19 @@ def test_a_model_of_billions_of_parameters_is_explained_in_a_laptops_memory() ->
     plain = plain_run()
     build = lambda: build_model(ModelSettings(preset="llama-8b"), 256, 16, seed=0)  # noqa: E731
     before = psutil.Process().memory_info().rss
-    explanation = explain(compose(Plain(build, plain.source, plain.objective), [ADAMW, technique("adapters.lora")], 5))
+    explanation = explain(
+        compose(BaseRun(build, plain.source, plain.objective), [ADAMW, technique("adapters.lora")], 5)
+    )
     assert explanation.parameters > 6e9
     assert explanation.footprint.parameters > 4 * 6e9
     assert psutil.Process().memory_info().rss - before < 1e9
 
 
 def test_what_surgery_touches_is_told_without_building_the_model() -> None:
-    found = touched(compose(plain_run(depth=3), [ADAMW, technique("adapters.lora")], 5))
+    found = touched_modules(compose(plain_run(depth=3), [ADAMW, technique("adapters.lora")], 5))
     assert found["adapters.lora"][0].startswith("12 of 12 modules")
-    with pytest.raises(Refused, match=r"adapters\.lora: rank 99"):
-        touched(compose(plain_run(), [ADAMW, technique("adapters.lora", rank=99)], 5))
+    with pytest.raises(RefusedError, match=r"adapters\.lora: rank 99"):
+        touched_modules(compose(plain_run(), [ADAMW, technique("adapters.lora", rank=99)], 5))
 
 
 def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:

@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from runs_for import RUNS
 from thrifty import techniques
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import Allocated, allocated
+from thrifty.planning.allocator_trace import AllocationReport, measure_allocations
 from thrifty.techniques.data_selection import gradient_norm_sampling
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 
@@ -65,7 +65,7 @@ def model_for(place: int, names: tuple[str, ...]) -> str:
 GRID = [(model_for(place, names), names) for place, names in enumerate(CHOSEN)]
 
 
-def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> Plain:
+def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:
     """In proportion as real ones: activations outweigh weights, unless told otherwise."""
 
     def build() -> nn.Module:
@@ -73,11 +73,11 @@ def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, leng
             return gpt_neox()
         kv_heads, hidden = (2, 3 * width) if style == "llama" else (4, 4 * width)
         shape: Any = (style, DEPTH, width, 4, kv_heads, hidden, vocabulary, length + ROOM, True)
-        model = assemble(Shape(*shape))
+        model = assemble(ModelConfig(*shape))
         initialize(model, 0)
         return model
 
-    return Plain(build, PackedTokens(corpus(), length, BATCH, seed=0), NextToken())
+    return BaseRun(build, PackedTokens(corpus(), length, BATCH, seed=0), NextToken())
 
 
 def gpt_neox() -> nn.Module:
@@ -101,13 +101,13 @@ def alone(one_rank: None) -> Iterator[None]:
 
 
 @cache
-def both(model: str, names: tuple[str, ...]) -> tuple[Footprint, Allocated]:
+def both(model: str, names: tuple[str, ...]) -> tuple[Footprint, AllocationReport]:
     chosen = [technique(name, **SETTINGS.get(name, {})) for name in names]
     run = compose(plain_run(model), with_optimizer(chosen), STEPS)
-    return explain(run).footprint, allocated(run)
+    return explain(run).footprint, measure_allocations(run)
 
 
-def error(predicted: Footprint, measured: Allocated) -> float:
+def error(predicted: Footprint, measured: AllocationReport) -> float:
     return abs(predicted.memory / measured.peak - 1)
 
 
@@ -132,7 +132,7 @@ def test_the_median_error_of_the_predicted_peak_is_far_below_a_twentieth() -> No
 )
 def test_where_weights_outweigh_activations_gradients_and_the_update_make_the_peak(name: str) -> None:
     run = compose(plain_run("llama", vocabulary=1024, length=4), with_optimizer([technique(name)]), STEPS)
-    predicted, measured = explain(run).footprint, allocated(run)
+    predicted, measured = explain(run).footprint, measure_allocations(run)
     assert predicted.activations < predicted.parameters
     assert error(predicted, measured) <= LARGEST_ERROR
 
@@ -142,7 +142,7 @@ def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypa
     run = compose(plain_run("gpt"), chosen, STEPS)
     predicted = explain(run).footprint
     monkeypatch.setattr(gradient_norm_sampling, "variance_reduction", lambda scores: torch.tensor(1000.0))
-    measured = allocated(run)
+    measured = measure_allocations(run)
     assert float(run.memories["data_selection.gradient_norm_sampling"]["tau"]) > 2
     assert error(predicted, measured) <= LARGEST_ERROR
 
@@ -150,7 +150,7 @@ def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypa
 def test_the_measurement_sees_what_is_held_and_what_is_given_back() -> None:
     """By hand: weights of 128 x 256 bytes four times, the batch, and nothing that was freed before the step."""
     run = compose(plain_run("gpt"), [technique("optimizers.adamw")], STEPS)
-    measured = allocated(run)
+    measured = measure_allocations(run)
     model = run.build_model()
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert measured.parameters == measured.gradients == size

@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_notes import noting
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.state import TrainState, fill_tensor
 from thrifty.optim.mask_selection import full_mask, masked_shapes, random_mask
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ScaleByAdam, ScaleByMomentum
-from thrifty.optim.weight_masks import Layer, Masks, check_masks, mask_of, masks_in
+from thrifty.optim.weight_masks import MaskedLayer, MaskedUpdate, check_masks, mask_of, masks_in
 from thrifty.techniques.memory.offload_optimizer import offloaded
 from thrifty.techniques.optimizers.adamw import adamw
-from thrifty.techniques.precision.bfloat16_weights import in_float32
-from thrifty.techniques.precision.optimizer_state import stored
+from thrifty.techniques.precision.bfloat16_weights import update_in_float32
+from thrifty.techniques.precision.optimizer_state import with_compact_state
 from tiny_runs import advance, plain_run, snapshot, technique, tiny_model, with_optimizer
 
 
@@ -28,7 +28,7 @@ class Halves:
 
     def __init__(self, instead: bool = True):
         self.instead = instead
-        self.seen: list[Layer] = []
+        self.seen: list[MaskedLayer] = []
 
     def masked(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return [name for name in shapes if name.startswith("a")]
@@ -39,7 +39,9 @@ class Halves:
     def due(self, step: int) -> bool:
         return step == 1
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         assert step == 1
         for name in names:
             self.seen.append(layer(name))
@@ -67,7 +69,7 @@ def step(optimizer: TransformOptimizer, named: Mapping[str, nn.Parameter], seed:
 def test_gradients_updates_and_moments_stay_inside_masks_that_move(instead: bool) -> None:
     named, masking = weights(), Halves(instead)
     whole = {name: parameter.detach().clone() for name, parameter in named.items()}
-    optimizer = TransformOptimizer(named.items(), Masks(chain(adamw(0.1)), masking))
+    optimizer = TransformOptimizer(named.items(), MaskedUpdate(chain(adamw(0.1)), masking))
     mask = optimizer.slots["masks.mask"][0]
     assert int(mask.sum()) == 32 and not optimizer.slots["masks.mask"][1].numel()
     assert torch.equal(named["a"], whole["a"] * mask) and torch.equal(named["b"], whole["b"])
@@ -88,7 +90,7 @@ def test_gradients_updates_and_moments_stay_inside_masks_that_move(instead: bool
 
 def test_a_parameter_knows_its_mask_which_changes_in_place() -> None:
     named = weights()
-    optimizer = TransformOptimizer(named.items(), Masks(chain(adamw(0.1)), Halves()))
+    optimizer = TransformOptimizer(named.items(), MaskedUpdate(chain(adamw(0.1)), Halves()))
     mask = mask_of(named["a"])
     assert mask is optimizer.slots["masks.mask"][0]
     assert mask_of(named["b"]) is mask_of(named["a bias"]) is None
@@ -106,12 +108,12 @@ def test_a_parameter_knows_its_mask_which_changes_in_place() -> None:
     "wrap",
     [
         lambda masks: masks,
-        lambda masks: chain(Transform(), ScaleByMomentum(), masks),
+        lambda masks: chain(GradientTransform(), ScaleByMomentum(), masks),
         lambda masks: partition(
             ("first", lambda name, p: name == "a", chain(masks)), ("others", lambda name, p: True, adamw())
         ),
-        lambda masks: stored(chain(masks), smallest=1),
-        lambda masks: in_float32(chain(masks)),
+        lambda masks: with_compact_state(chain(masks), smallest=1),
+        lambda masks: update_in_float32(chain(masks)),
         lambda masks: offloaded(chain(masks), "simulated"),
         lambda masks: offloaded(chain(masks), "simulated", delayed_after=0),
         lambda masks: offloaded(chain(masks), "disk"),
@@ -119,11 +121,11 @@ def test_a_parameter_knows_its_mask_which_changes_in_place() -> None:
     ids=["alone", "chain", "partition", "stored", "in float32", "on copies", "delayed", "on a disk"],
 )
 def test_what_others_have_filled_in_is_brought_under_the_masks_by_every_wrapper(
-    wrap: Callable[[Transform], Transform], request: pytest.FixtureRequest
+    wrap: Callable[[GradientTransform], GradientTransform], request: pytest.FixtureRequest
 ) -> None:
     low = "in float32" in request.node.name
     named = weights(torch.bfloat16 if low else torch.float32)
-    optimizer = TransformOptimizer(named.items(), wrap(Masks(chain(ScaleByAdam()), Halves())))
+    optimizer = TransformOptimizer(named.items(), wrap(MaskedUpdate(chain(ScaleByAdam()), Halves())))
     step(optimizer, named, 0)
     (slot,) = [slot for slot in optimizer.slots if slot.endswith("masks.mask")]
     with torch.no_grad():
@@ -143,7 +145,7 @@ def test_what_others_have_filled_in_is_brought_under_the_masks_by_every_wrapper(
     assert not named["a"].detach()[~mask].any()
 
 
-def sparse_state(*others: str) -> tuple[Composition, TrainState]:
+def sparse_state(*others: str) -> tuple[Run, TrainState]:
     run = compose(plain_run(), with_optimizer([technique("sparsity.static"), *map(technique, others)]), 4)
     state = run.start()
     advance(run, state, 2)
@@ -221,7 +223,7 @@ def test_an_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
         model.layers = nn.ModuleList([nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
         return model
 
-    with pytest.raises(Refused, match=r"layers\.0\.weight, which is an embedding") as refused:
+    with pytest.raises(RefusedError, match=r"layers\.0\.weight, which is an embedding") as refused:
         technique("sparsity.static").model(model())
     where = refused.value.fix.partition("'")[2].removesuffix("'")
     one = technique("sparsity.static", where=where)
@@ -232,7 +234,7 @@ def test_an_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
 def test_what_stays_dense_is_told_by_name() -> None:
     model = tiny_model(depth=2, tied=False)
     model.blocks[0].experts = nn.Parameter(torch.zeros(2, 4, 4))
-    with noting() as notes:
+    with collect_notes() as notes:
         technique("sparsity.static").model(model)
     assert len(notes) == 1 and "such as blocks.0.attention.qkv.weight" in notes[0]
     assert notes[0].endswith("and embedding.token.weight, blocks.N.experts, head.weight")

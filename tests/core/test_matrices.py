@@ -8,14 +8,14 @@ import transformers
 from torch import Tensor, nn
 
 from stacked_models import HEADS, KINDS, VOCABULARY, WIDTH
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.module_surgery import find_stacks, is_under
-from thrifty.modeling.residual_branches import Branch, biases, find_branches
+from thrifty.modeling.residual_branches import ResidualBranch, biases, find_branches
 from thrifty.modeling.stream_norms import bypass_norms
-from thrifty.techniques.initializations._branch_matrices import Matrix, draw_xavier, matrices, outer_matrices
+from thrifty.techniques.initializations._branch_matrices import BranchMatrix, draw_xavier, matrices, outer_matrices
 
 
-def branches_of(model: nn.Module) -> list[Branch]:
+def branches_of(model: nn.Module) -> list[ResidualBranch]:
     return [branch for blocks in find_branches(model).values() for block in blocks for branch in block]
 
 
@@ -122,12 +122,12 @@ def test_an_attention_that_cannot_be_taken_apart_is_refused(config: object) -> N
     settings.vocab_size, settings.num_hidden_layers, settings.num_attention_heads = VOCABULARY, 1, HEADS
     settings.num_key_value_heads = HEADS
     model = transformers.AutoModelForCausalLM.from_config(settings)
-    with pytest.raises(Refused, match=r"cannot be told which part of .* makes queries, keys or values"):
+    with pytest.raises(RefusedError, match=r"cannot be told which part of .* makes queries, keys or values"):
         matrices(branches_of(model)[0])
 
 
-def matrix(values: Tensor, name: str = "a.weight", role: str = "hidden", folded: float = 1.0) -> Matrix:
-    return Matrix(name, role, values, values.shape[1], values.shape[0], folded)  # type: ignore[arg-type]
+def matrix(values: Tensor, name: str = "a.weight", role: str = "hidden", folded: float = 1.0) -> BranchMatrix:
+    return BranchMatrix(name, role, values, values.shape[1], values.shape[0], folded)  # type: ignore[arg-type]
 
 
 def test_xavier_values_are_uniform_within_the_bound_of_their_own_part() -> None:

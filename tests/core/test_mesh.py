@@ -10,7 +10,7 @@ from rank_processes import on_ranks
 from thrifty.core import mesh
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import AXES, Mesh, axis
-from thrifty.core.ranks import own_draws
+from thrifty.core.ranks import random_stream
 
 SIZE = st.integers(1, 4)
 
@@ -50,10 +50,10 @@ def test_one_process_is_alone_on_every_axis() -> None:
 
 def places() -> list[tuple[int, int]]:
     unlaid = [(axis("data").size, axis("tensor").size)]
-    mesh.lay({"pipeline": 2, "replicate": 1, "shard": 1, "tensor": 2}, "cpu")
+    mesh.set_mesh({"pipeline": 2, "replicate": 1, "shard": 1, "tensor": 2}, "cpu")
     here = [(axis(name).place, axis(name).size) for name in ("pipeline", "tensor", "data")]
-    draws = own_draws()
-    mesh.lift()
+    draws = random_stream()
+    mesh.clear_mesh()
     return [*unlaid, *here, (draws, 0)]
 
 

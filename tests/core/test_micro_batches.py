@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thrifty.composition import explain
 from thrifty.composition.compose import compose
-from thrifty.composition.micro_batches import fewer_alike
+from thrifty.composition.micro_batches import representative_micro_batches
 from thrifty.core.footprint import Footprint
 from tiny_runs import plain_run, technique, with_optimizer
 
@@ -29,7 +29,7 @@ def test_two_tell_what_all_hold_and_compute(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], parts: int
 ) -> None:
     found = counted(*names, parts=parts)
-    monkeypatch.setattr(explain, "fewer_alike", lambda run, batch: (run, batch, 1.0))
+    monkeypatch.setattr(explain, "representative_micro_batches", lambda run, batch: (run, batch, 1.0))
     assert found == counted(*names, parts=parts)
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names:
     cut = technique("large_batch.gradient_accumulation", parts=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *(technique(name) for name in names)]), 6)
     batch = run.source.at(5)
-    same, whole, times = fewer_alike(run, batch)
+    same, whole, times = representative_micro_batches(run, batch)
     assert same is run and whole is batch and times == 1.0
 
 
@@ -58,6 +58,6 @@ def test_the_work_of_those_left_out_is_counted() -> None:
 def test_only_two_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compose(plain_run(batch=BATCH), with_optimizer([technique("large_batch.gradient_accumulation", parts=8)]), 6)
     with FakeTensorMode():
-        cut, batch, times = fewer_alike(run, run.source.at(5))
+        cut, batch, times = representative_micro_batches(run, run.source.at(5))
     assert len(batch) == 2 and times == 4.0
     assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").parts == 2  # type: ignore[attr-defined]

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import pytest
 
 from thrifty.core.errors import UsageError
-from thrifty.core.run_relative_settings import EffectiveBatch, Moment, in_steps, resolve_moments
+from thrifty.core.run_relative_settings import EffectiveBatch, StepOrFraction, in_steps, resolve_moments
 from thrifty.core.technique import Technique
 
 
 @dataclass(frozen=True)
 class Settings:
-    warmup: Moment = 0.05
-    at: tuple[Moment, ...] = (0.125, 300)
+    warmup: StepOrFraction = 0.05
+    at: tuple[StepOrFraction, ...] = (0.125, 300)
     rate: float = 0.5
     every: int = 7
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from stacked_models import KINDS, TOKENS, TorchEncoder
 from thrifty.core.errors import IntegrityError
-from thrifty.core.run_notes import noting
+from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.stream_norms import bypass_norms, check_bypassed, is_norm, stream_norms
 
 STAYS = {
@@ -65,7 +65,7 @@ def test_a_norm_that_is_back_or_trained_is_noticed() -> None:
 
 
 def test_what_stays_is_said_once_for_all_blocks() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         bypass_norms(KINDS["qwen3"].model())
     (said,) = notes
     assert said.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalises queries or keys")

@@ -5,7 +5,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_hidden_matrix, is_matrix
+from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_hidden_matrix, is_matrix
 from tiny_runs import tiny_model
 
 
@@ -133,7 +133,7 @@ def test_words_that_mean_an_end_only_count_where_they_do(name: str, hidden: bool
     assert is_hidden_matrix(name, torch.zeros(4, 4)) == hidden
 
 
-def slices_of(model: nn.Module) -> dict[str, Slices]:
+def slices_of(model: nn.Module) -> dict[str, FusedSlices]:
     held = named(model)
     found = fused_slices(list(held), list(held.values()))
     return {name: cut for name, cut in zip(held, found, strict=True) if cut is not None}
@@ -142,13 +142,13 @@ def slices_of(model: nn.Module) -> dict[str, Slices]:
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("gpt2", {"transformer.h.0.attn.c_attn.weight": Slices(1, (32, 32, 32))}),
+        ("gpt2", {"transformer.h.0.attn.c_attn.weight": FusedSlices(1, (32, 32, 32))}),
         ("llama", {}),
         (
             "phi3",
             {
-                "model.layers.0.self_attn.qkv_proj.weight": Slices(0, (32, 16, 16)),
-                "model.layers.0.mlp.gate_up_proj.weight": Slices(0, (48, 48)),
+                "model.layers.0.self_attn.qkv_proj.weight": FusedSlices(0, (32, 16, 16)),
+                "model.layers.0.mlp.gate_up_proj.weight": FusedSlices(0, (48, 48)),
             },
         ),
         ("neox", {}),  # its heads take turns
@@ -157,36 +157,41 @@ def slices_of(model: nn.Module) -> dict[str, Slices]:
         ("vit", {}),
     ],
 )
-def test_fused_layers_of_transformers_are_found(name: str, wanted: dict[str, Slices]) -> None:
+def test_fused_layers_of_transformers_are_found(name: str, wanted: dict[str, FusedSlices]) -> None:
     assert slices_of(meta_model(name)) == wanted
 
 
 def test_fused_layers_of_our_models_are_found_and_an_ungated_network_is_one_layer() -> None:
     llama, gpt = slices_of(tiny_model(depth=1, style="llama")), slices_of(tiny_model(depth=1, style="gpt"))
     assert llama == {
-        "blocks.0.attention.qkv.weight": Slices(0, (32, 16, 16)),
-        "blocks.0.mlp.up.weight": Slices(0, (64, 64)),
+        "blocks.0.attention.qkv.weight": FusedSlices(0, (32, 16, 16)),
+        "blocks.0.mlp.up.weight": FusedSlices(0, (64, 64)),
     }
-    assert gpt == {"blocks.0.attention.qkv.weight": Slices(0, (32, 32, 32))}
+    assert gpt == {"blocks.0.attention.qkv.weight": FusedSlices(0, (32, 32, 32))}
 
 
 def test_fused_layers_of_torchs_attention_are_found() -> None:
-    assert slices_of(nn.MultiheadAttention(8, 2)) == {"in_proj_weight": Slices(0, (8, 8, 8))}
+    assert slices_of(nn.MultiheadAttention(8, 2)) == {"in_proj_weight": FusedSlices(0, (8, 8, 8))}
 
 
 @pytest.mark.parametrize(
     ("shapes", "wanted"),
     [
-        ({"a.qkv.weight": (24, 16), "a.out.weight": (16, 8)}, {"a.qkv.weight": Slices(0, (8, 8, 8))}),  # narrow heads
+        (
+            {"a.qkv.weight": (24, 16), "a.out.weight": (16, 8)},
+            {"a.qkv.weight": FusedSlices(0, (8, 8, 8))},
+        ),  # narrow heads
         (
             {"a.kv.weight": (32, 16), "a.q.weight": (16, 16), "a.out.weight": (16, 16)},
-            {"a.kv.weight": Slices(0, (16, 16))},
+            {"a.kv.weight": FusedSlices(0, (16, 16))},
         ),
-        ({"a.c_attn.weight": (24, 8)}, {"a.c_attn.weight": Slices(0, (8, 8, 8))}),  # as a linear layer keeps it
+        ({"a.c_attn.weight": (24, 8)}, {"a.c_attn.weight": FusedSlices(0, (8, 8, 8))}),  # as a linear layer keeps it
         ({"a.qkv.weight": (16, 16), "a.out.weight": (16, 16)}, {}),
         ({"a.up.weight": (64, 16), "b.down.weight": (16, 32)}, {}),
     ],
 )
-def test_slices_follow_from_the_layer_behind(shapes: dict[str, tuple[int, int]], wanted: dict[str, Slices]) -> None:
+def test_slices_follow_from_the_layer_behind(
+    shapes: dict[str, tuple[int, int]], wanted: dict[str, FusedSlices]
+) -> None:
     found = fused_slices(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
     assert {name: cut for name, cut in zip(shapes, found, strict=True) if cut} == wanted

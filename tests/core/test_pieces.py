@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformChain, TransformScope, chain
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.optim import chunked_update
-from thrifty.optim.chunked_update import InPieces
+from thrifty.optim.chunked_update import ChunkedUpdate
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import (
@@ -21,26 +21,26 @@ from thrifty.optim.transform_elements import (
     ScaleParameters,
     scale_by_learning_rate,
 )
-from thrifty.optim.update_plan import split
+from thrifty.optim.update_plan import split_chain
 from thrifty.techniques.optimizers.lion import lion
 
 
-class DivideByNorm(Transform):
+class DivideByNorm(GradientTransform):
     """Right only when it sees the whole of a tensor."""
 
     name = "divide_by_norm"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return [update / (update.norm() + 1e-12) for update in updates]
 
 
-class DivideByLargest(Transform):
+class DivideByLargest(GradientTransform):
     """Right only when it sees all tensors."""
 
     name = "divide_by_largest"
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         largest = torch.stack([update.abs().max() for update in updates]).max()
         return [update / largest for update in updates]
 
@@ -67,7 +67,7 @@ CHAINS = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chunked_update, "NUMBERS", 12)
+    monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", 12)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -79,7 +79,7 @@ def tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def whole(transform: Transform, held: list[Tensor], steps: int) -> list[Tensor]:
+def whole(transform: GradientTransform, held: list[Tensor], steps: int) -> list[Tensor]:
     slots = transform.init([f"p{i}" for i in range(len(held))], held)
     for step in range(steps):
         updates = transform.update(tensors([t.shape for t in held], step), slots, held, transform.numbers(step, step))
@@ -87,7 +87,7 @@ def whole(transform: Transform, held: list[Tensor], steps: int) -> list[Tensor]:
     return held
 
 
-def in_pieces(transform: Transform, held: list[Tensor], steps: int) -> list[Tensor]:
+def in_pieces(transform: GradientTransform, held: list[Tensor], steps: int) -> list[Tensor]:
     for tensor in held:
         tensor.requires_grad_()
     optimizer = TransformOptimizer([(f"p{i}", tensor) for i, tensor in enumerate(held)], transform)
@@ -111,8 +111,8 @@ def test_a_chain_in_pieces_is_the_chain(name: str, shapes: list[tuple[int, ...]]
 def test_every_number_is_in_exactly_one_piece() -> None:
     held = tensors([(7, 5), (3,), (2, 2), (0, 4), (), (40,), (1, 30)], 0)
     counts = [torch.zeros_like(tensor) for tensor in held]
-    assert lion().reach is Reach.ROWS
-    found = InPieces(lion(), chain(), held).pieces
+    assert lion().reach is TransformScope.ROWS
+    found = ChunkedUpdate(lion(), chain(), held).pieces
     assert len(found) == 6
     for piece in found:
         for part in piece.of(counts):
@@ -122,15 +122,15 @@ def test_every_number_is_in_exactly_one_piece() -> None:
 
 def test_large_tensors_go_by_rows_through_what_needs_no_more() -> None:
     (held,) = tensors([(9, 4)], 0)
-    (piece,) = InPieces(chain(lion(), DivideByNorm()), chain(), [held]).pieces
+    (piece,) = ChunkedUpdate(chain(lion(), DivideByNorm()), chain(), [held]).pieces
     assert [len(stretch.pieces) for stretch in piece.work.stretches] == [3, 1]
 
 
 def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
-    head, tail = split(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
-    assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, InPieces)
-    head, tail = split(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
-    assert isinstance(head, Chain) and len(head.elements) == 4 and isinstance(tail, InPieces)
+    head, tail = split_chain(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
+    assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, ChunkedUpdate)
+    head, tail = split_chain(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
+    assert isinstance(head, TransformChain) and len(head.elements) == 4 and isinstance(tail, ChunkedUpdate)
 
 
 def test_every_thread_of_the_pool_is_there_before_the_rest_of_the_program_goes_on() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.memory.recomputation import run_again
+from thrifty.memory.recomputation import recompute
 from thrifty.techniques.memory.recompute import Recompute
 
 
@@ -63,4 +63,4 @@ def test_what_was_given_by_name_arrives_by_name() -> None:
     torch.manual_seed(0)
     wanted = block(x, **given)
     torch.manual_seed(0)
-    assert torch.equal(run_again(block, (x,), given), wanted)
+    assert torch.equal(recompute(block, (x,), given), wanted)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.tensor_tracing import StepTrace
-from thrifty.memory.dry_run import rehearsing
-from thrifty.memory.op_trace import Tape
-from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
+from thrifty.memory.dry_run import dry_run
+from thrifty.memory.op_trace import OpTrace
+from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
 from thrifty.modeling.module_surgery import wrap_forward
 
 WIDTH = 16
@@ -70,15 +70,15 @@ def step(stack: Stack, autocast: bool) -> tuple[list[Tensor], int]:
     return [result.detach(), *(parameter.grad.clone() for parameter in stack.parameters())], alive
 
 
-def tapes_of(stack: Stack, autocast: bool) -> list[Tape]:
+def tapes_of(stack: Stack, autocast: bool) -> list[OpTrace]:
     x = torch.zeros(2, 8, WIDTH)
-    with rehearsing(stack, lambda *_: 0.0) as rehearsal, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with dry_run(stack, lambda *_: 0.0) as rehearsal, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         stack.run = lambda place, inner, *args: rehearsal.run(str(place), stack.blocks[place], inner, args, {})
         stack(x)
     return rehearsal.tapes
 
 
-def plan_of(tape: Tape, stored: set[int]) -> BlockPlan:
+def plan_of(tape: OpTrace, stored: set[int]) -> BlockPlan:
     """Everything else that is needed is made again."""
     again: set[int] = set()
     needed = [item.number for item in tape.items.values() if item.saved]
@@ -87,11 +87,11 @@ def plan_of(tape: Tape, stored: set[int]) -> BlockPlan:
         if number not in stored | again:
             again.add(number)
             needed += tape.items[number].reads
-    return BlockPlan(tape, dict.fromkeys(stored, keep), frozenset(again))
+    return BlockPlan(tape, dict.fromkeys(stored, keep_tensor), frozenset(again))
 
 
 def follow(stack: Stack, plans: list[BlockPlan]) -> None:
-    stack.run = lambda place, inner, *args: run_planned(plans[place], inner, args, {})
+    stack.run = lambda place, inner, *args: run_block_plan(plans[place], inner, args, {})
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -155,12 +155,12 @@ def test_what_is_written_outside_is_written_once() -> None:
         block = Counting()
         x = torch.randn(2, 8, WIDTH, requires_grad=True)
         if planned:
-            with rehearsing(block, lambda *_: 0.0) as rehearsal:
+            with dry_run(block, lambda *_: 0.0) as rehearsal:
                 rehearsal.run("block", block, block.forward, (x,), {})
             (tape,) = rehearsal.tapes
             kept = {number for number, item in tape.items.items() if not item.repeatable}
             assert len(kept) == 1
-            run_planned(plan_of(tape, kept), block.forward, (x,), {}).square().sum().backward()
+            run_block_plan(plan_of(tape, kept), block.forward, (x,), {}).square().sum().backward()
         else:
             block(x).square().sum().backward()
         assert x.grad is not None

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.memory.saved_tensor_hooks import is_parameter, kept_by
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.memory.saved_tensor_hooks import is_parameter, use_activation_store
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 
 
@@ -36,7 +36,7 @@ class Refusing:
 
 
 def model_of(style: str) -> nn.Module:
-    model = assemble(Shape(style, 2, 32, 4, 2 if style == "llama" else 4, 64, 256, 16, True))  # type: ignore[arg-type]
+    model = assemble(ModelConfig(style, 2, 32, 4, 2 if style == "llama" else 4, 64, 256, 16, True))  # type: ignore[arg-type]
     initialize(model, 0, std=0.1)
     return model
 
@@ -48,7 +48,7 @@ def gradients(model: nn.Module, keeper: object | None, autocast: bool) -> list[T
         if keeper is None:
             hidden = model(tokens)
         else:
-            with kept_by(keeper, smallest=1):  # type: ignore[arg-type]
+            with use_activation_store(keeper, smallest=1):  # type: ignore[arg-type]
                 hidden = model(tokens)
         loss = model.head(hidden).float().square().mean()
     loss.backward()
@@ -78,7 +78,7 @@ def test_a_storage_comes_once_and_is_given_back_once_to_all_who_need_it_together
     keeper = Copying()
     x = torch.randn(2, 8, 3 * 16, requires_grad=True)
     fused = x * 2
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         q, k, v = (part.view(2, 8, 2, 8).transpose(1, 2) for part in fused.split(16, -1))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert [shape for shape, _ in keeper.kept].count(fused.shape) == 1
@@ -89,7 +89,7 @@ def test_a_storage_comes_once_and_is_given_back_once_to_all_who_need_it_together
 def test_a_value_that_was_changed_in_place_is_another_value() -> None:
     keeper = Copying()
     x = torch.randn(64, requires_grad=True)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         doubled = x * 2
         first = doubled.exp()
         second = first.detach().clone().requires_grad_()
@@ -101,7 +101,7 @@ def test_a_value_that_was_changed_in_place_is_another_value() -> None:
 def test_what_is_transposed_in_memory_comes_back_so() -> None:
     keeper = Copying()
     x = torch.randn(8, 6, requires_grad=True)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         product = (x.t() * 1.0).exp()
     assert not product.is_contiguous()
     product.sum().backward()
@@ -111,7 +111,7 @@ def test_what_is_transposed_in_memory_comes_back_so() -> None:
 def test_small_tensors_stay_where_they_are() -> None:
     keeper = Copying()
     x = torch.randn(100, requires_grad=True)
-    with kept_by(keeper, smallest=101):
+    with use_activation_store(keeper, smallest=101):
         x.exp().sum().backward()
     assert keeper.kept == []
 

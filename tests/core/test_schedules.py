@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from thrifty import techniques
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.run_relative_settings import resolve_moments
 from thrifty.core.technique import Technique
 from thrifty.techniques.schedules._warmup import warmed_up
@@ -17,7 +17,7 @@ SCHEDULES = [name for name in techniques.names() if name.startswith("schedules."
 
 
 def factors(schedule: Technique, steps: int, beyond: int = 0) -> list[float]:
-    transform = resolve_moments(schedule, steps).update(Transform())
+    transform = resolve_moments(schedule, steps).update(GradientTransform())
     return [value for step in range(steps + beyond) for value in transform.numbers(step, step).values()]
 
 

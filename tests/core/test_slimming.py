@@ -9,18 +9,18 @@ import transformers
 from tiny_models import SMALL
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.structured_pruning import (
     ZERO,
     add_coefficients,
-    arrange,
-    filled_up,
-    find_pieces,
+    find_units,
     fold_coefficients,
-    is_arranged,
+    is_pruned,
+    pad_with_zeros,
+    prune_units,
 )
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
@@ -29,7 +29,7 @@ GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 
 
 def ours(style: str, heads: int = 4, kv_heads: int | None = None, **more: object) -> nn.Module:
-    model = assemble(Shape(style, 2, 32, heads, kv_heads or heads, 24, 60, 12, style != "vit", **more))  # type: ignore[arg-type]
+    model = assemble(ModelConfig(style, 2, 32, heads, kv_heads or heads, 24, 60, 12, style != "vit", **more))  # type: ignore[arg-type]
     initialize(model, 0, std=0.2)
     biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
     for parameter in biases:
@@ -85,7 +85,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 def some_pieces(model: nn.Module) -> dict[str, list[int]]:
     """Different ones in each block; of heads at least one, and not the first."""
     kept = {}
-    for name, pieces in find_pieces(model).items():
+    for name, pieces in find_units(model).items():
         generator = torch.Generator().manual_seed(len(kept))
         left = max(1, round((0.4 + 0.2 * (len(kept) % 3)) * pieces.count))
         kept[name] = sorted(torch.randperm(pieces.count, generator=generator)[:left].tolist())
@@ -94,7 +94,7 @@ def some_pieces(model: nn.Module) -> dict[str, list[int]]:
 
 @torch.no_grad()
 def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
-    for name, pieces in find_pieces(model).items():
+    for name, pieces in find_units(model).items():
         add_coefficients(pieces)
         gone = [piece for piece in range(pieces.count) if piece not in kept[name]]
         pieces.writer.coefficients[gone] = 0.0
@@ -102,24 +102,24 @@ def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
 
 
 def test_every_branch_has_its_pieces(model: nn.Module) -> None:
-    found = list(find_pieces(model).values())
+    found = list(find_units(model).values())
     assert [pieces.kind for pieces in found] == ["heads", "neurons"] * 2
     for pieces in found:
         assert pieces.count * pieces.width == pieces.writer.weight.shape[1]
-        assert not is_arranged(model)
+        assert not is_pruned(model)
 
 
 def test_the_smaller_model_computes_what_the_masked_one_does(model: nn.Module, request: pytest.FixtureRequest) -> None:
     kept, whole = some_pieces(model), answer(model)
     before = sum(parameter.numel() for parameter in model.parameters())
-    for name, pieces in find_pieces(model).items():
-        arrange(pieces, kept[name])
+    for name, pieces in find_units(model).items():
+        prune_units(pieces, kept[name])
     smaller = answer(model)
     expected = masked(MODELS[request.node.callspec.params["model"]](), kept)
     assert float((smaller - expected).abs().max()) < 1e-6
     assert float((smaller - whole).abs().max()) > 1e-3
-    assert is_arranged(model)
-    assert {name: pieces.count for name, pieces in find_pieces(model).items()} == {n: len(k) for n, k in kept.items()}
+    assert is_pruned(model)
+    assert {name: pieces.count for name, pieces in find_units(model).items()} == {n: len(k) for n, k in kept.items()}
     after = sum(parameter.numel() for parameter in model.parameters())
     assert after < before
 
@@ -127,30 +127,30 @@ def test_the_smaller_model_computes_what_the_masked_one_does(model: nn.Module, r
 def test_what_is_filled_up_with_zeros_computes_the_same_in_the_old_shapes(model: nn.Module) -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     kept = some_pieces(model)
-    counts = {name: pieces.count for name, pieces in find_pieces(model).items()}
-    for name, pieces in find_pieces(model).items():
-        arrange(pieces, kept[name])
+    counts = {name: pieces.count for name, pieces in find_units(model).items()}
+    for name, pieces in find_units(model).items():
+        prune_units(pieces, kept[name])
     smaller = answer(model)
-    for name, pieces in find_pieces(model).items():
-        arrange(pieces, filled_up(pieces, counts[name]))
+    for name, pieces in find_units(model).items():
+        prune_units(pieces, pad_with_zeros(pieces, counts[name]))
     assert float((answer(model) - smaller).abs().max()) < 1e-6
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
 
 
 def test_an_order_moves_pieces_without_changing_what_is_computed(model: nn.Module) -> None:
     before = answer(model)
-    for pieces in find_pieces(model).values():
-        arrange(pieces, list(reversed(range(pieces.count))))
+    for pieces in find_units(model).values():
+        prune_units(pieces, list(reversed(range(pieces.count))))
     assert float((answer(model) - before).abs().max()) < 1e-6
 
 
 def test_coefficients_start_at_one_and_fold_into_the_weights(model: nn.Module) -> None:
     names, before = list(dict(model.named_parameters())), answer(model)
-    for pieces in find_pieces(model).values():
+    for pieces in find_units(model).values():
         add_coefficients(pieces)
     assert torch.equal(answer(model), before)
     with torch.no_grad():
-        for index, pieces in enumerate(find_pieces(model).values()):
+        for index, pieces in enumerate(find_units(model).values()):
             pieces.writer.coefficients.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(index))
     scaled = answer(model)
     fold_coefficients(model)
@@ -162,16 +162,16 @@ def test_coefficients_start_at_one_and_fold_into_the_weights(model: nn.Module) -
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_put_together_in_another_way_is_refused_with_the_reason(case: str) -> None:
     make, reason = REFUSED[case]
-    with pytest.raises(Refused, match=re.escape(reason)) as refused:
-        find_pieces(make())
+    with pytest.raises(RefusedError, match=re.escape(reason)) as refused:
+        find_units(make())
     assert refused.value.fix
 
 
 def test_a_line_of_zeros_is_taken_for_zero() -> None:
     model = ours("gpt")
-    pieces = find_pieces(model)["blocks.0.mlp.down"]
+    pieces = find_units(model)["blocks.0.mlp.down"]
     first = model.blocks[0].mlp.up.weight[3].detach().clone()
-    arrange(pieces, [3, ZERO])
+    prune_units(pieces, [3, ZERO])
     up, down = model.blocks[0].mlp.up, model.blocks[0].mlp.down
     assert torch.equal(up.weight[0], first) and not up.weight[1].any() and not up.bias[1:].any()
     assert down.weight.shape == (32, 2) and not down.weight[:, 1].any()

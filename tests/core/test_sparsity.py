@@ -12,10 +12,10 @@ from thrifty.optim.mask_selection import (
     largest_of_all,
     layer_counts,
     layer_densities,
-    like_parameter,
     masked_shapes,
     random_mask,
-    replaced,
+    replace_connections,
+    shard_like_parameter,
 )
 
 SHAPES = some.lists(some.tuples(some.integers(1, 64), some.integers(1, 64)), min_size=1, max_size=8).map(
@@ -110,6 +110,6 @@ def test_over_all_layers_the_largest_do_not_depend_on_the_order_of_layers(
 def test_a_full_mask_stays_full_and_nothing_moved_is_the_same_mask() -> None:
     full, some_of_it = torch.ones(3, 3, dtype=torch.bool), torch.eye(3, dtype=torch.bool)
     worth = torch.rand(3, 3)
-    assert replaced(full, worth, worth, 0.5) is full
-    assert replaced(some_of_it, worth, worth, 0.1) is some_of_it
-    assert torch.equal(like_parameter(some_of_it, worth), some_of_it)
+    assert replace_connections(full, worth, worth, 0.5) is full
+    assert replace_connections(some_of_it, worth, worth, 0.1) is some_of_it
+    assert torch.equal(shard_like_parameter(some_of_it, worth), some_of_it)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from thrifty import techniques
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.gradient_transform import Numbers, Slots, Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, chain
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -19,23 +19,23 @@ from tiny_runs import plain_run, technique
 HEARD: list[str] = []
 
 
-class Speaking(Transform):
+class Speaking(GradientTransform):
     def __init__(self, name: str):
         self.name = name
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         HEARD.append(self.name)
         return updates
 
 
-class Around(Transform):
+class Around(GradientTransform):
     name = "around"
 
-    def __init__(self, inner: Transform, word: str):
+    def __init__(self, inner: GradientTransform, word: str):
         self.inner, self.word = inner, word
         self.numbers, self.init = inner.numbers, inner.init  # type: ignore[method-assign]
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         HEARD.append(f"{self.word} in")
         updates = self.inner.update(updates, slots, parameters, numbers)
         HEARD.append(f"{self.word} out")
@@ -54,7 +54,7 @@ class Telling(Technique):
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        def telling(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def telling(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             HEARD.append(f"{self.word} before")
             outcome = backward(model, objective, batch)
             HEARD.append(f"{self.word} after")
@@ -66,14 +66,14 @@ class Telling(Technique):
 class First(Telling):
     stage = Stage.INITIALIZE
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return Around(transform, self.word)
 
 
 class Second(Telling):
     stage = Stage.ACCUMULATE
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(Speaking(self.word), transform)
 
 

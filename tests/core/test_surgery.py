@@ -6,8 +6,8 @@ import transformers
 from torch import nn
 
 from stacked_models import KINDS
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note, noting
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.modeling.module_surgery import find_blocks, find_stacks, select, tied_names, weight_layers, wrap_forward
 from tiny_runs import tiny_model
 
@@ -32,7 +32,7 @@ def test_select_gives_the_modules_whose_name_matches() -> None:
 
 def test_select_names_what_it_skipped_and_why() -> None:
     model = tiny_model(depth=1)
-    with noting() as notes:
+    with collect_notes() as notes:
         found = select(model, nn.Linear, "", lambda name, module: "tied" if name == "head" else None)
     assert "head" not in found.matched
     assert found.skipped == {"head": "tied"}
@@ -40,23 +40,23 @@ def test_select_names_what_it_skipped_and_why() -> None:
 
 
 def test_select_refuses_to_find_nothing_and_says_what_there_was() -> None:
-    with pytest.raises(Refused, match="no module matches 'attn'") as refused:
+    with pytest.raises(RefusedError, match="no module matches 'attn'") as refused:
         select(tiny_model(depth=3), nn.Linear, "attn")
     assert "blocks.N.mlp.up" in refused.value.fix
-    with pytest.raises(Refused, match="head: tied"):
+    with pytest.raises(RefusedError, match="head: tied"):
         select(tiny_model(depth=1), nn.Linear, "head", lambda name, module: "tied")
-    with pytest.raises(Refused, match="no module") as refused:
+    with pytest.raises(RefusedError, match="no module") as refused:
         select(tiny_model(depth=1), nn.Conv2d)
     assert "none of that kind" in refused.value.fix
 
 
 def test_notes_go_to_the_innermost_block_that_collects_them_once_each() -> None:
-    note("to nobody")
-    with noting() as outer:
-        with noting() as inner:
-            note("inside")
-            note("inside")
-        note("outside")
+    add_note("to nobody")
+    with collect_notes() as outer:
+        with collect_notes() as inner:
+            add_note("inside")
+            add_note("inside")
+        add_note("outside")
     assert (outer, inner) == (["outside"], ["inside"])
 
 
@@ -108,7 +108,7 @@ def test_a_sequence_around_a_model_is_no_stack_and_hides_none() -> None:
     model.encoder = nn.Sequential(nn.ModuleDict({"norm": nn.LayerNorm(2), "blocks": nn.Sequential(block(), block())}))
     assert {name: len(blocks) for name, blocks in find_stacks(model).items()} == {"encoder.0.blocks": 2}
     model.encoder = nn.Sequential(block())
-    with pytest.raises(Refused, match="no list of equal blocks"):
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
         find_stacks(model)
 
 
@@ -122,9 +122,9 @@ def test_weight_layers_are_those_that_are_called() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
-    with pytest.raises(Refused, match="no list of equal blocks was found in Sequential"):
+    with pytest.raises(RefusedError, match="no list of equal blocks was found in Sequential"):
         find_blocks(nn.Sequential(nn.Linear(2, 2), mixed))
-    with pytest.raises(Refused, match="no list of equal blocks"):
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
         find_stacks(nn.Sequential(nn.Linear(2, 2), mixed))
 
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.tensor_tracing import StepTrace
-from thrifty.memory.disk_tier import Disk
+from thrifty.memory.disk_tier import DiskTier
 from thrifty.memory.host_tier import tier_for
-from thrifty.memory.simulated_tier import Link, LinkClock, Simulated
-from thrifty.memory.storage_tier import Ticket, Tier, is_dense
+from thrifty.memory.simulated_tier import LinkClock, SimulatedLink, SimulatedTier
+from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SIZES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size=1, max_size=20)
@@ -30,8 +30,8 @@ USES = st.sampled_from(["send", "settle", "prefetch", "get", "drop"])
 
 
 @pytest.fixture(params=["disk", "simulated"])
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return Disk(str(tmp_path)) if request.param == "disk" else Simulated(Link(1e9, 1e-5))
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> StorageTier:
+    return DiskTier(str(tmp_path)) if request.param == "disk" else SimulatedTier(SimulatedLink(1e9, 1e-5))
 
 
 def tensors() -> list[Tensor]:
@@ -41,7 +41,7 @@ def tensors() -> list[Tensor]:
     return [x, transposed, x[:, ::3], x[5:], x.bfloat16(), x > 0, torch.arange(7), torch.tensor(3.0), torch.zeros(0, 4)]
 
 
-def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: Tier) -> None:
+def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: StorageTier) -> None:
     for tensor in tensors():
         ticket = tier.send(tensor)
         ticket.settle()
@@ -52,20 +52,20 @@ def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: Tier) -> None
         assert torch.equal(ticket.get(), tensor)  # and once more
 
 
-def test_what_has_not_been_settled_is_given_as_it_is(tier: Tier) -> None:
+def test_what_has_not_been_settled_is_given_as_it_is(tier: StorageTier) -> None:
     tensor = torch.randn(100)
     assert tier.send(tensor).get().data_ptr() == tensor.data_ptr()
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), USES), max_size=60))
 def test_any_order_of_use_gives_values_back_and_frees_every_place(steps: list[tuple[int, str]]) -> None:
-    for tier in (Disk(), Simulated(Link())):
+    for tier in (DiskTier(), SimulatedTier(SimulatedLink())):
         use(tier, steps)
         assert tier.account.now == 0
 
 
 def test_a_disk_that_is_let_go_writes_into_no_file_that_is_opened_after_it(tmp_path: Path) -> None:
-    go_on, tier = threading.Event(), Disk()
+    go_on, tier = threading.Event(), DiskTier()
     tier.thread.submit(go_on.wait)
     ticket, thread = tier.send(torch.ones(100)), tier.thread
     del tier, ticket
@@ -76,8 +76,8 @@ def test_a_disk_that_is_let_go_writes_into_no_file_that_is_opened_after_it(tmp_p
         assert all(not os.fstat(file.fileno()).st_size for file in files)
 
 
-def use(tier: Tier, steps: list[tuple[int, str]]) -> None:
-    tickets: dict[int, tuple[Ticket, Tensor]] = {}
+def use(tier: StorageTier, steps: list[tuple[int, str]]) -> None:
+    tickets: dict[int, tuple[OffloadHandle, Tensor]] = {}
     for number, (key, what) in enumerate(steps):
         if what == "send":
             tensor = torch.full((64 * (key % 2 + 1),), float(number))
@@ -93,7 +93,7 @@ def use(tier: Tier, steps: list[tuple[int, str]]) -> None:
     assert tier.account.now == sum(expected.nbytes for _, expected in tickets.values())
 
 
-def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: Tier) -> None:
+def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: StorageTier) -> None:
     with StepTrace() as trace:
         tensor = torch.ones(1000) * 2
         ticket = tier.send(tensor)
@@ -119,7 +119,7 @@ def test_fake_tensors_come_and_go_without_a_byte() -> None:
             assert tier.placed([tensor])[0] is tensor
 
 
-def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(tier: Tier) -> None:
+def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(tier: StorageTier) -> None:
     before = tensors()
     placed = tier.placed(before)
     assert all(map(torch.equal, placed, before))
@@ -133,18 +133,18 @@ def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(t
 
 
 def test_there_is_no_host_beside_a_processor() -> None:
-    with pytest.raises(Refused, match="runs on the processor") as refused:
+    with pytest.raises(RefusedError, match="runs on the processor") as refused:
         tier_for("host", torch.ones(1))
     assert 'to="disk"' in refused.value.fix
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="missing is no folder"):
-        Disk(str(tmp_path / "missing"))
+    with pytest.raises(RefusedError, match="missing is no folder"):
+        DiskTier(str(tmp_path / "missing"))
 
 
 def started(program: str, *args: object) -> subprocess.Popen[str]:
-    code = f"import sys, torch\nfrom thrifty.memory.disk_tier import Disk\n{textwrap.dedent(program)}"
+    code = f"import sys, torch\nfrom thrifty.memory.disk_tier import DiskTier\n{textwrap.dedent(program)}"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)], text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -154,7 +154,7 @@ def started(program: str, *args: object) -> subprocess.Popen[str]:
 @LINUX
 def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     program = """
-    tier = Disk(sys.argv[1])
+    tier = DiskTier(sys.argv[1])
     ticket = tier.send(torch.randn(300_000))
     ticket.settle()
     placed = tier.placed([torch.randn(500_000)])
@@ -174,13 +174,13 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
 def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
     program = f"""
     import resource
-    from thrifty.core.errors import Infeasible
-    tier = Disk(sys.argv[1])
+    from thrifty.core.errors import InfeasibleError
+    tier = DiskTier(sys.argv[1])
     tier.send(torch.ones(1000)).settle()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
     try:
         {way}
-    except Infeasible as error:
+    except InfeasibleError as error:
         print(error.what, "|", error.fix)
     """
     with started(program, tmp_path) as process:
@@ -195,7 +195,7 @@ def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> N
     import re
     def own() -> int:
         return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-    tier = Disk(sys.argv[1])
+    tier = DiskTier(sys.argv[1])
     tier.placed([torch.zeros(10)])
     before = own()
     state = [tier.placed([torch.zeros(12_000_000)])[0] for _ in range(2)]
@@ -209,14 +209,14 @@ def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> N
 
 
 def test_a_link_carries_one_tensor_after_the_other_in_each_direction() -> None:
-    clock = LinkClock(Link(bandwidth=100, latency=1))
+    clock = LinkClock(SimulatedLink(bandwidth=100, latency=1))
     assert [clock.out(200), clock.out(100)] == [3, 5]
     clock.compute(2)
     clock.wait(3)
     assert (clock.now, clock.waited) == (3, 1)
     assert clock.back(100, gone=3) == 5  # beside what is still on its way out
     assert clock.back(100, gone=9) == 11
-    shared = LinkClock(Link(bandwidth=100, latency=1, duplex=False))
+    shared = LinkClock(SimulatedLink(bandwidth=100, latency=1, duplex=False))
     assert [shared.out(200), shared.back(100, gone=0), shared.out(0)] == [3, 5, 6]
 
 
@@ -225,14 +225,14 @@ def test_a_faster_link_never_makes_anyone_wait_longer(
     stages: list[tuple[int, float]], bandwidth: float, factor: float, duplex: bool
 ) -> None:
     slow, fast, endless = (
-        waited(stages, Link(rate, duplex=duplex)) for rate in (bandwidth, bandwidth * factor, math.inf)
+        waited(stages, SimulatedLink(rate, duplex=duplex)) for rate in (bandwidth, bandwidth * factor, math.inf)
     )
     assert fast <= slow * (1 + 1e-9) + 1e-12
     assert endless == 0.0
-    assert slow <= waited(stages, Link(bandwidth, duplex=False)) * (1 + 1e-9) + 1e-12
+    assert slow <= waited(stages, SimulatedLink(bandwidth, duplex=False)) * (1 + 1e-9) + 1e-12
 
 
-def waited(stages: list[tuple[int, float]], link: Link) -> float:
+def waited(stages: list[tuple[int, float]], link: SimulatedLink) -> float:
     clock, gone = LinkClock(link), []
     for size, seconds in stages:
         clock.compute(seconds)
@@ -246,4 +246,4 @@ def waited(stages: list[tuple[int, float]], link: Link) -> float:
 @pytest.mark.parametrize("wrong", [{"bandwidth": 0.0}, {"latency": -1.0}])
 def test_a_link_without_bandwidth_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="link: "):
-        Link(**wrong)  # type: ignore[arg-type]
+        SimulatedLink(**wrong)  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ from lion_pytorch import Lion as TheirLion
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.modeling.parameter_kinds import is_matrix
-from thrifty.optim.chunked_update import InPieces
-from thrifty.optim.fused_updates import AdamByKernel, FusedAdamW, FusedSGD, by_kernels, fused_tail
+from thrifty.optim.chunked_update import ChunkedUpdate
+from thrifty.optim.fused_updates import FusedAdamTransform, FusedAdamWUpdate, FusedSGDUpdate, fuse_elements, fused_tail
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import (
@@ -40,7 +40,7 @@ def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES.values()]
 
 
-def applied(transform: Transform, steps: int, born: int = 0) -> list[list[Tensor]]:
+def applied(transform: GradientTransform, steps: int, born: int = 0) -> list[list[Tensor]]:
     """What a transform makes of the gradients of each step, the parameters standing still."""
     held = parameters()
     values = [parameter.detach() for parameter in held.values()]
@@ -52,7 +52,7 @@ def applied(transform: Transform, steps: int, born: int = 0) -> list[list[Tensor
 
 
 def trained(
-    transform: Transform, steps: int, compiled: bool = False, dtype: torch.dtype = torch.float32
+    transform: GradientTransform, steps: int, compiled: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, nn.Parameter]:
     held = parameters(dtype=dtype)
     optimizer = TransformOptimizer(held.items(), transform)
@@ -80,7 +80,7 @@ class UnfusableMomentum(ScaleByMomentum):
 
 def test_chains_inside_chains_are_opened_and_the_identity_is_left_out() -> None:
     a, b, c = ScaleByAdam(), AddDecayedWeights(0.1), scale_by_learning_rate(1.0)
-    assert list(chain(chain(a, b), Transform(), c).elements.values()) == [a, b, c]
+    assert list(chain(chain(a, b), GradientTransform(), c).elements.values()) == [a, b, c]
     assert list(chain(chain(a), chain(b, chain(c))).elements) == list(chain(a, b, c).elements)
 
 
@@ -163,7 +163,7 @@ def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
     rate = ScaleBySchedule(lambda step: 1 - step / 200)
     fused = chain(adamw(1e-2, (0.9, 0.95), 1e-8, 0.1), rate)
     plain = chain(Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2), rate)
-    assert isinstance(fused_tail(fused)[1], FusedAdamW)
+    assert isinstance(fused_tail(fused)[1], FusedAdamWUpdate)
     assert fused_tail(plain) is None
     theirs = parameters()
     groups = [
@@ -203,7 +203,7 @@ def test_what_stands_before_the_fused_tail_still_acts() -> None:
         (ScaleByMomentum(), ScaleByLion(), scale_by_learning_rate(0.1)),
     ],
 )
-def test_only_the_exact_tails_of_adamw_and_sgd_are_fused(elements: tuple[Transform, ...]) -> None:
+def test_only_the_exact_tails_of_adamw_and_sgd_are_fused(elements: tuple[GradientTransform, ...]) -> None:
     assert fused_tail(chain(*elements)) is None
 
 
@@ -216,9 +216,9 @@ def test_a_kernel_that_nothing_multiplies_adds_its_direction(kind: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [(), (AddDecayedWeights(0.1),)], ids=["plain", "decayed"])
-def test_a_plain_gradient_fused_is_a_plain_gradient(decay: tuple[Transform, ...]) -> None:
+def test_a_plain_gradient_fused_is_a_plain_gradient(decay: tuple[GradientTransform, ...]) -> None:
     fused = chain(*decay, scale_by_learning_rate(0.1))
-    assert isinstance(fused_tail(fused)[1], FusedSGD)
+    assert isinstance(fused_tail(fused)[1], FusedSGDUpdate)
     wanted = parameters(dtype=torch.float64)
     for step in range(5):
         for parameter, gradient in zip(wanted.values(), gradients(step, torch.float64), strict=True):
@@ -231,7 +231,7 @@ def test_a_plain_gradient_fused_is_a_plain_gradient(decay: tuple[Transform, ...]
 def test_adam_in_front_of_other_elements_is_adam_by_a_kernel(beta1: float) -> None:
     kinds = (ScaleByAdam, Unfusable)
     chains = [chain(adam(beta1, 0.95), ScaleByTrustRatio(), scale_by_learning_rate(0.1)) for adam in kinds]
-    assert [type(by_kernels(each).elements["scale_by_adam"]) for each in chains] == [AdamByKernel, Unfusable]
+    assert [type(fuse_elements(each).elements["scale_by_adam"]) for each in chains] == [FusedAdamTransform, Unfusable]
     assert_close(*(trained(each, 20, dtype=torch.float64) for each in chains), 1e-12)
 
 
@@ -247,11 +247,11 @@ def test_each_member_of_a_partition_gets_its_own_kernel() -> None:
     optimizer = TransformOptimizer(parameters().items(), chain(members, ScaleBySchedule(lambda step: 1 / (1 + step))))
     (matrices, lion_tail), (rest, adam_tail) = optimizer.site.tail.tails
     assert (matrices, rest) == ([0, 2], [1])
-    assert isinstance(lion_tail, InPieces) and isinstance(adam_tail, FusedAdamW)
+    assert isinstance(lion_tail, ChunkedUpdate) and isinstance(adam_tail, FusedAdamWUpdate)
 
 
 def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_once() -> None:
-    def nested(adam: type[ScaleByAdam]) -> Transform:
+    def nested(adam: type[ScaleByAdam]) -> GradientTransform:
         inner = partition(
             ("one", lambda name, parameter: name.startswith("one"), chain(adam(), AddDecayedWeights(0.1))),
             ("two", lambda name, parameter: True, ScaleByMomentum()),
@@ -273,7 +273,7 @@ def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_fused_element_wise_and_torchs_own_are_one_optimizer(nesterov: bool) -> None:
     fused = chain(AddDecayedWeights(0.1), ScaleByMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
-    assert isinstance(fused_tail(fused)[1], FusedSGD)
+    assert isinstance(fused_tail(fused)[1], FusedSGDUpdate)
     plain = chain(AddDecayedWeights(0.1), UnfusableMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
     theirs = parameters(dtype=torch.float64)
     groups = [
@@ -312,7 +312,7 @@ def test_lion_is_lion_pytorch() -> None:
     ],
     ids=["adamw", "clipped lion", "partition"],
 )
-def test_a_compiled_update_is_the_eager_one_and_is_traced_once(transform: Transform) -> None:
+def test_a_compiled_update_is_the_eager_one_and_is_traced_once(transform: GradientTransform) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert_close(trained(transform, 20, compiled=True), trained(transform, 20), 1e-6)

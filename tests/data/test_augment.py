@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Augmentation
+from thrifty.core.recipe import AugmentationSettings
 from thrifty.data.images.augmentation import (
     NARROWEST,
     OPERATIONS,
-    Purpose,
+    AugmentationDraw,
+    apply_operations,
+    augment,
     brightness,
-    changed,
     contrast,
-    erased,
+    crop_and_flip,
+    erase_rectangles,
     grey,
-    mixed,
-    moved,
-    operated,
+    mix_examples,
     partners,
     posterize,
     rotate,
@@ -33,7 +33,7 @@ from thrifty.data.images.augmentation import (
 )
 from thrifty.kernels.example_rng import example_keys
 
-EVERYTHING = Augmentation(crop=2, flip=True, operations=3, magnitude=0.7, erase=0.5, mixup=0.4, cutmix=1.0)
+EVERYTHING = AugmentationSettings(crop=2, flip=True, operations=3, magnitude=0.7, erase=0.5, mixup=0.4, cutmix=1.0)
 FILL = (0.4, 0.5, 0.6)
 COLOUR = torch.tensor(FILL).view(1, 3, 1, 1)
 ONE = torch.ones(1, 1, 1, 1)
@@ -51,33 +51,36 @@ def pictures(count: int, side: int = 8, seed: int = 0) -> torch.Tensor:
 @given(seed=st.integers(0, 99), rows=st.lists(st.integers(0, 11), min_size=1, max_size=12))
 def test_what_becomes_of_an_image_depends_on_its_key_alone(seed, rows):
     images, others, all_keys = pictures(12), pictures(12, seed=1), keys(12, seed)
-    whole = mixed(changed(images, all_keys, EVERYTHING, FILL), others, all_keys, EVERYTHING)
+    whole = mix_examples(augment(images, all_keys, EVERYTHING, FILL), others, all_keys, EVERYTHING)
     some = all_keys[rows]
-    part = mixed(changed(images[rows], some, EVERYTHING, FILL), others[rows], some, EVERYTHING)
+    part = mix_examples(augment(images[rows], some, EVERYTHING, FILL), others[rows], some, EVERYTHING)
     assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
 
 
 def test_no_generator_has_a_part_in_it():
     before = torch.get_rng_state()
-    first = changed(pictures(8), keys(8), EVERYTHING, FILL)
+    first = augment(pictures(8), keys(8), EVERYTHING, FILL)
     torch.manual_seed(17)
-    assert torch.equal(changed(pictures(8), keys(8), EVERYTHING, FILL), first)
+    assert torch.equal(augment(pictures(8), keys(8), EVERYTHING, FILL), first)
     torch.set_rng_state(before)
-    assert not torch.equal(changed(pictures(8), keys(8, seed=1), EVERYTHING, FILL), first)
+    assert not torch.equal(augment(pictures(8), keys(8, seed=1), EVERYTHING, FILL), first)
 
 
 def test_switching_one_thing_on_does_not_change_another():
-    only_flip = moved(pictures(32), keys(32), 0, True)
-    both = Augmentation(flip=True, erase=1.0)
-    after = changed(pictures(32), keys(32), both, FILL)
+    only_flip = crop_and_flip(pictures(32), keys(32), 0, True)
+    both = AugmentationSettings(flip=True, erase=1.0)
+    after = augment(pictures(32), keys(32), both, FILL)
     same = (after == only_flip) | (after == COLOUR)
     assert same.all() and (after != only_flip).any()
 
 
 def test_crops_and_flips_are_those_of_a_plain_loop():
     images, chosen = pictures(64), keys(64)
-    found = moved(images, chosen, 2, True)
-    shifts, mirrored = (uniform(chosen, Purpose.CROP, 2) * 5).long(), uniform(chosen, Purpose.FLIP, 1)[:, 0] < 0.5
+    found = crop_and_flip(images, chosen, 2, True)
+    shifts, mirrored = (
+        (uniform(chosen, AugmentationDraw.CROP, 2) * 5).long(),
+        uniform(chosen, AugmentationDraw.FLIP, 1)[:, 0] < 0.5,
+    )
     for image, (down, right), mirror, result in zip(images, shifts.tolist(), mirrored, found, strict=True):
         piece = F.pad(image, (2, 2, 2, 2))[:, down : down + 8, right : right + 8]
         assert torch.equal(result, piece.flip(-1) if mirror else piece)
@@ -86,7 +89,7 @@ def test_crops_and_flips_are_those_of_a_plain_loop():
 
 def test_a_rectangle_of_the_promised_size_is_erased_in_the_promised_share():
     images = torch.zeros(2000, 1, 32, 32)
-    found = erased(images, keys(2000), 0.25, torch.ones(1, 1, 1, 1))
+    found = erase_rectangles(images, keys(2000), 0.25, torch.ones(1, 1, 1, 1))
     areas = found.mean((1, 2, 3))
     assert float((areas > 0).float().mean()) == pytest.approx(0.25, abs=0.03)
     hit = found[areas > 0, 0]
@@ -99,18 +102,18 @@ def test_a_rectangle_of_the_promised_size_is_erased_in_the_promised_share():
 
 def test_shares_of_mixed_images_follow_the_beta_distribution():
     images, others = torch.zeros(4000, 1, 4, 4), torch.ones(4000, 1, 4, 4)
-    found, own = mixed(images, others, keys(4000), Augmentation(mixup=0.4))
+    found, own = mix_examples(images, others, keys(4000), AugmentationSettings(mixup=0.4))
     torch.testing.assert_close(found.mean((1, 2, 3)), 1 - own)
     assert stats.kstest(own.numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 0.01
 
 
 def test_the_share_of_a_cut_image_is_what_is_left_of_it():
     images, others = torch.zeros(500, 1, 16, 16), torch.ones(500, 1, 16, 16)
-    found, own = mixed(images, others, keys(500), Augmentation(cutmix=1.0))
+    found, own = mix_examples(images, others, keys(500), AugmentationSettings(cutmix=1.0))
     assert set(found.unique().tolist()) == {0.0, 1.0}
     torch.testing.assert_close(own, 1 - found.mean((1, 2, 3)))
     assert own.min() < 0.2 and own.max() > 0.95
-    both, _ = mixed(images, others, keys(500), Augmentation(cutmix=1.0, mixup=0.4))
+    both, _ = mix_examples(images, others, keys(500), AugmentationSettings(cutmix=1.0, mixup=0.4))
     blended = ((both > 0) & (both < 1)).flatten(1).any(1)
     assert 200 < int(blended.sum()) < 300
 
@@ -159,17 +162,17 @@ def test_strength_zero_leaves_an_image_nearly_as_it_is_and_none_leaves_0_to_1(op
 
 def test_each_operation_comes_about_as_often():
     images = torch.full((3000, 1, 1, 1), 0.7)
-    found = operated(images, keys(3000), 1, 1.0, torch.zeros(1, 1, 1, 1))
+    found = apply_operations(images, keys(3000), 1, 1.0, torch.zeros(1, 1, 1, 1))
     brighter = (found == 1.0).float().mean()
     assert 1 / (3 * len(OPERATIONS)) < brighter < 1 / len(OPERATIONS)  # half of those that change brightness
 
 
 def test_settings_out_of_bounds_are_refused():
     with pytest.raises(UsageError, match=r"erase is 1\.5"):
-        Augmentation(erase=1.5)
+        AugmentationSettings(erase=1.5)
     with pytest.raises(UsageError, match="crop is -1"):
-        Augmentation(crop=-1)
-    most = operated(pictures(2), keys(2), 32, 0.3, COLOUR)
+        AugmentationSettings(crop=-1)
+    most = apply_operations(pictures(2), keys(2), 32, 0.3, COLOUR)
     assert most.shape == (2, 3, 8, 8)
     with pytest.raises(UsageError, match="operations is 33"):
-        Augmentation(operations=33)
+        AugmentationSettings(operations=33)

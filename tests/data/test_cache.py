@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from thrifty.core.errors import ThriftyError
-from thrifty.data.data_cache import building
+from thrifty.data.data_cache import build_folder
 
 WAIT_FOR_THE_LOCK = """
 import sys
 from pathlib import Path
-from thrifty.data.data_cache import locked
+from thrifty.data.data_cache import lock_folder
 print("waiting", flush=True)
-with locked(Path(sys.argv[1])):
+with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -21,11 +21,11 @@ with locked(Path(sys.argv[1])):
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     folder = tmp_path / "set"
-    with pytest.raises(KeyError), building(folder) as aside:
+    with pytest.raises(KeyError), build_folder(folder) as aside:
         (aside / "half").write_text("half")
         raise KeyError
     assert not list(tmp_path.iterdir())
-    with building(folder) as aside:
+    with build_folder(folder) as aside:
         (aside / "whole").write_text("whole")
         assert not folder.exists()
     assert [path.name for path in folder.iterdir()] == ["whole"] and list(tmp_path.iterdir()) == [folder]
@@ -33,15 +33,15 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 
 def test_a_new_folder_replaces_the_old_one(tmp_path):
     for name in ("old", "new"):
-        with building(tmp_path / "set") as aside:
+        with build_folder(tmp_path / "set") as aside:
             (aside / name).write_text(name)
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["new"]
 
 
 def test_a_full_disk_says_what_can_be_done_and_keeps_the_old_folder(tmp_path):
-    with building(tmp_path / "set") as aside:
+    with build_folder(tmp_path / "set") as aside:
         (aside / "old").write_text("old")
-    with pytest.raises(ThriftyError, match="disk is full") as caught, building(tmp_path / "set"):
+    with pytest.raises(ThriftyError, match="disk is full") as caught, build_folder(tmp_path / "set"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert "THRIFTY_CACHE" in caught.value.fix
     assert (tmp_path / "set" / "old").is_file()

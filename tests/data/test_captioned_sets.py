@@ -10,15 +10,15 @@ from PIL import Image
 from data.test_fetching import sha256, tarball, wheel
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.catalogue import Entry, Package, entries
+from thrifty.data.catalogue import CatalogueEntry, CataloguePackage, entries
 from thrifty.data.download import caption_extractors
-from thrifty.data.download.dataset_download import archives_folder, fetch, listing_sha256
-from thrifty.data.fetched_sets import damage
+from thrifty.data.download.dataset_download import archives_folder, download_dataset, listing_sha256
+from thrifty.data.fetched_sets import find_damage
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import open_images
 from thrifty.data.pairs.captioned_arrays import read_captions
 from thrifty.data.text.document_sources import open_source
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 
 def drawing(shade: int, kind: str = "PNG") -> bytes:
@@ -98,7 +98,7 @@ def test_openclipart_is_called_by_titles_and_keywords_or_else_by_file_names():
 
 
 @pytest.fixture
-def toy(cache) -> Entry:
+def toy(cache) -> CatalogueEntry:
     """A set of three packages of two clients, put by hand where archives are looked for."""
     google = {"0023-fe0f-20e3.png": drawing(10), "1f44b.png": drawing(20)}
     twitter = {"1f44b.png": drawing(60)}
@@ -107,33 +107,33 @@ def toy(cache) -> Entry:
     tarball(archives_folder(), {f"twitter/{name}": content for name, content in twitter.items()}, name="toy-twitter")
     wheel(archives_folder(), {"data.json": names.encode()}, name="toy_names")
     packages = (
-        Package("npm", "toy-google", "1.0", "0" * 64, 1000, "package/data/google/"),
-        Package("npm", "toy-twitter", "1.0", "0" * 64, 1000, "package/data/twitter/"),
-        Package("pip", "toy-names", "1.0", "0" * 64, 1000, "toy_names/data/"),
+        CataloguePackage("npm", "toy-google", "1.0", "0" * 64, 1000, "package/data/google/"),
+        CataloguePackage("npm", "toy-twitter", "1.0", "0" * 64, 1000, "package/data/twitter/"),
+        CataloguePackage("pip", "toy-names", "1.0", "0" * 64, 1000, "toy_names/data/"),
     )
     members = {
         "package/data/google/*.png": listing_sha256(google),
         "package/data/twitter/*.png": listing_sha256(twitter),
         "toy_names/data/data.json": sha256(names.encode()),
     }
-    return Entry("toy", "signs", 999, "CC0-1.0", "this test", packages, members, pairs="emoji", together=True)
+    return CatalogueEntry("toy", "signs", 999, "CC0-1.0", "this test", packages, members, pairs="emoji", together=True)
 
 
 def test_a_set_of_several_packages_becomes_arrays_with_captions_beside_them(toy):
     said = []
-    folder = fetch(toy, said.append)
-    assert toy.kind == "pairs" and not damage(toy) and said[-1].startswith("toy: images in")
+    folder = download_dataset(toy, said.append)
+    assert toy.kind == "pairs" and not find_damage(toy) and said[-1].startswith("toy: images in")
     parts = open_arrays(folder).parts
-    assert {part: len(arrays) for part, arrays in parts.items()} == {Part.TRAIN: 2, Part.HELD_OUT: 1}
-    assert parts[Part.TRAIN].ends.labels == () and parts[Part.TRAIN].pixels.shape == (2, 3, 64, 64)
-    assert list(read_captions(folder, Part.TRAIN)) == [["keycap: #"], ["wave"]]
-    assert list(read_captions(folder, Part.HELD_OUT)) == [["wave"]]
+    assert {part: len(arrays) for part, arrays in parts.items()} == {DataSplit.TRAIN: 2, DataSplit.HELD_OUT: 1}
+    assert parts[DataSplit.TRAIN].ends.labels == () and parts[DataSplit.TRAIN].pixels.shape == (2, 3, 64, 64)
+    assert list(read_captions(folder, DataSplit.TRAIN)) == [["keycap: #"], ["wave"]]
+    assert list(read_captions(folder, DataSplit.HELD_OUT)) == [["wave"]]
     (folder / "train_captions.jsonl").write_text("")
-    assert damage(toy) == "train_captions.jsonl is damaged"
+    assert find_damage(toy) == "train_captions.jsonl is damaged"
 
 
 def test_without_their_captions_they_are_images_without_labels(toy, monkeypatch):
-    fetch(toy, lambda text: None)
+    download_dataset(toy, lambda text: None)
     monkeypatch.setitem(entries(), "toy", toy)
     data = open_images(DataSettings(source="toy", batch=2), 0, None, print, labelled=False)
     assert data.train.at(0).fields.keys() == {"inputs", "key"}
@@ -149,7 +149,7 @@ def test_every_named_set_has_its_function(name):
 
 
 def test_a_debian_version_with_an_epoch_is_found_under_the_name_that_apt_gives_it(tmp_path):
-    package = Package("apt", "toy", "1:2.0-1", "0" * 64, 1, "usr/")
+    package = CataloguePackage("apt", "toy", "1:2.0-1", "0" * 64, 1, "usr/")
     (tmp_path / "toy_1%3a2.0-1_all.deb").write_bytes(b"")
     assert package.archive(tmp_path) == tmp_path / "toy_1%3a2.0-1_all.deb"
     assert package.command() == ["apt-get", "download", "toy=1:2.0-1"]

@@ -16,11 +16,11 @@ from data.image_files import write_image
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_arrays import open_arrays
-from thrifty.data.pairs.captioned_arrays import read_captions, tidied
+from thrifty.data.pairs.captioned_arrays import clean_caption, read_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
 from thrifty.data.prepared_cache import read_manifest
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 COUNT = 12
 
@@ -142,7 +142,7 @@ def test_every_way_to_name_images_and_captions_leads_to_the_same(way, tmp_path):
     source = way(tmp_path / "set")
     said, found, manifest = prepared(source)
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
-    assert {part for _, part in found.values()} == set(Part)
+    assert {part for _, part in found.values()} == set(DataSplit)
     assert holds_captioned(str(source)) and manifest["left_out"] == {}
     assert len(said) == 1 and prepared(source)[0] == []  # decoded once
 
@@ -189,13 +189,13 @@ def test_parts_that_a_source_says_itself_are_taken(tmp_path):
     parts = ["train", "validation", None]
     rows = [{"image": path.name, "caption": "x", "split": parts[n % 3]} for n, path in enumerate(images)]
     _, found, _ = prepared(write_rows(tmp_path / "rows" / "all.jsonl", rows), held_out=0.0001)
-    assert [shade for shade, (_, part) in sorted(found.items()) if part is Part.HELD_OUT] == [1, 4, 7, 10]
+    assert [shade for shade, (_, part) in sorted(found.items()) if part is DataSplit.HELD_OUT] == [1, 4, 7, 10]
     for part, first in (("train", 0), ("val", 8)):
         root = tmp_path / "set" / part
         for path in write_images(root, 4, first):
             path.with_suffix(".txt").write_text("x")
     _, found, _ = prepared(tmp_path / "set")
-    assert [shade for shade, (_, part) in sorted(found.items()) if part is Part.HELD_OUT] == [8, 9, 10, 11]
+    assert [shade for shade, (_, part) in sorted(found.items()) if part is DataSplit.HELD_OUT] == [8, 9, 10, 11]
     rows[4]["split"] = "tset"
     with pytest.raises(UsageError, match=r"line 5: 'split' is 'tset'") as refused:
         prepared(write_rows(tmp_path / "rows" / "all.jsonl", rows))
@@ -389,8 +389,8 @@ def test_captions_in_any_script_are_kept_as_they_are(tmp_path):
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_a_tidied_caption_is_one_line_without_control_characters_and_stays_so(text):
-    found = tidied(text)
-    assert found == tidied(found) and not any(ord(sign) < 32 or 0x7F <= ord(sign) < 0xA0 for sign in found)
+    found = clean_caption(text)
+    assert found == clean_caption(found) and not any(ord(sign) < 32 or 0x7F <= ord(sign) < 0xA0 for sign in found)
     assert found == found.strip() and len(found.splitlines()) <= 1
     assert "".join(found.split()) == "".join(
         "".join(" " if ord(s) < 32 or 127 <= ord(s) < 160 else s for s in text).split()

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chatting import TEXT, small_tokenizer
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
 from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer, template_source
 from thrifty.data.tokenizer import END_OF_TEXT
@@ -159,10 +159,10 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused():
 
 def test_what_cannot_be_learned_from_is_refused(tmp_path):
     endless = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
-    with pytest.raises(Refused, match="ends an answer with no special token"):
+    with pytest.raises(RefusedError, match="ends an answer with no special token"):
         small_tokenizer(endless)
     prefixing = byte_level([END_OF_TEXT], pre_tokenizers.Metaspace(prepend_scheme="first"))
-    with pytest.raises(Refused, match="cuts a text in another way behind"):
+    with pytest.raises(RefusedError, match="cuts a text in another way behind"):
         ChatTokenizer(prefixing, ChatTemplate(ALPACA))
     with pytest.raises(UsageError, match="did you mean 'chatml'"):
         template_source("chatm")

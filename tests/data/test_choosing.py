@@ -6,24 +6,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.core.batches import BatchSource, Choice, Mapped, Presampled, Resized, Share
-from thrifty.core.errors import Refused
-from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.epoch_sampler import Epochs, fingerprint
+from thrifty.core.batches import BatchSource, ExampleSubset, MappedSource, OversampledSource, RankShard, ResizedSource
+from thrifty.core.errors import RefusedError
+from thrifty.core.recipe import AugmentationSettings, DataSettings
+from thrifty.data.epoch_sampler import EpochSource, fingerprint
 from thrifty.data.images.image_data import open_images
 from thrifty.data.text.token_windows import PackedTokens
 
 TOKENS = np.arange(100, dtype=np.uint16)  # 33 windows of 3, which begin with 0, 3, 6, …
-EVEN = Choice(torch.arange(0, 33, 2))
+EVEN = ExampleSubset(torch.arange(0, 33, 2))
 
 
 def packed(batch: int = 4, seed: int = 0) -> PackedTokens:
     return PackedTokens(TOKENS, 3, batch, seed)
 
 
-def digits(augment: Augmentation | None = None, seed: int = 0) -> Epochs:
+def digits(augment: AugmentationSettings | None = None, seed: int = 0) -> EpochSource:
     source = open_images(DataSettings(source="digits", batch=8, augment=augment), seed, None, print).train
-    assert isinstance(source, Epochs)
+    assert isinstance(source, EpochSource)
     return source
 
 
@@ -33,14 +33,14 @@ def numbers(source: BatchSource, steps: int) -> list[int]:
 
 @given(seed=some.integers(0, 100), batch=some.integers(1, 8), kept=some.sets(some.integers(0, 32), min_size=8))
 def test_each_epoch_goes_through_the_chosen_examples_once(seed: int, batch: int, kept: set[int]) -> None:
-    source = packed(batch, seed).only(Choice(torch.tensor(sorted(kept))))
+    source = packed(batch, seed).only(ExampleSubset(torch.tensor(sorted(kept))))
     seen = numbers(source, 2 * len(kept))[: 2 * len(kept)]
     assert sorted(seen[: len(kept)]) == sorted(seen[len(kept) :]) == sorted(kept)
     assert float(source.at(0).weight.sum()) == pytest.approx(1.0)
 
 
 def test_a_choice_of_a_choice_is_of_the_whole() -> None:
-    twice = packed().only(EVEN).only(Choice(torch.arange(4, 12)))
+    twice = packed().only(EVEN).only(ExampleSubset(torch.arange(4, 12)))
     assert twice.choice is not None and twice.choice.kept.tolist() == list(range(8, 24, 2))
     assert set(numbers(twice, 4)) == set(range(8, 24, 2))
 
@@ -49,10 +49,10 @@ def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
     source = packed(4)
     chosen = source.only(EVEN)
     wrappers = [
-        lambda inner: Mapped(inner, lambda step, batch: batch.rows(0, 2)),
-        lambda inner: Share(inner, 1, 2),
-        lambda inner: Presampled(inner, 2),
-        lambda inner: Resized(inner, [1, 3, 4]),
+        lambda inner: MappedSource(inner, lambda step, batch: batch.rows(0, 2)),
+        lambda inner: RankShard(inner, 1, 2),
+        lambda inner: OversampledSource(inner, 2),
+        lambda inner: ResizedSource(inner, [1, 3, 4]),
     ]
     for wrap in wrappers:
         after, before = wrap(source).only(EVEN), wrap(chosen)
@@ -60,12 +60,15 @@ def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
         assert numbers(after, 6) == numbers(before, 6)
         assert after.choice is chosen.choice or torch.equal(after.choice.kept, EVEN.kept)
         assert after.inventory().fingerprint == chosen.inventory().fingerprint
-        assert after.resized([2, 4]).at(1)["tokens"].tolist() == before.resized([2, 4]).at(1)["tokens"].tolist()
+        assert (
+            after.with_batch_size([2, 4]).at(1)["tokens"].tolist()
+            == before.with_batch_size([2, 4]).at(1)["tokens"].tolist()
+        )
 
 
 def test_fewer_examples_than_one_batch_are_refused() -> None:
-    with pytest.raises(Refused, match="3 examples are left to train on, fewer than one effective batch of 4"):
-        packed(4).only(Choice(torch.arange(3)))
+    with pytest.raises(RefusedError, match="3 examples are left to train on, fewer than one effective batch of 4"):
+        packed(4).only(ExampleSubset(torch.arange(3)))
 
 
 def test_examples_without_numbers_are_refused() -> None:
@@ -76,10 +79,10 @@ def test_examples_without_numbers_are_refused() -> None:
         def fields(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
             return {}
 
-    for source in (BatchSource(), Epochs(Conversations(), 2, 0)):
-        with pytest.raises(Refused, match="no fixed numbers"):
-            source.only(Choice(torch.arange(4)))
-        with pytest.raises(Refused, match="no fixed numbers"):
+    for source in (BatchSource(), EpochSource(Conversations(), 2, 0)):
+        with pytest.raises(RefusedError, match="no fixed numbers"):
+            source.only(ExampleSubset(torch.arange(4)))
+        with pytest.raises(RefusedError, match="no fixed numbers"):
             source.inventory()
 
 
@@ -96,10 +99,10 @@ def test_the_fingerprint_tells_other_examples_and_nothing_else() -> None:
 def test_images_have_labels_and_are_the_same_in_another_size_and_however_they_are_changed() -> None:
     whole = digits().inventory()
     assert whole.labels is not None and len(whole.labels) == whole.count == 1300
-    assert digits(Augmentation(crop=1), seed=3).inventory().fingerprint == whole.fingerprint
+    assert digits(AugmentationSettings(crop=1), seed=3).inventory().fingerprint == whole.fingerprint
     larger = open_images(DataSettings(source="digits", batch=8, size=16), 0, None, print).train
     assert larger.inventory().fingerprint == whole.fingerprint
-    first = digits().only(Choice(torch.arange(40))).inventory()
+    first = digits().only(ExampleSubset(torch.arange(40))).inventory()
     assert first.labels is not None and torch.equal(first.labels, whole.labels[:40])
 
 
@@ -107,21 +110,21 @@ def test_chosen_images_are_mixed_with_chosen_ones_only() -> None:
     labels = digits().inventory().labels
     assert labels is not None
     zeros = (labels == 0).nonzero().squeeze(1)
-    source = digits(Augmentation(mixup=1.0)).only(Choice(zeros))
+    source = digits(AugmentationSettings(mixup=1.0)).only(ExampleSubset(zeros))
     for step in range(5):
         assert source.at(step)["labels"].argmax(1).eq(0).all()
 
 
 def test_one_by_one_gives_every_example_in_its_own_order_as_it_is_judged() -> None:
-    plain, moved = digits(), digits(Augmentation(crop=2, flip=True, mixup=0.4))
-    whole = torch.cat([batch["inputs"] for batch in moved.one_by_one(500)])
-    assert torch.equal(whole, torch.cat([batch["inputs"] for batch in plain.one_by_one(77)]))
-    labels = torch.cat([batch["labels"] for batch in moved.one_by_one(500)])
+    plain, moved = digits(), digits(AugmentationSettings(crop=2, flip=True, mixup=0.4))
+    whole = torch.cat([batch["inputs"] for batch in moved.sequential_batches(500)])
+    assert torch.equal(whole, torch.cat([batch["inputs"] for batch in plain.sequential_batches(77)]))
+    labels = torch.cat([batch["labels"] for batch in moved.sequential_batches(500)])
     assert torch.equal(labels, plain.inventory().labels)
-    assert sum(float(batch.weight.sum()) for batch in moved.one_by_one(500)) == pytest.approx(1.0)
+    assert sum(float(batch.weight.sum()) for batch in moved.sequential_batches(500)) == pytest.approx(1.0)
 
 
 def test_texts_one_by_one_have_keys_that_do_not_depend_on_the_seed() -> None:
-    (one,), (other,) = packed(seed=0).one_by_one(100), packed(seed=1).only(EVEN).one_by_one(100)
+    (one,), (other,) = packed(seed=0).sequential_batches(100), packed(seed=1).only(EVEN).sequential_batches(100)
     assert torch.equal(one["key"][EVEN.kept], other["key"]) and len(one["key"].unique()) == 33
     assert torch.equal(one["tokens"][EVEN.kept], other["tokens"])

@@ -10,14 +10,14 @@ import torch
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_data
+from thrifty.data import open_text
 
 FIRST_ROWS = """
 import sys
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_data
+from thrifty.data import open_text
 settings = DataSettings(source=sys.argv[1], vocabulary=300, length=16, batch=4, held_out=0.2)
-print(open_data(settings, 7, say=len).train.at(3)["tokens"].tolist())
+print(open_text(settings, 7, say=len).train.at(3)["tokens"].tolist())
 """
 
 
@@ -31,7 +31,7 @@ def quiet(text):
 
 
 def test_everything_about_the_text_is_known(stories):
-    data = open_data(settings(stories), 0, quiet)
+    data = open_text(settings(stories), 0, quiet)
     assert data.train.at(0)["tokens"].shape == (4, 17)
     assert data.vocabulary == data.tokenizer.vocabulary == 300
     assert 0 < data.unigram_entropy < math.log(300)
@@ -42,7 +42,7 @@ def test_everything_about_the_text_is_known(stories):
 
 
 def test_examples_are_the_text(stories):
-    data = open_data(settings(stories), 0, quiet)
+    data = open_text(settings(stories), 0, quiet)
     everything = "".join(path.read_text() for path in sorted(stories.iterdir()))
     for row in data.train.at(0)["tokens"]:
         pieces = data.tokenizer.decode(row.tolist()).split("<|endoftext|>")
@@ -50,7 +50,7 @@ def test_examples_are_the_text(stories):
 
 
 def test_the_seed_orders_training_and_leaves_evaluation_alone(stories):
-    one, other = (open_data(settings(stories), seed, quiet) for seed in (1, 2))
+    one, other = (open_text(settings(stories), seed, quiet) for seed in (1, 2))
     assert not torch.equal(one.train.at(0)["tokens"], other.train.at(0)["tokens"])
     first, second = (next(data.held_out.batches(8, 8)) for data in (one, other))
     assert torch.equal(first["tokens"], second["tokens"])
@@ -67,9 +67,9 @@ def test_two_processes_see_the_same_examples(stories, tmp_path):
 
 def test_a_data_set_shorter_than_one_batch_is_refused(stories):
     with pytest.raises(UsageError, match="fewer than one batch of 5000"):
-        open_data(settings(stories, batch=5000), 0, quiet)
+        open_text(settings(stories, batch=5000), 0, quiet)
     with pytest.raises(UsageError, match=r"held-out text has [\d,]+ tokens, fewer than one example of length 4000"):
-        open_data(settings(stories, length=4000, batch=1), 0, quiet)
+        open_text(settings(stories, length=4000, batch=1), 0, quiet)
 
 
 @pytest.mark.parametrize(
@@ -82,5 +82,5 @@ def test_a_set_damaged_after_it_was_fetched_is_refused(cache, origin, name):
     (folder / "documents.jsonl").write_text('{"text": "In the beginning."}\n')
     (folder / "ORIGIN.json").write_text(origin)
     with pytest.raises(IntegrityError) as caught:
-        open_data(settings("kjv"), 0, quiet)
+        open_text(settings("kjv"), 0, quiet)
     assert f"{name} is damaged" in caught.value.what and caught.value.fix == "thrifty data get kjv"

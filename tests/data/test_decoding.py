@@ -16,7 +16,7 @@ from PIL import Image
 from data.image_files import bomb, png, write_image
 from thrifty.core.errors import UsageError
 from thrifty.data.images import image_decoding
-from thrifty.data.images.image_decoding import Undecodable, decode
+from thrifty.data.images.image_decoding import ImageDecodeError, decode
 
 
 def colour(path, side=4):
@@ -88,7 +88,7 @@ def test_an_image_is_turned_as_the_camera_noted(tmp_path):
 )
 def test_a_broken_file_says_why_and_nothing_large_is_decoded(tmp_path, name, content, why):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(Undecodable, match=why):
+    with pytest.raises(ImageDecodeError, match=why):
         decode(tmp_path / name, 8)
 
 
@@ -98,13 +98,13 @@ def test_a_file_cut_off_anywhere_is_never_half_an_image(tmp_path, suffix):
     for share in (0.05, 0.3, 0.6, 0.9):
         cut = tmp_path / f"cut{suffix}"
         cut.write_bytes(whole[: int(len(whole) * share)])
-        with pytest.raises(Undecodable):
+        with pytest.raises(ImageDecodeError):
             decode(cut, 8)
 
 
 def test_floating_point_pixels_are_refused(tmp_path):
     Image.fromarray(np.zeros((8, 8), np.float32)).save(tmp_path / "f.tif")
-    with pytest.raises(Undecodable, match="no known range"):
+    with pytest.raises(ImageDecodeError, match="no known range"):
         decode(tmp_path / "f.tif", 8)
 
 
@@ -128,7 +128,7 @@ def test_a_whole_png_of_forty_thousand_pixels_a_side_is_refused_without_decoding
     giant(tmp_path / "giant.png", 40_000)
     tracemalloc.start()
     began = time.process_time()
-    with pytest.raises(Undecodable, match="more than 100,000,000"):
+    with pytest.raises(ImageDecodeError, match="more than 100,000,000"):
         decode(tmp_path / "giant.png", 4)
     assert time.process_time() - began < 0.5 and tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
@@ -179,9 +179,9 @@ def test_palettes_with_alpha_grey_with_alpha_and_colours_of_sixteen_bits(tmp_pat
 def test_contents_are_decoded_like_the_file_they_are_of(tmp_path):
     path = write_image(tmp_path / "a.jpg", 100)
     assert np.array_equal(decode(path, 6), decode(path.read_bytes(), 6))
-    with pytest.raises(Undecodable, match="it is empty"):
+    with pytest.raises(ImageDecodeError, match="it is empty"):
         decode(b"", 6)
-    with pytest.raises(Undecodable, match="no image of a known format"):
+    with pytest.raises(ImageDecodeError, match="no image of a known format"):
         decode(b"GIF8 it is not", 6)
 
 
@@ -193,7 +193,7 @@ def test_a_damaged_file_is_an_image_of_the_right_size_or_undecodable_and_nothing
         content[place] = data.draw(st.integers(0, 255))
     try:
         assert decode(bytes(content), 8).shape == (3, 8, 8)
-    except Undecodable as error:
+    except ImageDecodeError as error:
         assert str(error)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
 from thrifty.data.epoch_sampler import HeldOutExamples
-from thrifty.data.images.digits import DigitImages, Digits, digits
+from thrifty.data.images.digits import DigitEpochs, DigitImages, digits
 
 
 def test_the_images_are_those_of_the_repository():
@@ -44,7 +44,7 @@ def test_the_splits_share_no_image_and_leave_none_out():
 
 @given(step=st.integers(0, 10**6), start=st.integers(0, 31), count=st.integers(1, 32), seed=st.integers(0, 99))
 def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
-    source = Digits("train", 32, seed)
+    source = DigitEpochs("train", 32, seed)
     stop = min(start + count, 32)
     part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
     assert part.fields.keys() == {"inputs", "labels"}
@@ -53,7 +53,7 @@ def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
 
 
 def test_an_epoch_shows_every_image_once_in_another_order_each_time():
-    source, train = Digits("train", 130, seed=1), DigitImages("train")
+    source, train = DigitEpochs("train", 130, seed=1), DigitImages("train")
     epochs = [[source.at(step) for step in range(first, first + 10)] for first in (0, 10)]
     for epoch in epochs:
         shown = torch.cat([batch["inputs"].flatten(1) for batch in epoch])

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.kernels.example_rng import chosen, drawn, example_keys, fractions
+from thrifty.kernels.example_rng import example_keys, random_fractions, random_integers, random_subset
 
 
 @given(seed=st.integers(0, 2**40), start=st.integers(0, 2**50), count=st.integers(1, 50))
@@ -16,17 +16,17 @@ def test_a_key_depends_on_the_seed_and_the_number_alone(seed, start, count):
 @given(skip=st.integers(0, 500), count=st.integers(1, 50))
 def test_numbers_can_be_drawn_from_the_middle(skip, count):
     keys = example_keys(3, np.arange(4))
-    assert np.array_equal(drawn(keys, skip + count)[:, skip:], drawn(keys, count, skip))
+    assert np.array_equal(random_integers(keys, skip + count)[:, skip:], random_integers(keys, count, skip))
 
 
 def test_the_numbers_are_those_of_splitmix64():
     # the first outputs of the reference generator for seed 1234567, as published with its test vectors
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert drawn(np.array([1234567]), 4)[0].tolist() == expected
+    assert random_integers(np.array([1234567]), 4)[0].tolist() == expected
 
 
 def test_numbers_are_uniform_within_and_across_examples():
-    numbers = fractions(drawn(example_keys(0, np.arange(1000)), 100))
+    numbers = random_fractions(random_integers(example_keys(0, np.arange(1000)), 100))
     assert numbers.min() >= 0 and numbers.max() < 1
     for axis in (0, 1):
         means = numbers.mean(axis=axis)
@@ -38,5 +38,5 @@ def test_numbers_are_uniform_within_and_across_examples():
 
 def test_the_smallest_are_chosen_in_the_order_of_their_places():
     scores = np.array([[5, 1, 4, 2], [9, 8, 7, 6]], dtype=np.uint64)
-    assert chosen(scores, 2).tolist() == [[1, 3], [2, 3]]
-    assert chosen(scores, 4).tolist() == [[0, 1, 2, 3]] * 2
+    assert random_subset(scores, 2).tolist() == [[1, 3], [2, 3]]
+    assert random_subset(scores, 4).tolist() == [[0, 1, 2, 3]] * 2

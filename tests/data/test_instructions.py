@@ -6,7 +6,7 @@ import torch
 from chatting import exchange, small_tokenizer, sums, write_rows
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.chat.chat_data import Learning, open_instructions
+from thrifty.data.chat.chat_data import ChatLearningSettings, open_instructions
 from thrifty.data.chat.chat_preview import preview
 from thrifty.data.chat.chat_template import CHATML
 from thrifty.data.chat.chat_tokenizer import TURNS
@@ -17,7 +17,7 @@ def file(tmp_path):
     return write_rows(tmp_path / "sums.jsonl", sums(200))
 
 
-def opened(file, learning=Learning(), seed=0, say=lambda text: None, **changes):  # noqa: B008
+def opened(file, learning=ChatLearningSettings(), seed=0, say=lambda text: None, **changes):  # noqa: B008
     chosen = {"source": str(file), "vocabulary": 320, "length": 64, "batch": 4, "held_out": 0.2}
     return open_instructions(DataSettings(**{**chosen, **changes}), seed, learning, say)
 
@@ -32,7 +32,7 @@ def conversations(data, batch):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_every_conversation_comes_once_in_an_epoch_on_one_side_of_the_split(file, together):
-    data = opened(file, Learning(together=together), batch=1)
+    data = opened(file, ChatLearningSettings(together=together), batch=1)
     rows = data.train.source.examples
     train = [text for step in range(rows) for text in conversations(data, data.train.at(step))]
     held_out = [text for batch in data.held_out.batches(999, 8) for text in conversations(data, batch)]
@@ -56,12 +56,12 @@ def test_what_is_opened_twice_is_prepared_once_and_changes_are_seen(file, tmp_pa
     said = []
     folders = [opened(file, say=said.append).folder for _ in range(2)]
     assert folders[0] == folders[1] and len([line for line in said if "preparing" in line]) == 1
-    assert opened(file, Learning(everything=True, by_tokens=False, together=False)).folder == folders[0]
+    assert opened(file, ChatLearningSettings(everything=True, by_tokens=False, together=False)).folder == folders[0]
     own = tmp_path / "own.jinja"
     own.write_text(CHATML + "{# mine #}")
-    changed = [opened(file, Learning(template=name), length=256).folder for name in ("alpaca", str(own))]
+    changed = [opened(file, ChatLearningSettings(template=name), length=256).folder for name in ("alpaca", str(own))]
     own.write_text(CHATML + "{# mine again #}")
-    changed.append(opened(file, Learning(template=str(own))).folder)
+    changed.append(opened(file, ChatLearningSettings(template=str(own))).folder)
     write_rows(file, sums(199))
     changed.append(opened(file).folder)
     assert len({folders[0], *changed}) == 5
@@ -101,7 +101,7 @@ def test_what_cannot_be_trained_on_is_refused(file, tmp_path):
         CHATML + "{% if messages[0]['content'] == 'What is 7 and 0?' %}{{ raise_exception('no seven') }}{% endif %}"
     )
     with pytest.raises(UsageError, match=r"sums.jsonl, conversation \d+: the chat template does not accept.*no seven"):
-        opened(file, Learning(template=str(tmp_path / "strict.jinja")))
+        opened(file, ChatLearningSettings(template=str(tmp_path / "strict.jinja")))
     said = []
     opened(file, length=32, say=said.append)
     assert "of the conversations are longer than data.length and are cut" in said[-1]
@@ -109,7 +109,7 @@ def test_what_cannot_be_trained_on_is_refused(file, tmp_path):
 
 def test_a_preview_shows_what_is_given_and_what_is_learned(file):
     settings = DataSettings(source=str(file), vocabulary=320, length=64, held_out=0.2)
-    seen = preview(settings, Learning(), 4, say=lambda text: None)
+    seen = preview(settings, ChatLearningSettings(), 4, say=lambda text: None)
     data = opened(file)
     assert seen.tokens == data.train_tokens and len(seen.examples) == 4
     answers = {row["messages"][1]["content"] + "<|im_end|>" for row in sums(200)}
@@ -118,7 +118,7 @@ def test_a_preview_shows_what_is_given_and_what_is_learned(file):
         assert data.tokenizer.decode([token for run in example for token in run.tokens]) == "".join(
             run.text for run in example
         )
-    everything = preview(settings, Learning(everything=True), 1, say=lambda text: None)
+    everything = preview(settings, ChatLearningSettings(everything=True), 1, say=lambda text: None)
     assert everything.learned == everything.tokens - everything.conversations
 
 

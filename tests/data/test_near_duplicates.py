@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from thrifty.cli.data.data_verb import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
-from thrifty.data.text.near_duplicates import Distinct, difference, find_alike, runs_of_words
-from thrifty.data.text.token_cache import prepare
-from thrifty.data.train_split import Part
+from thrifty.data.text.near_duplicates import DeduplicatedSource, difference, find_alike, runs_of_words
+from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.train_split import DataSplit
 from thrifty.recipes import RECIPES
 from thrifty.training.run_setup import open_examples
 
@@ -101,7 +101,7 @@ def test_the_first_of_a_group_stays_and_the_order_decides_alone() -> None:
     texts = [others[0], close, original, others[1], closer, original]
     found = list(find_alike(texts, 0.8))
     assert [(pair.kept, pair.left_out) for pair in found] == [(1, 2), (1, 4), (1, 5)]
-    assert list(Distinct(Given(*texts), 0.8).documents()) == [others[0], close, others[1]]
+    assert list(DeduplicatedSource(Given(*texts), 0.8).documents()) == [others[0], close, others[1]]
     assert found == list(find_alike(texts, 0.8))
 
 
@@ -130,7 +130,7 @@ def test_different_texts_are_left_alone_however_many_there_are() -> None:
 def test_the_report_shows_the_least_alike_where_they_differ() -> None:
     text = made_up(200, 0)
     copies = [with_words_changed(text, count, seed=count) for count in (0, 1, 3)]
-    report = Distinct(Given(text, *copies), 0.7).report()
+    report = DeduplicatedSource(Given(text, *copies), 0.7).report()
     assert report["documents"] == 3 and report["threshold"] == 0.7
     assert report["bytes"] == sum(len(copy.encode()) for copy in copies)
     shown = report["least_alike"]
@@ -163,8 +163,8 @@ def chosen(folder, **changes) -> DataSettings:
 
 def test_no_near_duplicate_is_on_both_sides_of_the_split(copied) -> None:
     said: list[str] = []
-    plain = prepare(chosen(copied), said.append)
-    distinct = prepare(chosen(copied, near_duplicates=0.8), said.append)
+    plain = open_token_cache(chosen(copied), said.append)
+    distinct = open_token_cache(chosen(copied, near_duplicates=0.8), said.append)
     assert plain.folder != distinct.folder
     assert sum(plain.manifest["documents"].values()) == 80 and "near_duplicates" not in plain.manifest
     assert sum(distinct.manifest["documents"].values()) == 60
@@ -176,7 +176,7 @@ def straddling(folder, prepared) -> int:
     """How many of the pairs of files have one on each side."""
     ends = prepared.tokenizer.end_of_text
     sides = {}
-    for part in Part:
+    for part in DataSplit:
         tokens, start = prepared.tokens(part).tolist(), 0
         for place, token in enumerate(tokens):
             if token == ends:
@@ -188,7 +188,7 @@ def straddling(folder, prepared) -> int:
 
 def test_each_threshold_is_prepared_by_itself_and_found_again(copied) -> None:
     said: list[str] = []
-    folders = [prepare(chosen(copied, near_duplicates=share), said.append).folder for share in (0.8, 0.9, 0.8)]
+    folders = [open_token_cache(chosen(copied, near_duplicates=share), said.append).folder for share in (0.8, 0.9, 0.8)]
     assert folders[0] == folders[2] != folders[1]
     assert len(said) == 2
 
@@ -198,7 +198,7 @@ def test_pairs_of_texts_are_compared_as_a_whole(tmp_path, cache) -> None:
     rows.append({"source": rows[3]["source"], "target": rows[3]["target"].upper()})
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prepared = prepare(chosen(path, near_duplicates=0.8), lambda text: None, pairs=True)
+    prepared = open_token_cache(chosen(path, near_duplicates=0.8), lambda text: None, pairs=True)
     assert prepared.manifest["near_duplicates"]["documents"] == 1
 
 
@@ -214,14 +214,14 @@ def test_look_tells_what_was_left_out_and_shows_it(copied) -> None:
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_a_threshold_that_is_no_share_is_refused(copied, share: float) -> None:
     with pytest.raises(UsageError, match=r"data\.near_duplicates is"):
-        prepare(chosen(copied, near_duplicates=share), lambda text: None)
+        open_token_cache(chosen(copied, near_duplicates=share), lambda text: None)
 
 
 def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(UsageError, match=r"thrifty\[duplicates\]"):
-        prepare(chosen(copied, near_duplicates=0.8), lambda text: None)
-    assert prepare(chosen(copied), lambda text: None).manifest["documents"]
+        open_token_cache(chosen(copied, near_duplicates=0.8), lambda text: None)
+    assert open_token_cache(chosen(copied), lambda text: None).manifest["documents"]
 
 
 @pytest.mark.parametrize("objective", ["classify", "answer"])

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.core.batches import Share
+from thrifty.core.batches import RankShard
 from thrifty.core.errors import UsageError
-from thrifty.data.text.token_windows import HeldOut, PackedTokens, Windows
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens, TokenWindows
 
 
 def source(tokens=1001, length=10, batch=8, seed=3):
@@ -28,7 +28,7 @@ def test_rows_in_any_parts_make_up_the_effective_batch(step, cuts, seed):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_ranks_together_see_the_same_batch(ranks):
     packed = source()
-    shares = [Share(packed, rank, ranks).at(17)["tokens"] for rank in range(ranks)]
+    shares = [RankShard(packed, rank, ranks).at(17)["tokens"] for rank in range(ranks)]
     assert torch.equal(torch.cat(shares), packed.at(17)["tokens"])
 
 
@@ -56,7 +56,7 @@ def test_epochs_and_seeds_have_different_orders():
 
 
 def test_every_token_but_the_first_is_predicted_once():
-    windows = Windows(np.arange(101, dtype=np.uint32), 10)
+    windows = TokenWindows(np.arange(101, dtype=np.uint32), 10)
     rows = windows.at(np.arange(len(windows)))
     assert rows.dtype == torch.int64 and rows.shape == (10, 11)
     assert rows[:, 1:].flatten().tolist() == list(range(1, 101))
@@ -88,7 +88,7 @@ def test_the_advice_given_for_short_text_works(tokens, length, batch):
 
 
 def test_held_out_examples_are_fixed_and_nested():
-    held_out = HeldOut(np.arange(501, dtype=np.uint16), 10)
+    held_out = HeldOutWindows(np.arange(501, dtype=np.uint16), 10)
     few = torch.cat([batch["tokens"] for batch in held_out.batches(6, 4)])
     many = torch.cat([batch["tokens"] for batch in held_out.batches(20, 7)])
     assert torch.equal(few, many[:6])
@@ -97,11 +97,11 @@ def test_held_out_examples_are_fixed_and_nested():
 
 @pytest.mark.parametrize(("examples", "taken"), [(6, 6), (64, 50)])
 def test_held_out_weights_sum_to_one_over_all_batches(examples, taken):
-    batches = list(HeldOut(np.arange(501, dtype=np.uint16), 10).batches(examples, 4))
+    batches = list(HeldOutWindows(np.arange(501, dtype=np.uint16), 10).batches(examples, 4))
     assert sum(len(batch) for batch in batches) == taken
     assert torch.cat([batch.weight for batch in batches]).sum().item() == pytest.approx(1)
 
 
 def test_held_out_text_shorter_than_an_example_is_refused():
     with pytest.raises(UsageError, match="10 tokens, fewer than one example of length 10"):
-        HeldOut(np.arange(10, dtype=np.uint16), 10)
+        HeldOutWindows(np.arange(10, dtype=np.uint16), 10)

@@ -5,18 +5,18 @@ from hypothesis import given
 from hypothesis import settings as trying
 from hypothesis import strategies as st
 
-from thrifty.core.batches import Share
+from thrifty.core.batches import RankShard
 from thrifty.data.chat.conversation_packing import (
     ANSWER,
     BEGINS,
-    Conversations,
     HeldOutConversations,
-    Rows,
-    Weighed,
-    arranged,
-    packed,
+    PackedConversations,
+    StoredConversations,
+    WeightedSource,
+    arrange_rows,
+    pack_rows,
 )
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.epoch_sampler import EpochSource
 
 SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
@@ -35,13 +35,13 @@ def stream(sizes, seed=0):
 
 
 def rows_of(sizes, length, together=True, everything=False, by_tokens=True):
-    found = Conversations(stream(sizes), length, everything)
-    return Rows(found, arranged(found.sizes - 1, length, 0, together), length, 999, by_tokens)
+    found = StoredConversations(stream(sizes), length, everything)
+    return PackedConversations(found, arrange_rows(found.sizes - 1, length, 0, together), length, 999, by_tokens)
 
 
 @given(sizes=SIZES, length=st.integers(20, 50), seed=st.integers(0, 99))
 def test_every_conversation_is_in_one_row_that_is_not_too_long(sizes, length, seed):
-    rows = packed(np.array(sizes), length, seed)
+    rows = pack_rows(np.array(sizes), length, seed)
     assert sorted(np.concatenate(rows)) == list(range(len(sizes)))
     assert all(np.array(sizes)[row].sum() <= length for row in rows)
     filled = sorted(np.array(sizes)[row].sum() for row in rows)
@@ -50,7 +50,7 @@ def test_every_conversation_is_in_one_row_that_is_not_too_long(sizes, length, se
 
 def test_rows_are_nearly_full():
     sizes = np.random.default_rng(0).integers(10, 200, 5000)
-    assert sizes.sum() / (len(packed(sizes, 512, 0)) * 512) > 0.99
+    assert sizes.sum() / (len(pack_rows(sizes, 512, 0)) * 512) > 0.99
 
 
 @given(sizes=st.lists(st.integers(2, 30), min_size=1, max_size=40), together=st.booleans(), everything=st.booleans())
@@ -69,7 +69,7 @@ def test_a_row_holds_whole_conversations_in_segments(sizes, together, everything
             assert (tokens[here] == number).all() and (targets[here] == number).all()
             assert here.sum() == min(sizes[number], 25) - 1
             seen.append(number)
-            wanted = Conversations(stream(sizes), 24, everything).at(
+            wanted = StoredConversations(stream(sizes), 24, everything).at(
                 list(rows.conversations.begins).index(sum(sizes[:number]))
             )[1]
             assert ((share[here] > 0) == wanted).all()
@@ -86,22 +86,22 @@ def test_what_a_cut_leaves_without_an_answer_is_left_out():
     asked_only = np.array([0 | BEGINS, 0, 0, 0, ANSWER], np.uint32)
     answered = np.array([1 | BEGINS, 1, 1 | ANSWER, 1 | ANSWER, 1], np.uint32)
     words = np.concatenate((asked_only, answered))
-    assert len(Conversations(words, 8, False)) == 2
-    short = Conversations(words, 3, False)
+    assert len(StoredConversations(words, 8, False)) == 2
+    short = StoredConversations(words, 3, False)
     assert len(short) == 1 and short.cut == 1.0 and short.learned.tolist() == [2]
-    assert len(Conversations(words, 3, True)) == 2
+    assert len(StoredConversations(words, 3, True)) == 2
 
 
 @trying(max_examples=40)
 @given(step=st.integers(0, 1000), start=st.integers(0, 3), by_tokens=st.booleans(), seed=st.integers(0, 9))
 def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start, by_tokens, seed):
     rows = rows_of(np.random.default_rng(3).integers(2, 20, 80), 32, by_tokens=by_tokens)
-    source = Weighed(Epochs(rows, 4, seed))
+    source = WeightedSource(EpochSource(rows, 4, seed))
     whole, part = source.at(step), source.rows(step, start, 4)
     assert whole.weight.sum().item() == pytest.approx(1, abs=1e-6)
     assert all(torch.equal(part[name], whole[name][start:]) for name in whole.fields)
     assert torch.equal(part.weight, whole.weight[start:])
-    shares = [Share(source, rank, 2).at(step).weight for rank in range(2)]
+    shares = [RankShard(source, rank, 2).at(step).weight for rank in range(2)]
     assert torch.equal(torch.cat(shares), whole.weight)
     each = whole.weight[:, None] * whole["share"]
     counted = each[each > 0]
@@ -118,8 +118,8 @@ def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start,
 
 
 def test_batches_of_other_sizes_weigh_as_they_should():
-    source = Weighed(Epochs(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
-    resized = source.resized([2, 3, 5])
+    source = WeightedSource(EpochSource(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
+    resized = source.with_batch_size([2, 3, 5])
     firsts = [0, 2, 5, 10]
     plain = torch.cat([source.at(step)["tokens"] for step in range(4)])
     for step in range(4):

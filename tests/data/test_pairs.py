@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from thrifty.core.batches import Share
+from thrifty.core.batches import RankShard
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_data
-from thrifty.data.epoch_sampler import Epochs
-from thrifty.data.text.text_pairs import SEPARATOR, PairFile, Pairs, holds_pairs
+from thrifty.data import open_text
+from thrifty.data.epoch_sampler import EpochSource
+from thrifty.data.text.text_pairs import SEPARATOR, PairFile, TextPairs, holds_pairs
 
 PAIRS = [(f"the whale number {n} swam past", f"{n} whales were seen, or {n * 7}") for n in range(300)]
 
@@ -38,7 +38,7 @@ def settings(file, **changes):
 
 
 def opened(file, seed=0, **changes):
-    return open_data(settings(file, **changes), seed, say=lambda text: None, pairs=True)
+    return open_text(settings(file, **changes), seed, say=lambda text: None, pairs=True)
 
 
 def texts(data, batch):
@@ -74,7 +74,7 @@ def test_both_formats_hold_the_same_pairs(tmp_path):
 
 def test_shapes_are_fixed_and_what_is_longer_is_cut(file):
     said = []
-    data = open_data(settings(file, length=6), 0, said.append, pairs=True)
+    data = open_text(settings(file, length=6), 0, said.append, pairs=True)
     batch = data.train.at(0)
     shapes = {name: tuple(batch[name].shape) for name in batch.fields}
     assert shapes == {"source": (8, 6), "source_keep": (8, 6), "tokens": (8, 7), "counted": (8, 6)}
@@ -89,10 +89,10 @@ def test_shapes_are_fixed_and_what_is_longer_is_cut(file):
 def test_rows_and_shares_are_parts_of_the_whole_batch(step, start, count, seed):
     rng = np.random.default_rng(0)
     stream = np.concatenate([np.append(rng.integers(1, 50, rng.integers(0, 9)), 0) for _ in range(80)])
-    source = Epochs(Pairs(stream.astype(np.uint16), 6, 0), 8, seed)
+    source = EpochSource(TextPairs(stream.astype(np.uint16), 6, 0), 8, seed)
     stop = min(start + count, 8)
     part, whole = source.rows(step, start, stop), source.at(step)
-    shares = [Share(source, rank, 2).at(step) for rank in range(2)]
+    shares = [RankShard(source, rank, 2).at(step) for rank in range(2)]
     for name in whole.fields:
         assert torch.equal(part[name], whole[name][start:stop])
         assert torch.equal(torch.cat([share[name] for share in shares]), whole[name])
@@ -115,7 +115,7 @@ def test_the_held_out_pairs_do_not_depend_on_the_order_of_the_file(tmp_path):
 
 def test_what_is_opened_twice_is_prepared_once_and_changes_are_seen(file):
     said = []
-    folders = [open_data(settings(file), 0, said.append, pairs=True).folder for _ in range(2)]
+    folders = [open_text(settings(file), 0, said.append, pairs=True).folder for _ in range(2)]
     assert folders[0] == folders[1] and len([line for line in said if "preparing" in line]) == 1
     write(file, PAIRS[:-1])
     changed = opened(file)

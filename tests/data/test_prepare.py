@@ -17,15 +17,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.text.token_cache import prepare
-from thrifty.data.train_split import Part
+from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.train_split import DataSplit
 
 PREPARE = """
 import sys
 from thrifty.core.recipe import DataSettings
-from thrifty.data.text.token_cache import prepare
+from thrifty.data.text.token_cache import open_token_cache
 said = []
-prepared = prepare(DataSettings(source=sys.argv[1], vocabulary=300, held_out=0.2), said.append)
+prepared = open_token_cache(DataSettings(source=sys.argv[1], vocabulary=300, held_out=0.2), said.append)
 print(len(said), prepared.folder)
 """
 
@@ -51,8 +51,8 @@ def documents_of(prepared, part):
 
 
 def test_the_tokens_are_the_documents_in_order_each_with_its_end(stories):
-    prepared = prepare(settings(stories), quiet)
-    held_out, train = documents_of(prepared, Part.HELD_OUT), documents_of(prepared, Part.TRAIN)
+    prepared = open_token_cache(settings(stories), quiet)
+    held_out, train = documents_of(prepared, DataSplit.HELD_OUT), documents_of(prepared, DataSplit.TRAIN)
     texts = [path.read_text() for path in sorted(stories.iterdir())]
     assert [text for text in texts if text in train] == train
     assert sorted(train + held_out) == sorted(texts)
@@ -61,40 +61,43 @@ def test_the_tokens_are_the_documents_in_order_each_with_its_end(stories):
 
 def test_the_second_opening_does_no_work(stories):
     said = []
-    first = prepare(settings(stories), said.append)
-    second = prepare(settings(stories), said.append)
+    first = open_token_cache(settings(stories), said.append)
+    second = open_token_cache(settings(stories), said.append)
     assert len(said) == 1 and "preparing the tokens" in said[0]
     assert first.folder == second.folder and first.manifest == second.manifest
 
 
 def test_what_does_not_change_tokens_does_not_prepare_again(stories):
-    first = prepare(settings(stories), quiet)
-    assert prepare(settings(stories, length=16, batch=2), quiet).folder == first.folder
+    first = open_token_cache(settings(stories), quiet)
+    assert open_token_cache(settings(stories, length=16, batch=2), quiet).folder == first.folder
     for change in ({"held_out": 0.3}, {"vocabulary": 290}):
-        assert prepare(settings(stories, **change), quiet).folder != first.folder
+        assert open_token_cache(settings(stories, **change), quiet).folder != first.folder
 
 
 def test_special_tokens_are_part_of_what_tokens_depend_on(stories):
-    first, with_mask = prepare(settings(stories), quiet), prepare(settings(stories), quiet, ("<mask>",))
-    assert first.folder != with_mask.folder and prepare(settings(stories), quiet, ()).folder == first.folder
-    assert with_mask.tokenizer.number_of("<mask>") not in with_mask.tokens(Part.TRAIN)
+    first, with_mask = (
+        open_token_cache(settings(stories), quiet),
+        open_token_cache(settings(stories), quiet, ("<mask>",)),
+    )
+    assert first.folder != with_mask.folder and open_token_cache(settings(stories), quiet, ()).folder == first.folder
+    assert with_mask.tokenizer.number_of("<mask>") not in with_mask.tokens(DataSplit.TRAIN)
 
 
 def test_changed_text_is_prepared_again(stories):
-    first = prepare(settings(stories), quiet)
+    first = open_token_cache(settings(stories), quiet)
     (stories / "00.txt").write_text("something else entirely")
-    second = prepare(settings(stories), quiet)
-    assert "something else entirely" in documents_of(second, Part.TRAIN) + documents_of(second, Part.HELD_OUT)
+    second = open_token_cache(settings(stories), quiet)
+    assert "something else entirely" in documents_of(second, DataSplit.TRAIN) + documents_of(second, DataSplit.HELD_OUT)
     assert second.folder != first.folder
 
 
 def test_statistics_match_the_definition(stories):
-    prepared = prepare(settings(stories), quiet)
-    train, held_out = (prepared.tokens(part).tolist() for part in Part)
+    prepared = open_token_cache(settings(stories), quiet)
+    train, held_out = (prepared.tokens(part).tolist() for part in DataSplit)
     counts, vocabulary = Counter(train), prepared.tokenizer.vocabulary
     surprises = [-math.log((counts[token] + 1) / (len(train) + vocabulary)) for token in held_out]
     assert prepared.manifest["unigram_entropy"] == pytest.approx(sum(surprises) / len(held_out))
-    size = sum(len(text.encode()) for text in documents_of(prepared, Part.HELD_OUT))
+    size = sum(len(text.encode()) for text in documents_of(prepared, DataSplit.HELD_OUT))
     assert prepared.manifest["bytes_per_token"] == pytest.approx(size / len(held_out))
     assert prepared.manifest["tokens"] == {"train": len(train), "held_out": len(held_out)}
 
@@ -122,7 +125,7 @@ def test_ranks_that_start_together_build_once_and_share(stories, cache):
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
 def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
-    first = prepare(settings(stories), quiet)
+    first = open_token_cache(settings(stories), quiet)
     before = digests(first.folder)
     path = first.folder / name
     content = bytearray(path.read_bytes())
@@ -131,7 +134,7 @@ def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
     if harm != "remove":
         path.write_bytes(content if harm == "flip" else content[: len(content) // 2])
     said = []
-    again = prepare(settings(stories), said.append)
+    again = open_token_cache(settings(stories), said.append)
     assert len(said) == 1 and "again, since" in said[0] and name in said[0]
     assert digests(again.folder) == before
 
@@ -148,7 +151,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert not [path for path in (cache / "prepared").iterdir() if not path.name.startswith(".")]
-    prepared = prepare(settings(source), quiet)
+    prepared = open_token_cache(settings(source), quiet)
     assert not list((cache / "prepared").glob("*.part"))
     assert sum(prepared.manifest["bytes"].values()) > 4_000_000
 
@@ -159,20 +162,20 @@ def test_a_given_tokenizer_is_used_and_large_vocabularies_fit(stories, tmp_path)
     given = Tokenizer(models.WordLevel(numbers, "?"))
     given.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     given.save(str(tmp_path / "given.json"))
-    prepared = prepare(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet)
-    tokens = prepared.tokens(Part.TRAIN)
+    prepared = open_token_cache(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet)
+    tokens = prepared.tokens(DataSplit.TRAIN)
     assert tokens.dtype == np.uint32 and tokens.max() > 1 << 16
-    assert prepared.tokens(Part.HELD_OUT)[-1] == 0
+    assert prepared.tokens(DataSplit.HELD_OUT)[-1] == 0
     given.save(str(tmp_path / "given.json"), pretty=False)  # other bytes of the file: prepared again
-    assert prepare(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet).folder != prepared.folder
+    assert open_token_cache(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet).folder != prepared.folder
 
 
 def test_a_single_text_holds_out_its_end(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"word{number} " for number in range(300)))
-    prepared = prepare(settings(tmp_path / "one.txt"), quiet)
+    prepared = open_token_cache(settings(tmp_path / "one.txt"), quiet)
     assert prepared.manifest["split"] == "end of the longest document"
     assert prepared.manifest["documents"] == {"train": 1, "held_out": 1}
-    assert documents_of(prepared, Part.HELD_OUT)[0].endswith("word299 ")
+    assert documents_of(prepared, DataSplit.HELD_OUT)[0].endswith("word299 ")
 
 
 @pytest.mark.parametrize(
@@ -188,24 +191,24 @@ def test_a_single_text_holds_out_its_end(tmp_path):
 )
 def test_bad_settings_are_refused_by_name(stories, changes, says):
     with pytest.raises(UsageError, match=says):
-        prepare(settings(stories, **changes), quiet)
+        open_token_cache(settings(stories, **changes), quiet)
 
 
 @pytest.mark.parametrize("content", ["", "\n \n\n"])
 def test_an_empty_file_is_refused_by_name(tmp_path, content):
     (tmp_path / "empty.txt").write_text(content)
     with pytest.raises(UsageError, match=r"empty\.txt holds no text"):
-        prepare(settings(tmp_path / "empty.txt"), quiet)
+        open_token_cache(settings(tmp_path / "empty.txt"), quiet)
 
 
 def test_a_cache_that_cannot_be_written_says_how_to_move_it(stories, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UsageError, match="THRIFTY_CACHE"):
-        prepare(settings(stories), quiet)
+        open_token_cache(settings(stories), quiet)
 
 
 def test_the_manifest_is_plain_json(stories):
-    folder = prepare(settings(stories), quiet).folder
+    folder = open_token_cache(settings(stories), quiet).folder
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["source"] == str(stories) and manifest["type"] == "<u2"

@@ -5,12 +5,21 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from thrifty.experiments.tasks.babi_stories import KINDS, NUMBERS, PLACES, SENTENCES, WORDS, Story, story, told
+from thrifty.experiments.tasks.babi_stories import (
+    KINDS,
+    NUMBERS,
+    PLACES,
+    SENTENCES,
+    WORDS,
+    BabiStory,
+    make_stories,
+    story,
+)
 
 NUMBER = 300
 
 
-def answers(each: Story) -> set[str]:
+def answers(each: BabiStory) -> set[str]:
     """What somebody who reads the sentences, word by word, would answer. Several answers would be a fault."""
     where: dict[str, str] = {}
     has: dict[str, list[str]] = {}
@@ -67,18 +76,18 @@ def test_as_many_questions_of_each_kind_and_no_answer_that_is_always_right() -> 
 
 
 def test_no_story_is_in_both_parts_and_they_are_the_same_every_time() -> None:
-    training, held_out = told(80, False), told(20, True)
+    training, held_out = make_stories(80, False), make_stories(20, True)
     assert len(training) == 80 and len(held_out) == 20
     rows = [{(*each.flatten().tolist(),) for each in part.inputs} for part in (training, held_out)]
     assert not rows[0] & rows[1]
-    again = told(90, False)
+    again = make_stories(90, False)
     assert np.array_equal(again.inputs[:80], training.inputs) and np.array_equal(again.labels[:80], training.labels)
-    assert not np.array_equal(told(80, False, seed=1).inputs, training.inputs)
+    assert not np.array_equal(make_stories(80, False, seed=1).inputs, training.inputs)
 
 
 def test_numbers_are_those_of_the_words_with_the_question_last() -> None:
     number = next(i for i in range(50) if not story(0, i).is_held_out)
-    each, found = story(0, number), told(1, False)
+    each, found = story(0, number), make_stories(1, False)
     spelled = [" ".join(WORDS[word] for word in row if word) for row in found.inputs[0]]
     assert spelled[: len(each.sentences)] == list(each.sentences) and spelled[-1] == each.question
     assert not any(spelled[len(each.sentences) : -1])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.command_line import CommandLine
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -19,7 +19,7 @@ QUICK = ("--with", "optimizers.adamw:lr=0.03")
 
 
 def as_trained(thrifty: CommandLine, run: str) -> torch.Tensor:
-    model, _ = restore(thrifty.run(run))
+    model, _ = load_trained_model(thrifty.run(run))
     with torch.no_grad():
         return model.logits(TOKENS)
 

@@ -13,11 +13,11 @@ import transformers
 from PIL import Image
 
 from end_to_end.command_line import CommandLine, assert_equal
-from thrifty.kernels.token_gather import taken
+from thrifty.kernels.token_gather import gather_tokens
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.run_setup import open_examples
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "model.decoder_depth": 1, "data.batch": 16}
 FEW = {"evaluation.examples": 100, "checkpoints.every": 3, "evaluation.every": 3}
@@ -65,7 +65,7 @@ def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_giv
         assert f'alt="Example 8, {name}"' in page
     kept = json.loads((desk.run("digits") / "pictures.json").read_text())
     assert kept["step"] == 6 and "removed patches as it gives them back" in kept["about"]
-    _, data = open_examples(restore(desk.run("digits"))[1])
+    _, data = open_examples(load_trained_model(desk.run("digits"))[1])
     batch = next(data.held_out.batches(8, 8))
     for row, shown in enumerate(kept["shown"]):
         pixels = {name: opened(address) for name, address in shown["pictures"].items()}
@@ -100,14 +100,16 @@ def test_an_exported_model_gives_back_in_transformers_what_it_gave_in_the_run(
     names = sorted(path.name for path in (desk.folder / "out").iterdir())
     assert names == ["config.json", "model.safetensors", "preprocessor_config.json"]
     model = transformers.AutoModelForPreTraining.from_pretrained(desk.folder / "out", norm_pix_loss=True).eval()
-    restored, recipe = restore(desk.run("digits"))
+    restored, recipe = load_trained_model(desk.run("digits"))
     objective, data = open_examples(recipe)
     batch = next(data.held_out.batches(100, 100))
     noise = torch.ones(100, 16).scatter(1, batch["visible"], 0.0)
     with torch.no_grad():
         theirs = model(batch["inputs"], noise=noise)
         pixels = restored.logits(batch["inputs"], batch["visible"])
-        torch.testing.assert_close(taken(theirs.logits, batch["removed"]), taken(pixels, batch["removed"]))
+        torch.testing.assert_close(
+            gather_tokens(theirs.logits, batch["removed"]), gather_tokens(pixels, batch["removed"])
+        )
     judged = DropMaskedPatches().objective(objective)  # as the run judged itself, there with numbers of 16 bits
     loss = held_out_loss(restored, judged, data.held_out.batches(100, 100), torch.device("cpu"))
     assert float(theirs.loss) == pytest.approx(loss, rel=1e-5)

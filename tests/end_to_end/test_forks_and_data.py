@@ -8,10 +8,10 @@ import torch
 
 from end_to_end.command_line import CommandLine
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings, Recipe
+from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, ModelSettings, Recipe
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training import checkpoint
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 
 
@@ -93,7 +93,7 @@ def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrift
         model=ModelSettings(preset="llama-nano"),
         data=DataSettings(source=str(thrifty.folder / "corpus"), vocabulary=300, length=32, batch=4),
         budget=Budget(steps=2),
-        checkpoints=Checkpoints(every=2),
+        checkpoints=CheckpointSettings(every=2),
         techniques=(AdamW(),),
     )
 
@@ -102,4 +102,4 @@ def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrift
 
     train(recipe, tmp_path, model=build, quiet=True)
     with pytest.raises(UsageError, match="trained with another model"):
-        restore(tmp_path / "own")
+        load_trained_model(tmp_path / "own")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,7 +46,7 @@ def test_a_foreign_architecture_with_lora_recompute_and_bfloat16_runs_and_resume
 def assert_export_computes_the_same(thrifty: CommandLine) -> None:
     thrifty("export", "run", "out")
     exported = transformers.AutoModelForCausalLM.from_pretrained(thrifty.folder / "out").eval()
-    model, _ = restore(thrifty.run("run"))
+    model, _ = load_trained_model(thrifty.run("run"))
     tokens = torch.arange(32)[None] + 40
     with torch.no_grad():
         torch.testing.assert_close(exported(tokens).logits, model.head(model(tokens)))
@@ -76,17 +76,17 @@ def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_comput
     with torch.no_grad():
         mine = as_it_was_trained(thrifty, name).logits(tokens)
         torch.testing.assert_close(theirs(tokens).logits, mine, rtol=1e-5, atol=1e-5)
-        plain, _ = restore(thrifty.run(name))
+        plain, _ = load_trained_model(thrifty.run(name))
         torch.testing.assert_close(plain.logits(tokens), mine, rtol=1e-5, atol=1e-5)
 
 
 def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
     """The model with adapters or gains still on it, at the values of the newest checkpoint."""
     from thrifty.recipes.recipe_toml import read_recipe
-    from thrifty.training.run_setup import prepare
+    from thrifty.training.run_setup import prepare_run
 
     tensors = thrifty.tensors(name)
-    model = prepare(read_recipe(thrifty.run(name) / "recipe.toml"), quiet=True).run.build_model().eval()
+    model = prepare_run(read_recipe(thrifty.run(name) / "recipe.toml"), quiet=True).run.build_model().eval()
     parameters = dict(model.named_parameters())
     assert any("lora_b" in key or "gain" in key for key in parameters)
     with torch.no_grad():

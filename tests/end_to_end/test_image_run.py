@@ -13,12 +13,12 @@ import transformers
 
 from data.image_files import write_folder
 from end_to_end.command_line import CommandLine, assert_equal
-from thrifty.core.errors import Infeasible, UsageError
-from thrifty.core.recipe import Augmentation, Budget, ObjectiveSettings
+from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.recipe import AugmentationSettings, Budget, ObjectiveSettings
 from thrifty.data.images.image_data import open_images
 from thrifty.recipes import RECIPES
-from thrifty.training.run_setup import open_examples, prepare
-from thrifty.training.trained_model import restore
+from thrifty.training.run_setup import open_examples, prepare_run
+from thrifty.training.trained_model import load_trained_model
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "data.batch": 16, "evaluation.examples": 100}
 FEW = {"checkpoints.every": 3, "evaluation.every": 3}
@@ -35,7 +35,7 @@ def restore_in(desk: CommandLine, name: str) -> Any:
     here = Path.cwd()
     os.chdir(desk.folder)
     try:
-        return restore(desk.run(name))[0]
+        return load_trained_model(desk.run(name))[0]
     finally:
         os.chdir(here)
 
@@ -89,7 +89,7 @@ def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: Command
         "preprocessor_config.json",
     ]
     model = transformers.AutoModelForImageClassification.from_pretrained(desk.folder / "out").eval()
-    restored, recipe = restore(desk.run("digits"))
+    restored, recipe = load_trained_model(desk.run("digits"))
     batch = next(open_images(recipe.data, 0, None, print).held_out.batches(100, 100))
     with torch.no_grad():
         logits = model(batch["inputs"]).logits
@@ -147,9 +147,9 @@ def test_a_trained_model_goes_on_with_images_of_another_size(desk: CommandLine, 
 
 def test_a_budget_of_tokens_counts_each_image_once() -> None:
     recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=130.0), device="cpu")
-    assert prepare(recipe, quiet=True).run.steps == 2
-    with pytest.raises(Infeasible, match="does not fit one step of 64"):
-        prepare(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)
+    assert prepare_run(recipe, quiet=True).run.steps == 2
+    with pytest.raises(InfeasibleError, match="does not fit one step of 64"):
+        prepare_run(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)
 
 
 def test_settings_of_images_are_refused_where_there_are_none() -> None:
@@ -157,6 +157,6 @@ def test_settings_of_images_are_refused_where_there_are_none() -> None:
     text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
     with pytest.raises(UsageError, match=r"data.size is set, which is for images, and next_token learns from text"):
         open_examples(text)
-    nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=Augmentation(flip=True)))
+    nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=AugmentationSettings(flip=True)))
     with pytest.raises(UsageError, match=r"data.augment is set, which is for images, and nowhere holds none"):
         open_examples(nowhere)

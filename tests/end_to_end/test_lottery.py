@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
+from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
 from thrifty.core.state import fill_tensor
-from thrifty.experiments.lottery_rounds import Lottery, play
-from thrifty.experiments.mask_export import keep_ticket, masks_of
+from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
+from thrifty.experiments.mask_export import export_masks, masks_of
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.linear import Linear
-from thrifty.techniques.sparsity.mask_from_file import density_of, read_ticket
+from thrifty.techniques.schedules.linear import LinearDecay
+from thrifty.techniques.sparsity.mask_from_file import density_of, read_mask_file
 from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
-from thrifty.training.run_setup import prepare
+from thrifty.training.run_setup import prepare_run
 
 STEPS, REWIND = 6, 2
-LOTTERY = Lottery(rounds=1, prune=0.5, rewind=REWIND, controls=("random-mask", "reinitialise"))
+LOTTERY = LotterySettings(rounds=1, prune=0.5, rewind=REWIND, controls=("random-mask", "reinitialise"))
 LONGER = replace(LOTTERY, rounds=2, controls=())
 
 
@@ -42,10 +42,10 @@ def recipe(common_folder: Path) -> Recipe:
         model=ModelSettings(preset="llama-nano", width=16, depth=1, heads=2),
         data=DataSettings(source=str(common_folder / "corpus"), vocabulary=300, length=16, batch=4),
         budget=Budget(steps=STEPS),
-        evaluation=Evaluation(every=100, examples=4),
-        checkpoints=Checkpoints(every=4, keep=1),
+        evaluation=EvaluationSettings(every=100, examples=4),
+        checkpoints=CheckpointSettings(every=4, keep=1),
         device="cpu",
-        techniques=(AdamW(lr=1e-2), Linear()),
+        techniques=(AdamW(lr=1e-2), LinearDecay()),
     )
 
 
@@ -53,8 +53,8 @@ def recipe(common_folder: Path) -> Recipe:
 def played(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One round with its controls, then one more without."""
     runs = tmp_path_factory.mktemp("lottery") / "runs"
-    first = play(recipe, LOTTERY, runs, quiet=True)
-    result = play(recipe, LONGER, runs, quiet=True)
+    first = run_lottery(recipe, LOTTERY, runs, quiet=True)
+    result = run_lottery(recipe, LONGER, runs, quiet=True)
     assert result["rounds"][:2] == first["rounds"]
     return runs, result
 
@@ -86,7 +86,7 @@ def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_t
     """By hand: weights, moments, age and step of the dense run's checkpoint under the ticket's mask, trained on."""
     runs, _ = played
     recipe = read_recipe(runs / "tiny-round-2" / "recipe.toml")
-    prepared = prepare(recipe, quiet=True)
+    prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.place()
     early = checkpoint.load(runs / "tiny-round-0" / "checkpoints", REWIND)
     for name, tensor in state.tensors().items():
@@ -124,7 +124,7 @@ def test_what_is_there_is_not_done_again(played: tuple[Path, dict[str, Any]], re
     runs, result = played
     before = {path: path.stat().st_mtime_ns for path in runs.glob("tiny-round-*/records.jsonl")}
     said: list[str] = []
-    assert play(recipe, LONGER, runs, quiet=True, say=said.append) == result
+    assert run_lottery(recipe, LONGER, runs, quiet=True, say=said.append) == result
     assert not said and {path: path.stat().st_mtime_ns for path in before} == before
 
 
@@ -133,31 +133,31 @@ def test_another_lottery_is_not_mixed_with_one_that_is_there(
 ) -> None:
     runs, _ = played
     with pytest.raises(UsageError, match=r"another lottery: lottery.prune: 0.5 → 0.3"):
-        play(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
+        run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
     with pytest.raises(UsageError, match=r"another lottery: recipe\.data\.batch: 4 → 8"):
-        play(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
+        run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
 
 
 def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"lottery: prune is 1\.0"):
-        Lottery(prune=1.0)
+        LotterySettings(prune=1.0)
     with pytest.raises(UsageError, match="where is no pattern"):
-        Lottery(where="(")
+        LotterySettings(where="(")
     for moment in (-1, 1.0):
         with pytest.raises(UsageError, match="no step before the last"):
-            Lottery(rewind=moment)
+            LotterySettings(rewind=moment)
     with pytest.raises(UsageError, match="cannot start at step 6 of 6"):
-        play(recipe, replace(LOTTERY, rewind=STEPS), tmp_path, quiet=True)
+        run_lottery(recipe, replace(LOTTERY, rewind=STEPS), tmp_path, quiet=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UsageError, match="without torchrun"):
-        play(recipe, LOTTERY, tmp_path, quiet=True)
+        run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
 
 
 def test_what_no_ticket_can_be_drawn_of_is_refused_before_anything_is_written(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no matrix of the model of tiny has a name that matches 'nowhere'"):
-        play(recipe, replace(LOTTERY, where="nowhere"), tmp_path, quiet=True)
+        run_lottery(recipe, replace(LOTTERY, where="nowhere"), tmp_path, quiet=True)
     with pytest.raises(UsageError, match="both decide the weight masks"):
-        play(replace(recipe, techniques=(*recipe.techniques, Rigl())), LOTTERY, tmp_path, quiet=True)
+        run_lottery(replace(recipe, techniques=(*recipe.techniques, Rigl())), LOTTERY, tmp_path, quiet=True)
     assert not any(tmp_path.iterdir())
 
 
@@ -167,7 +167,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
     built: list[weakref.ref[nn.Module]] = []
 
     def build() -> nn.Module:
-        model = prepare(recipe, steps=1, quiet=True).run.plain.build()
+        model = prepare_run(recipe, steps=1, quiet=True).run.plain.build()
         built.append(weakref.ref(model))
         return model
 
@@ -176,27 +176,27 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
         return {"kept": [model() for model in built if model() is not None]}
 
     monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
-    assert play(recipe, LOTTERY, tmp_path, model=build, quiet=True) == {"kept": []}
+    assert run_lottery(recipe, LOTTERY, tmp_path, model=build, quiet=True) == {"kept": []}
     assert len(built) == 1
 
 
 def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "tiny-round-0").mkdir()
     with pytest.raises(UsageError, match=r"tiny-round-0 is there already"):
-        play(recipe, LOTTERY, tmp_path, quiet=True)
+        run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
     assert not (tmp_path / "tiny-lottery").exists()
 
 
 def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs, _ = played
-    density, sha256 = keep_ticket(runs / "tiny-round-2", tmp_path / "kept.safetensors")
+    density, sha256 = export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     assert density == 0.25
-    found, masks = read_ticket(str(tmp_path / "kept.safetensors"), sha256), masks_of(newest(runs / "tiny-round-2"))
+    found, masks = read_mask_file(str(tmp_path / "kept.safetensors"), sha256), masks_of(newest(runs / "tiny-round-2"))
     assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
     with pytest.raises(UsageError, match="exists already"):
-        keep_ticket(runs / "tiny-round-2", tmp_path / "kept.safetensors")
+        export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     with pytest.raises(UsageError, match="keeps no weights under masks"):
-        keep_ticket(runs / "tiny-round-0", tmp_path / "other.safetensors")
+        export_masks(runs / "tiny-round-0", tmp_path / "other.safetensors")
 
 
 def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:
@@ -213,7 +213,7 @@ def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_
     recipe: Recipe, thrifty: CommandLine, tmp_path: Path
 ) -> None:
     steps, whole, killed = 40, tmp_path / "whole", tmp_path / "killed"
-    longer = replace(recipe, budget=Budget(steps=steps), checkpoints=Checkpoints(every=30, keep=1))
+    longer = replace(recipe, budget=Budget(steps=steps), checkpoints=CheckpointSettings(every=30, keep=1))
     lottery = replace(LOTTERY, controls=())
 
     def stop(text: str) -> None:
@@ -221,9 +221,9 @@ def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        play(longer, lottery, whole, quiet=True, say=stop)
+        run_lottery(longer, lottery, whole, quiet=True, say=stop)
     assert not (whole / "tiny-round-1").exists()
-    play(longer, lottery, whole, quiet=True)
+    run_lottery(longer, lottery, whole, quiet=True)
     (tmp_path / "recipe.toml").write_text(write_recipe(longer))
     words = ["lottery", tmp_path / "recipe.toml", "--rounds", "1", "--prune", "0.5", "--rewind", str(REWIND)]
     process = thrifty.start(*words, "--runs", killed, "--quiet")
@@ -231,7 +231,7 @@ def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_
     assert process.poll() is None
     kill(process)
     assert not list((killed / "tiny-round-1" / "checkpoints").glob("step-????????"))
-    play(longer, lottery, killed, quiet=True)
+    run_lottery(longer, lottery, killed, quiet=True)
     assert_same_lottery(killed, whole, steps)
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
-from thrifty.core.batches import Batch, BatchSource, Mapped
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, ModelSettings, Recipe
+from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, ModelSettings, Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.checkpoint import load
 from thrifty.training.loop import PATIENCE
 from thrifty.training.loop import train as loop
-from thrifty.training.run_setup import prepare
-from thrifty.training.trained_model import restore
+from thrifty.training.run_setup import prepare_run
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 
 
@@ -52,13 +52,13 @@ class Spoil(Technique):
             poison = torch.full((len(batch),), self.poison if bad else 0.0)
             return Batch({**batch.fields, "poison": poison}, batch.weight)
 
-        return Mapped(source, marked)
+        return MappedSource(source, marked)
 
     def objective(self, objective: Objective) -> Objective:
         return Spoiled() if self.where == "loss" else objective
 
     def backward(self, backward: Backward) -> Backward:
-        def spoiled(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def spoiled(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             outcome = backward(model, objective, batch)
             if self.where == "gradient":
                 gradient = next(model.parameters()).grad
@@ -76,8 +76,8 @@ def recipe(common_folder: Path) -> Recipe:
         model=ModelSettings(preset="llama-nano", width=32, depth=2),
         data=DataSettings(source=str(common_folder / "corpus"), vocabulary=320, length=32, batch=8),
         budget=Budget(steps=8),
-        checkpoints=Checkpoints(every=2),
-        techniques=(AdamW(lr=1e-3), Clip()),
+        checkpoints=CheckpointSettings(every=2),
+        techniques=(AdamW(lr=1e-3), GradientClipping()),
     )
 
 
@@ -90,7 +90,7 @@ def spoiled_by(recipe: Recipe, **settings: object) -> Recipe:
 def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on(
     recipe: Recipe, poison: float, where: str
 ) -> None:
-    run = prepare(spoiled_by(recipe, poison=poison, where=where), quiet=True).run
+    run = prepare_run(spoiled_by(recipe, poison=poison, where=where), quiet=True).run
     state = run.start()
     before, updates, skipped = {}, 0, []
     with closing(loop(run, state, seed=0)) as records:
@@ -128,12 +128,16 @@ def test_a_run_of_skipped_steps_stops_the_run_with_an_explanation(recipe: Recipe
 
 
 def test_what_was_learned_before_a_run_of_skipped_steps_can_still_be_used(recipe: Recipe, tmp_path: Path) -> None:
-    train(replace(recipe, name="short", budget=Budget(steps=4), checkpoints=Checkpoints(every=4)), tmp_path, quiet=True)
+    train(
+        replace(recipe, name="short", budget=Budget(steps=4), checkpoints=CheckpointSettings(every=4)),
+        tmp_path,
+        quiet=True,
+    )
     endless = spoiled_by(recipe, steps=100, start=4)
     with pytest.raises(ThriftyError):
         train(replace(endless, budget=Budget(steps=40)), tmp_path, quiet=True)
     good, last = (load(tmp_path / name / "checkpoints").tensors for name in ("short", "run"))
     assert all(tensor.isfinite().all() for tensor in last.values())
     assert all(torch.equal(good[name], last[name]) for name in good)
-    restored, _ = restore(tmp_path / "short")
+    restored, _ = load_trained_model(tmp_path / "short")
     assert all(parameter.isfinite().all() for parameter in restored.parameters())

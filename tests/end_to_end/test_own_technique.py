@@ -24,10 +24,10 @@ FILE = '''
 
     from thrifty.core.stages import Stage
     from thrifty.core.technique import Numerics, Technique
-    from thrifty.core.gradient_transform import Transform, chain
+    from thrifty.core.gradient_transform import GradientTransform, chain
 
 
-    class Shrink(Transform):
+    class Shrink(GradientTransform):
         name = "shrink"
 
         def __init__(self, factor):

@@ -14,7 +14,7 @@ from PIL import Image
 from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.core.recipe import DataSettings
 from thrifty.data.pairs.pair_data import open_image_pairs
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 
 SIDE = 16
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), "white": (230, 230, 230)}
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finish
 def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: CommandLine, finished: dict[str, Any]) -> None:
     desk("export", "spots-run", "out")
     loaded = transformers.CLIPModel.from_pretrained(desk.folder / "out").eval()
-    restored, _ = restore(desk.run("spots-run"))
+    restored, _ = load_trained_model(desk.run("spots-run"))
     settings = DataSettings(
         source=str(desk.folder / "spots"), batch=16, length=24, vocabulary=300, size=SIDE, held_out=0.25
     )

@@ -9,12 +9,12 @@ import transformers
 from click.testing import CliRunner
 
 from thrifty.cli.main import thrifty
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
-from thrifty.modeling.structured_pruning import find_pieces
+from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
+from thrifty.modeling.structured_pruning import find_units
 from thrifty.models.text_generation import generate
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.sparsity.early_bird import EarlyBird
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 
 
@@ -25,8 +25,8 @@ def run(common_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         model=ModelSettings(preset="llama-nano", width=48, depth=2, heads=4, kv_heads=4, hidden=40),
         data=DataSettings(source=str(common_folder / "corpus"), vocabulary=300, length=16, batch=4),
         budget=Budget(steps=8),
-        evaluation=Evaluation(every=100, examples=4),
-        checkpoints=Checkpoints(every=100),
+        evaluation=EvaluationSettings(every=100, examples=4),
+        checkpoints=CheckpointSettings(every=100),
         device="cpu",
         techniques=(AdamW(lr=1e-2), EarlyBird(every=1, queue=2, distance=0.0, latest=5)),
     )
@@ -46,8 +46,8 @@ def test_search_and_ticket_are_told_in_the_records(run: Path) -> None:
 
 @torch.no_grad()
 def test_the_model_is_restored_smaller_samples_and_loads_in_transformers(run: Path, tmp_path: Path) -> None:
-    model, _ = restore(run)
-    found = find_pieces(model)
+    model, _ = load_trained_model(run)
+    found = find_units(model)
     assert {pieces.count for pieces in found.values() if pieces.kind == "heads"} == {3}
     assert sum(pieces.count for pieces in found.values() if pieces.kind == "neurons") == 48
     done = CliRunner().invoke(thrifty, ["export", str(run), str(tmp_path / "out"), "--json"], catch_exceptions=False)

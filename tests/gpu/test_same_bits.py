@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gpu_only import GPU, on_a_gpu
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.deterministic_cumsum import running_sums
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.training.determinism import same_bits
+from thrifty.training.determinism import deterministic_kernels
 from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, technique
 
 pytestmark = on_a_gpu
@@ -18,21 +18,21 @@ pytestmark = on_a_gpu
 
 def wide_model() -> torch.nn.Module:
     """Wide and long enough for the attention kernels that sum in the order in which threads come."""
-    model = assemble(Shape("llama", 2, 256, 4, 2, 512, VOCABULARY, 512, True))
+    model = assemble(ModelConfig("llama", 2, 256, 4, 2, 512, VOCABULARY, 512, True))
     initialize(model, 0)
     return model
 
 
 @pytest.mark.parametrize("names", [[], ["compile"], ["attention.block_sparse"], ["attention.spatten"]], ids=str)
 def test_two_runs_are_equal(names: list[str]) -> None:
-    plain = Plain(wide_model, PackedTokens(corpus(), 512, 8, seed=0), NextToken())
+    plain = BaseRun(wide_model, PackedTokens(corpus(), 512, 8, seed=0), NextToken())
     chosen = [technique("optimizers.adamw"), technique("precision.mixed"), *map(technique, names)]
     found = []
     for _ in range(2):
         torch._dynamo.reset()
         run = compose(plain, chosen, 8, GPU)
         state = run.start()
-        with same_bits(GPU):
+        with deterministic_kernels(GPU):
             advance(run, state)
         found.append(snapshot(state))
     assert_same(*found)

@@ -5,7 +5,7 @@ import gc
 import torch
 
 from gpu_only import GPU, on_a_gpu
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.memory.host_tier import tier_for
 from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, with_optimizer
@@ -13,7 +13,7 @@ from tiny_runs import advance, assert_same, losses, plain_run, snapshot, techniq
 pytestmark = on_a_gpu
 
 
-def run_of(plain: Plain, *chosen: Technique) -> Composition:
+def run_of(plain: BaseRun, *chosen: Technique) -> Run:
     return compose(plain, with_optimizer(chosen), 6, GPU)
 
 

@@ -5,24 +5,24 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.a3 import lower, search_cycles
 from thrifty.simulators.accelerator.scan_engine import scan
-from thrifty.simulators.accelerator.station_timeline import Timeline
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.station_timeline import StationTimeline
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 A3 = find_machine("a3")
 
 
-def played(machine=A3, tokens: int = 320, candidates: float = 0.2, kept: float = 0.04) -> Timeline:
-    mask = synthesised("balanced", kept, heads=1, tokens=tokens).layers[0].kept()[None]
+def played(machine=A3, tokens: int = 320, candidates: float = 0.2, kept: float = 0.04) -> StationTimeline:
+    mask = synthetic_trace("balanced", kept, heads=1, tokens=tokens).layers[0].kept()[None]
     counted = np.full((1, 1, tokens), round(candidates * tokens))
     stream = lower(layer_of("bert", mask=mask, counts={"candidates": counted}), machine)
     return scan(stream.service, stream.buffers)
 
 
-def per_query(timeline: Timeline) -> float:
+def per_query(timeline: StationTimeline) -> float:
     """Cycles from one query's end to the next in the steady state."""
     ends = timeline.end[-1, 0]
     return (ends[-1] - ends[len(ends) // 2]) / (len(ends) - 1 - len(ends) // 2)
@@ -76,7 +76,7 @@ def test_the_slowest_module_sets_the_pace() -> None:
 
 def test_what_a_filter_counted_goes_before_the_settings() -> None:
     counts = {"iterations": np.full((1, 1, 64), 5), "candidates": np.full((1, 1, 64), 1)}
-    mask = synthesised("balanced", 0.1, heads=1, tokens=64).layers[0].kept()[None]
+    mask = synthetic_trace("balanced", 0.1, heads=1, tokens=64).layers[0].kept()[None]
     stream = lower(layer_of("counted", mask=mask, counts=counts), A3)
     assert (stream.service[0] == 9).all()
     assert (stream.service[1] == mask.sum(-1)[0] + 9).all()  # what is kept was a candidate
@@ -87,6 +87,6 @@ def test_what_a_filter_counted_goes_before_the_settings() -> None:
 
 
 def test_a_budget_is_whole_a3s() -> None:
-    assert within(A3, multipliers=700).copies == 5
+    assert limit_resources(A3, multipliers=700).copies == 5
     with pytest.raises(UsageError, match="128 multipliers, not 64"):
-        within(A3, multipliers=64)
+        limit_resources(A3, multipliers=64)

@@ -8,8 +8,8 @@ from thrifty.simulators.accelerator.accelerator_file import find_machine
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
 from thrifty.simulators.accelerator.attention_error import attention_cost, computed_pairs
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
-from thrifty.simulators.accelerator.design_filters import EXACT, SELECTIVE, filtered, within_error
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.design_filters import EXACT, SELECTIVE, apply_design_filter, filter_within_error
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 
 def recorded(values: bool = True) -> AttentionTrace:
@@ -45,7 +45,7 @@ def by_loops(before: AttentionTrace, after: AttentionTrace) -> tuple[float, floa
 
 @pytest.mark.parametrize("design", ["elsa", "sanger", "spatten"])
 def test_costs_are_those_of_plain_loops(design: str) -> None:
-    after = filtered(TRACE, design, 0.4)
+    after = apply_design_filter(TRACE, design, 0.4)
     cost, (share, error) = attention_cost(TRACE, after), by_loops(TRACE, after)
     assert cost.softmax_kept == pytest.approx(share, abs=1e-5) and cost.output_error == pytest.approx(error, abs=1e-5)
     assert after.provenance["softmax kept"] == f"{cost.softmax_kept:.4f}"
@@ -62,21 +62,21 @@ def test_all_pairs_cost_nothing_and_tokens_that_were_dropped_give_zeros() -> Non
 
 
 def test_no_filter_keeps_more_of_the_softmax_than_the_exact_scores() -> None:
-    best = float(filtered(TRACE, EXACT, 0.3).provenance["softmax kept"])
+    best = float(apply_design_filter(TRACE, EXACT, 0.3).provenance["softmax kept"])
     for design in SELECTIVE:
-        found = filtered(TRACE, design, 0.3)
+        found = apply_design_filter(TRACE, design, 0.3)
         if found.density <= 0.31 * TRACE.density:
             assert float(found.provenance["softmax kept"]) <= best + 1e-4
 
 
 @pytest.mark.parametrize("design", [*SELECTIVE, EXACT])
 def test_masks_at_an_equal_error_are_within_it_and_a_little_less_would_not_be(design: str) -> None:
-    found = within_error(TRACE, design, 0.25)
+    found = filter_within_error(TRACE, design, 0.25)
     assert float(found.provenance["output error"]) <= 0.25 and found.provenance["error allowed"] == "0.25"
     assert found.provenance["within allowed"] == "yes"
     less = 0.0
     for hundredths in range(5, 101, 5):
-        tried = filtered(TRACE, design, hundredths / 100)
+        tried = apply_design_filter(TRACE, design, hundredths / 100)
         if float(tried.provenance["output error"]) <= 0.25:
             break
         less = tried.density
@@ -84,13 +84,18 @@ def test_masks_at_an_equal_error_are_within_it_and_a_little_less_would_not_be(de
 
 
 def test_whether_an_error_is_met_is_no_matter_of_printed_digits() -> None:
-    errors = [attention_cost(TRACE, filtered(TRACE, EXACT, density)).output_error for density in (0.2, 0.3, 0.4, 0.5)]
+    errors = [
+        attention_cost(TRACE, apply_design_filter(TRACE, EXACT, density)).output_error
+        for density in (0.2, 0.3, 0.4, 0.5)
+    ]
     exceeded = [error for error in errors if float(f"{error:.4f}") > error]
-    assert exceeded and all(within_error(TRACE, EXACT, e).provenance["within allowed"] == "yes" for e in exceeded)
+    assert exceeded and all(
+        filter_within_error(TRACE, EXACT, e).provenance["within allowed"] == "yes" for e in exceeded
+    )
 
 
 def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
-    few, many = (filtered(TRACE, "a3", density).layers[0] for density in (0.1, 0.6))
+    few, many = (apply_design_filter(TRACE, "a3", density).layers[0] for density in (0.1, 0.6))
     assert many.count("iterations").max() > few.count("iterations").max() == 12
     assert many.kept_counts.sum() > 1.5 * few.kept_counts.sum()
     notes = [simulate(find_machine("a3"), AttentionTrace("a", (layer,))).notes for layer in (few, many)]
@@ -98,13 +103,13 @@ def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
 
 
 def test_what_has_no_cost_or_no_such_error_is_said() -> None:
-    masks = synthesised("uniform", 0.5, heads=1, tokens=8)
+    masks = synthetic_trace("uniform", 0.5, heads=1, tokens=8)
     with pytest.raises(UsageError, match="no queries and keys"):
         attention_cost(masks, masks)
     with pytest.raises(UsageError, match="has no values"):
-        within_error(recorded(values=False), "elsa", 0.1)
-    assert "output error" not in filtered(recorded(values=False), "elsa", 0.5).provenance
+        filter_within_error(recorded(values=False), "elsa", 0.1)
+    assert "output error" not in apply_design_filter(recorded(values=False), "elsa", 0.5).provenance
     for error in (0.0, 1.0, float("nan")):
         with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
-            within_error(TRACE, "elsa", error)
-    assert within_error(masks, "dense", 0.1) is masks
+            filter_within_error(TRACE, "elsa", error)
+    assert filter_within_error(masks, "dense", 0.1) is masks

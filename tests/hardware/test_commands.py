@@ -12,18 +12,18 @@ from scipy.io import mmwrite
 from scipy.sparse import random_array
 
 from thrifty.cli.simulate.simulate_attention import read_budget
-from thrifty.cli.simulate.simulate_output import joules
+from thrifty.cli.simulate.simulate_output import format_joules
 from thrifty.cli.simulate.simulate_verb import command
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.trace_file import save_trace
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "t.safetensors"
-    save_trace(synthesised("runs", 0.25, layers=2, heads=2, tokens=64), path)
+    save_trace(synthetic_trace("runs", 0.25, layers=2, heads=2, tokens=64), path)
     return path
 
 
@@ -191,5 +191,5 @@ def test_gemm_of_a_topology(tmp_path: Path) -> None:
 
 def test_amounts() -> None:
     assert read_budget(None) == {} and read_budget("clock=5e8") == {"clock": 5e8}
-    shown = [joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
+    shown = [format_joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
     assert shown == ["–", "2.50 J", "3.87 mJ", "4.00 µJ", "0.500 nJ"]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.systolic import folds, reported_cycles
-from thrifty.simulators.accelerator.scale_sim import Gemm, compute_report, read_cfg, read_topology
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.scale_sim import GemmShape, compute_report, read_cfg, read_topology
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 RAN = {
     # (m, n, k): total cycles in COMPUTE_REPORT.csv of scalesim 3.0.0 on 8 rows x 4 columns, run for this test
@@ -109,11 +109,11 @@ def test_an_array_is_filled_as_often_as_tiles_are_needed(
 def test_attention_on_an_array_is_two_products_of_each_head() -> None:
     machine = find_machine("systolic").replaced("rows", 8).replaced("columns", 4)
     for flow in ("os", "ws", "is"):
-        trace = synthesised("uniform", 0.3, heads=2, lengths=[33, 20], width=16)
+        trace = synthetic_trace("uniform", 0.3, heads=2, lengths=[33, 20], width=16)
         found = simulate(machine.replaced("dataflow", flow), trace)
         products = [reported_cycles(n, n, 16, 8, 4, flow) + reported_cycles(n, 16, n, 8, 4, flow) + 2 for n in (33, 20)]
         assert found.cycles == 2 * sum(products)
-    assert within(machine, multipliers=128).settings["rows"] == 8 and found.multipliers == 32
+    assert limit_resources(machine, multipliers=128).settings["rows"] == 8 and found.multipliers == 32
 
 
 CFG = """[general]
@@ -182,7 +182,7 @@ def test_one_number_on_an_array_of_one_multiplier_is_reported() -> None:
     machine = find_machine("systolic")
     for setting in ("rows", "columns"):
         machine = machine.replaced(setting, 1)
-    (row,) = compute_report([Gemm("one", 1, 1, 1)], machine)
+    (row,) = compute_report([GemmShape("one", 1, 1, 1)], machine)
     assert row["Total Cycles"] == 0 and row["Overall Util %"] == 100  # the number of its only cycle, from 0
 
 
@@ -191,14 +191,14 @@ def test_a_dense_pipeline_by_hand() -> None:
     found = simulate(find_machine("dense"), trace)
     assert found.cycles == 6 * 6 + 2 * 6  # a key a cycle, and the last query through two more stations
     assert found.utilisation == pytest.approx(36 / 48)
-    assert simulate(within(find_machine("dense"), multipliers=256), trace).cycles == 6 * 3 + 2 * 3
+    assert simulate(limit_resources(find_machine("dense"), multipliers=256), trace).cycles == 6 * 3 + 2 * 3
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_roofline_is_the_longer_of_operations_and_bytes(fused: bool, padded: bool) -> None:
     machine = find_machine("v100").replaced("fused", fused).replaced("padded", padded)
-    trace = synthesised("uniform", 0.1, heads=16, lengths=[512, 128])
+    trace = synthetic_trace("uniform", 0.1, heads=16, lengths=[512, 128])
     lengths = [512, 512] if padded else [512, 128]
     operations = sum(16 * 4 * n * n * 64 for n in lengths)
     moved = sum(16 * (4 * n * 64 + (0 if fused else 4 * n * n)) * 4 for n in lengths)
@@ -206,11 +206,11 @@ def test_a_roofline_is_the_longer_of_operations_and_bytes(fused: bool, padded: b
     expected = max(operations / (10144 * 1.38e9), moved / 900e9)
     assert found.seconds == pytest.approx(expected, rel=1e-4) if fused else found.seconds >= expected
     assert found.row()["outer_bytes"] == moved
-    slow = simulate(within(machine, bandwidth=1e9), trace)
+    slow = simulate(limit_resources(machine, bandwidth=1e9), trace)
     assert slow.seconds == pytest.approx(moved / 1e9, rel=1e-3)
 
 
 def test_board_power_is_the_energy_of_a_gpu() -> None:
-    found = simulate(find_machine("v100"), synthesised("uniform", 0.1, tokens=256))
+    found = simulate(find_machine("v100"), synthetic_trace("uniform", 0.1, tokens=256))
     energy = found.energy("activity")
     assert energy is not None and energy.total == pytest.approx(250 * found.seconds)

@@ -8,17 +8,17 @@ import torch
 from thrifty.core.errors import UsageError
 from thrifty.kernels.attention_filters import dota_filter
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.designs.dota import grouped, imbalance, ordered_fetches, shared_fetches
 from thrifty.simulators.accelerator.iso_peak import iso_peak
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 MACHINE = find_machine("dota")
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "power-law", "diagonal", "balanced"])
 def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: str) -> None:
-    kept = synthesised(pattern, 0.2, heads=2, tokens=46).layers[0].kept()
+    kept = synthetic_trace(pattern, 0.2, heads=2, tokens=46).layers[0].kept()
     fetched, one_by_one = shared_fetches(grouped(kept, 4)), ordered_fetches(grouped(kept, 4))
     for unit, mask in enumerate(kept):
         for group, first in enumerate(range(0, 46, 4)):
@@ -31,7 +31,7 @@ def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: 
 
 
 def test_as_many_keys_for_each_query_leave_no_lane_waiting() -> None:
-    even, uneven = (synthesised(pattern, 0.2, heads=2, tokens=64) for pattern in ("balanced", "uniform"))
+    even, uneven = (synthetic_trace(pattern, 0.2, heads=2, tokens=64) for pattern in ("balanced", "uniform"))
     assert imbalance(even.layers[0].kept(), 4) == 0
     assert imbalance(uneven.layers[0].kept(), 4) > 0.05
     scores = torch.randn(1, 2, 40, 40, generator=torch.Generator().manual_seed(0))
@@ -47,7 +47,7 @@ def test_imbalance_by_hand() -> None:
 
 
 def test_cycles_of_a_group_by_hand() -> None:
-    trace = synthesised("balanced", 0.25, heads=1, tokens=64)
+    trace = synthetic_trace("balanced", 0.25, heads=1, tokens=64)
     found = simulate(MACHINE, trace)
     # 16 groups: 13 of 64 dims detected for 64 keys by 512 · 16 products, 16 keys of 2 · 64 products by 512 a lane
     assert found.stations["attend"].busy == 16 * (-(-64 * 13 // (512 * 16)) + 2 * 16 * 64 // 512)
@@ -56,7 +56,7 @@ def test_cycles_of_a_group_by_hand() -> None:
 
 
 def test_sharing_in_any_order_is_never_slower_than_in_order() -> None:
-    trace = synthesised("power-law", 0.2, heads=2, tokens=64)
+    trace = synthetic_trace("power-law", 0.2, heads=2, tokens=64)
     shared, ordered = (simulate(MACHINE.replaced("reordered", value), trace) for value in (True, False))
     assert shared.stations["fetch"].busy < ordered.stations["fetch"].busy and shared.cycles <= ordered.cycles
 
@@ -64,7 +64,7 @@ def test_sharing_in_any_order_is_never_slower_than_in_order() -> None:
 def test_the_ratio_to_a_gpu_at_equal_peak_is_the_product_of_its_factors() -> None:
     """What a headline such as 152.6 times is made of. Here: ratio of times, both machines with as many multipliers at
     one clock, which the factors must give exactly."""
-    trace = synthesised("balanced", 0.1, heads=4, tokens=128)
+    trace = synthetic_trace("balanced", 0.1, heads=4, tokens=128)
     gpu = find_machine("v100")
     results = simulate(MACHINE, trace), simulate(gpu, trace)
     factors = iso_peak(*results)
@@ -75,7 +75,7 @@ def test_the_ratio_to_a_gpu_at_equal_peak_is_the_product_of_its_factors() -> Non
 
 
 def test_smaller_lanes_and_more_copies() -> None:
-    assert within(MACHINE, multipliers=128).settings["lane"] == 32
-    assert within(MACHINE, multipliers=4096).copies == 2
+    assert limit_resources(MACHINE, multipliers=128).settings["lane"] == 32
+    assert limit_resources(MACHINE, multipliers=4096).copies == 2
     with pytest.raises(UsageError, match="give at least 4"):
-        within(MACHINE, multipliers=3)
+        limit_resources(MACHINE, multipliers=3)

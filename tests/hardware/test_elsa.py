@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.elsa import bank_counts, hash_multiplications, preprocessing_cycles
-from thrifty.simulators.accelerator.simulation_result import Result
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.simulation_result import SimulationResult
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 ELSA = find_machine("elsa")
 BASE = ELSA.replaced("approximate", False)
@@ -52,25 +52,25 @@ def ideal(queries: int) -> float:
     return 2 * queries**2 * 64 / 528
 
 
-def ran(pattern: str, density: float, tokens: int) -> Result:
-    return simulate(ELSA, synthesised(pattern, density, heads=2, tokens=tokens))
+def ran(pattern: str, density: float, tokens: int) -> SimulationResult:
+    return simulate(ELSA, synthetic_trace(pattern, density, heads=2, tokens=tokens))
 
 
-def execution(result: Result, tokens: int) -> float:
+def execution(result: SimulationResult, tokens: int) -> float:
     """Latency over ideal, without preprocessing."""
     return (result.cycles / 2 - 3 * (tokens + 1)) / ideal(tokens)
 
 
-def ratio_to_gpu(result: Result, speedup: float, tokens: int) -> float:
+def ratio_to_gpu(result: SimulationResult, speedup: float, tokens: int) -> float:
     """Energy of a GPU at 250 W over that of twelve accelerators that share its work; `speedup` is their base's."""
-    base = simulate(BASE, synthesised("uniform", 0.5, heads=2, tokens=tokens))
+    base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=2, tokens=tokens))
     energy = result.energy("activity")
     assert energy is not None
     return 250 * speedup * base.seconds / 12 / energy.total
 
 
 def test_base_takes_1_031_of_ideal_as_in_figure_11() -> None:
-    found = simulate(BASE, synthesised("uniform", 0.3, heads=1, tokens=512))
+    found = simulate(BASE, synthetic_trace("uniform", 0.3, heads=1, tokens=512))
     assert found.cycles / ideal(512) == pytest.approx(1.031, abs=0.002)
     assert found.multipliers + BASE.stations["divide"].width == 528
 
@@ -114,12 +114,12 @@ def test_aggressive_bars_of_figure_11b(workload: str) -> None:
 @pytest.mark.parametrize("workload", PUBLISHED)
 def test_base_energy_bars_of_figure_13a(workload: str) -> None:
     tokens, speedup, published, *_ = PUBLISHED[workload]
-    base = simulate(BASE, synthesised("uniform", 0.5, heads=2, tokens=tokens))
+    base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=2, tokens=tokens))
     assert ratio_to_gpu(base, speedup, tokens) == pytest.approx(published, rel=0.02)
 
 
 def test_base_energy_is_442_times_a_v100s_at_the_published_mean_speedup_of_19_6() -> None:
-    base = simulate(BASE, synthesised("uniform", 0.5, heads=4, tokens=512))
+    base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=4, tokens=512))
     energy = base.energy("activity")
     assert energy is not None
     watts = energy.total / base.seconds
@@ -147,17 +147,17 @@ def test_a_query_takes_as_long_as_its_slowest_module() -> None:
 @pytest.mark.parametrize("density", [0.02, 0.2, 0.9])
 @pytest.mark.parametrize("banks", [1, 3, 4])
 def test_bank_counts_against_plain_loops(density: float, banks: int) -> None:
-    kept = synthesised("uniform", density, heads=2, tokens=21).layers[0].kept()
+    kept = synthetic_trace("uniform", density, heads=2, tokens=21).layers[0].kept()
     counted = bank_counts(kept, banks)
     for u, t, bank in np.ndindex(*counted.shape):
         assert counted[u, t, bank] == sum(kept[u, t, key] for key in range(21) if key % banks == bank)
 
 
 def test_a_budget_takes_banks_away_or_adds_copies() -> None:
-    small, large = within(ELSA, multipliers=128), within(ELSA, multipliers=6144)
+    small, large = limit_resources(ELSA, multipliers=128), limit_resources(ELSA, multipliers=6144)
     assert (small.stations["attend"].width, small.stations["hash"].width, small.copies) == (1, 64, 1)
     assert large.copies == 12 and large.stations == ELSA.stations
-    trace = synthesised("uniform", 0.3, heads=12, tokens=96)
+    trace = synthetic_trace("uniform", 0.3, heads=12, tokens=96)
     one, twelve = simulate(ELSA, trace), simulate(large, trace)
     assert twelve.multipliers == 12 * one.multipliers and one.cycles / 13 < twelve.cycles < one.cycles / 11
     dynamic = one.energy("activity"), twelve.energy("activity")

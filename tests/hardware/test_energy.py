@@ -4,19 +4,19 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.design_stream import Operation
+from thrifty.simulators.accelerator.design_stream import PricedOperation
 from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, by_tables, find_table, table_names
 
 
 def test_tables_say_what_they_say() -> None:
     horowitz, aladdin = find_table("horowitz-45nm"), find_table("aladdin-45nm")
     for kind, bits, expected in (("int_add", 32, 0.1), ("int_multiply", 8, 0.2), ("float_multiply", 16, 1.1)):
-        assert horowitz.picojoules(Operation(kind, bits)) == pytest.approx(expected)
-    assert horowitz.picojoules(Operation("sram", 64, 32768)) == pytest.approx(20)
-    assert horowitz.picojoules(Operation("sram", 128, 8192)) == pytest.approx(20)
-    assert horowitz.picojoules(Operation("dram", 8)) == pytest.approx(1950 / 8)
-    assert aladdin.picojoules(Operation("float_add", 64)) == pytest.approx(43.8)
-    assert aladdin.picojoules(Operation("sram", 64, 32768)) is None
+        assert horowitz.picojoules(PricedOperation(kind, bits)) == pytest.approx(expected)
+    assert horowitz.picojoules(PricedOperation("sram", 64, 32768)) == pytest.approx(20)
+    assert horowitz.picojoules(PricedOperation("sram", 128, 8192)) == pytest.approx(20)
+    assert horowitz.picojoules(PricedOperation("dram", 8)) == pytest.approx(1950 / 8)
+    assert aladdin.picojoules(PricedOperation("float_add", 64)) == pytest.approx(43.8)
+    assert aladdin.picojoules(PricedOperation("sram", 64, 32768)) is None
     assert all(find_table(name).source and find_table(name).grade in "PRXSM" for name in table_names())
     with pytest.raises(UsageError, match="did you mean 'horowitz-45nm'"):
         find_table("horowitz")
@@ -25,16 +25,21 @@ def test_tables_say_what_they_say() -> None:
 @pytest.mark.parametrize("kind", ["int_add", "int_multiply", "float_add", "float_multiply"])
 def test_between_and_beyond_points_more_bits_take_more(kind: str) -> None:
     for name in table_names():
-        found = [find_table(name).picojoules(Operation(kind, bits)) for bits in (4, 8, 9, 16, 24, 32, 64)]
+        found = [find_table(name).picojoules(PricedOperation(kind, bits)) for bits in (4, 8, 9, 16, 24, 32, 64)]
         assert found == sorted(found) and found[0] > 0
     sizes = [
-        find_table("horowitz-45nm").picojoules(Operation("sram", 64, size)) for size in (1 << 10, 1 << 14, 1 << 24)
+        find_table("horowitz-45nm").picojoules(PricedOperation("sram", 64, size))
+        for size in (1 << 10, 1 << 14, 1 << 24)
     ]
     assert sizes == sorted(sizes)
 
 
 def test_counted_actions_add_up_and_what_has_no_price_is_named() -> None:
-    counted = {Operation("int_add", 32): 1000, Operation("int_multiply", 32): 10, Operation("sram", 64, 8192): 5}
+    counted = {
+        PricedOperation("int_add", 32): 1000,
+        PricedOperation("int_multiply", 32): 10,
+        PricedOperation("sram", 64, 8192): 5,
+    }
     found = by_actions(counted, find_table("horowitz-45nm"))
     assert found.total == pytest.approx((1000 * 0.1 + 10 * 3.1 + 5 * 10) * 1e-12)
     assert (found.table, found.unpriced) == ("horowitz-45nm", ())
@@ -43,7 +48,7 @@ def test_counted_actions_add_up_and_what_has_no_price_is_named() -> None:
 
 
 def test_every_table_is_shown_and_the_ends_of_ranges() -> None:
-    found = {energy.table: energy.total for energy in by_tables({Operation("dram", 64): 1e12})}
+    found = {energy.table: energy.total for energy in by_tables({PricedOperation("dram", 64): 1e12})}
     assert found["horowitz-45nm, low"] == pytest.approx(1300) and found["horowitz-45nm, high"] == pytest.approx(2600)
     assert set(found) == {*table_names(), "horowitz-45nm, low", "horowitz-45nm, high"}
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Memory
-from thrifty.simulators.accelerator.event_engine import Place, play
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory
+from thrifty.simulators.accelerator.event_engine import StationUnit, play
 from thrifty.simulators.accelerator.scan_engine import bound, scan
 
 
@@ -53,7 +53,7 @@ def test_events_are_the_scan_where_nothing_is_shared(stream: tuple[np.ndarray, l
     service, buffers = stream
     scanned = scan(service, buffers)
     for unit in range(service.shape[1]):
-        places = [Place(service[s, unit], (*buffers, 0)[s]) for s in range(len(service))]
+        places = [StationUnit(service[s, unit], (*buffers, 0)[s]) for s in range(len(service))]
         played = play(places)
         assert np.array_equal(played.start[:, 0], scanned.start[:, unit])
         assert np.array_equal(played.end[:, 0], scanned.end[:, unit])
@@ -86,12 +86,14 @@ def test_a_memory_that_makes_wait_is_never_earlier_than_one_that_does_not(
     service, buffers = stream
     size = 10 * service[0, 0]
     fetched = np.concatenate([-(-size // width)[None, None], service[1:, :1]])
-    rest = [Place(service[s, 0], (*buffers, 0)[s]) for s in range(1, len(service))]
-    first = Place(np.zeros_like(size), (*buffers, 0)[0], memory="dram", bytes=size)
+    rest = [StationUnit(service[s, 0], (*buffers, 0)[s]) for s in range(1, len(service))]
+    first = StationUnit(np.zeros_like(size), (*buffers, 0)[0], memory="dram", bytes=size)
     scanned = scan(fetched, buffers).end[:, 0]
-    at_once = play([first, *rest], [Memory("dram", bandwidth=width)]).end[:, 0]
+    at_once = play([first, *rest], [AcceleratorMemory("dram", bandwidth=width)]).end[:, 0]
     assert np.array_equal(at_once, scanned)
-    slow = Memory("dram", banks=banks, bandwidth=width, latency=latency, outstanding=outstanding, burst=burst)
+    slow = AcceleratorMemory(
+        "dram", banks=banks, bandwidth=width, latency=latency, outstanding=outstanding, burst=burst
+    )
     waited = play([first, *rest], [slow])
     assert (waited.end[:, 0] >= scanned).all()
     assert waited.makespan[0] >= max(bound(fetched)[0], -(-size.sum() // width))
@@ -103,10 +105,10 @@ def test_bursts_that_nothing_limits_are_played_as_those_whose_limit_is_never_rea
 ) -> None:
     """Without a limit of requests a transfer is worked out at once, and as one where there is a single bank."""
     random = np.random.default_rng(seed)
-    memory = Memory("dram", banks=banks, ports=ports, bandwidth=7.5, latency=latency, burst=16)
+    memory = AcceleratorMemory("dram", banks=banks, ports=ports, bandwidth=7.5, latency=latency, burst=16)
     items = 8
     places = [
-        Place(random.integers(0, 9, items), 1, servers, memory="dram", bytes=random.integers(0, 90, items))
+        StationUnit(random.integers(0, 9, items), 1, servers, memory="dram", bytes=random.integers(0, 90, items))
         for _ in range(2)
     ]
     at_once, one_by_one = (play(places, [replace(memory, outstanding=limit)]) for limit in (0, 10**6))
@@ -132,16 +134,16 @@ def test_buffers_block_as_worked_out_by_hand() -> None:
 @pytest.mark.parametrize(("outstanding", "expected"), [(1, 10 * 108), (2, 4 * 108 + 116), (0, 10 * 8 + 100)])
 def test_requests_under_way_hide_latency(outstanding: int, expected: int) -> None:
     """Ten bursts, 8 cycles each and 100 of latency: one by one, in pairs 8 cycles apart, or one behind the other."""
-    memory = Memory("dram", bandwidth=8, latency=100, outstanding=outstanding)
-    place = Place(np.zeros(1, int), memory="dram", bytes=np.array([640]))
+    memory = AcceleratorMemory("dram", bandwidth=8, latency=100, outstanding=outstanding)
+    place = StationUnit(np.zeros(1, int), memory="dram", bytes=np.array([640]))
     assert play([place], [memory]).makespan[0] == expected
 
 
 def test_bursts_on_one_bank_wait_for_each_other_and_on_all_do_not() -> None:
-    memory = Memory("dram", banks=4, bandwidth=16, burst=64)
+    memory = AcceleratorMemory("dram", banks=4, bandwidth=16, burst=64)
     items, size = np.zeros(4, int), np.full(4, 64)
     spans = [
-        play([Place(items, servers=4, memory="dram", bytes=size, banks=np.array(banks))], [memory]).makespan[0]
+        play([StationUnit(items, servers=4, memory="dram", bytes=size, banks=np.array(banks))], [memory]).makespan[0]
         for banks in ([0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 1, 1])
     ]
     assert spans == [64, 16, 32]
@@ -149,8 +151,10 @@ def test_bursts_on_one_bank_wait_for_each_other_and_on_all_do_not() -> None:
 
 def test_a_port_sends_one_request_a_cycle() -> None:
     def span(ports: int) -> int:
-        memory = Memory("dram", banks=8, ports=ports, burst=8)
-        return int(play([Place(np.zeros(8, int), servers=8, memory="dram", bytes=np.full(8, 8))], [memory]).makespan[0])
+        memory = AcceleratorMemory("dram", banks=8, ports=ports, burst=8)
+        return int(
+            play([StationUnit(np.zeros(8, int), servers=8, memory="dram", bytes=np.full(8, 8))], [memory]).makespan[0]
+        )
 
     assert (span(2), span(4), span(8)) == (3, 1, 0)  # the last of 4, 2 or 1 requests leaves then
 
@@ -162,7 +166,7 @@ def test_several_servers_take_the_next_item_as_one_becomes_free(service: list[in
     for cycles in service:
         ends.append(heapq.heappop(free) + cycles)
         heapq.heappush(free, ends[-1])
-    found = play([Place(np.array(service), servers=servers)])
+    found = play([StationUnit(np.array(service), servers=servers)])
     assert found.end[0, 0].tolist() == ends
     assert found.starved[0, 0] == servers * max(ends) - sum(service)
 
@@ -171,7 +175,7 @@ def test_a_window_lets_items_overtake_one_that_is_late() -> None:
     """Two fetchers bring item 0 late; in order all wait for it, with a window those that are there go first."""
     fetching, working = np.array([50, 5, 5, 5]), np.array([10, 10, 10, 10])
     starts = {
-        window: play([Place(fetching, servers=2), Place(working, window=window)]).start[1, 0].tolist()
+        window: play([StationUnit(fetching, servers=2), StationUnit(working, window=window)]).start[1, 0].tolist()
         for window in (1, 2, 4)
     }
     assert starts[1] == [50, 60, 70, 80]
@@ -188,6 +192,6 @@ def test_what_is_no_stream_is_refused() -> None:
         with pytest.raises(UsageError, match=said):
             scan(service, buffers)
     with pytest.raises(UsageError, match="all items"):
-        play([Place(np.zeros(2, int)), Place(np.zeros(3, int))])
+        play([StationUnit(np.zeros(2, int)), StationUnit(np.zeros(3, int))])
     with pytest.raises(UsageError, match="memory 'dram', which there is not"):
-        play([Place(np.zeros(1, int), memory="dram", bytes=np.ones(1))])
+        play([StationUnit(np.zeros(1, int), memory="dram", bytes=np.ones(1))])

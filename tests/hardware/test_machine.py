@@ -9,7 +9,7 @@ from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_from, machine_names, read_machine
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
 from thrifty.simulators.accelerator.designs import design_names, find_design
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 PLAIN = {
     "design": "dense",
@@ -119,7 +119,7 @@ def test_a_station_that_the_design_needs_must_be_there() -> None:
     ],
 )
 def test_a_memory_that_the_design_needs_must_be_there_with_its_size(memories: dict, said: str) -> None:
-    trace = synthesised("uniform", 0.5, heads=1, tokens=8)
+    trace = synthetic_trace("uniform", 0.5, heads=1, tokens=8)
     with pytest.raises(UsageError, match=said):
         simulate(machine_from("plain", {**PLAIN, "memories": memories}), trace)
 

@@ -9,9 +9,9 @@ from scipy import sparse
 from thrifty.simulators.accelerator import measured_attention
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.measured_attention import all_pairs_seconds, kept_pairs_seconds
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
-TRACE = synthesised("uniform", 0.3, layers=2, heads=2, lengths=[24, 17], width=8)
+TRACE = synthetic_trace("uniform", 0.3, layers=2, heads=2, lengths=[24, 17], width=8)
 
 
 def test_seconds_of_all_pairs_and_of_kept_ones() -> None:

@@ -17,10 +17,10 @@ from scipy import io, sparse
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, simulate_product, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate, simulate_product
 from thrifty.simulators.accelerator.designs.outerspace import merge_passes, traffic
-from thrifty.simulators.accelerator.spgemm_workload import Product, measured, read_matrix, uniform
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.spgemm_workload import SpgemmProduct, measured, read_matrix, uniform
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 MACHINE = find_machine("outerspace")
 PUBLISHED = {
@@ -35,7 +35,7 @@ PUBLISHED = {
 
 
 @pytest.fixture(scope="module")
-def products() -> dict[int, Product]:
+def products() -> dict[int, SpgemmProduct]:
     return {size: uniform(size, row[0]) for size, row in PUBLISHED.items()}
 
 
@@ -60,7 +60,7 @@ def test_traffic_is_within_5_percent_of_teaals_operand_by_operand(size: int, pro
 
 
 matrices = st.builds(
-    lambda seed, m, k, n, density: Product(
+    lambda seed, m, k, n, density: SpgemmProduct(
         "drawn",
         *(
             sparse.csr_array((np.random.default_rng(seed + part).random(shape) < density) + corner(shape))
@@ -78,7 +78,7 @@ def corner(shape: tuple[int, int]) -> np.ndarray:
 
 @given(matrices)
 @settings(max_examples=40, deadline=None)
-def test_products_sums_and_chunks_are_those_of_plain_loops(product: Product) -> None:
+def test_products_sums_and_chunks_are_those_of_plain_loops(product: SpgemmProduct) -> None:
     a, b = product.a.toarray(), product.b.toarray()
     multiplies, places, chunks = 0, set(), set()
     for i, k in zip(*np.nonzero(a), strict=True):
@@ -99,7 +99,7 @@ def test_products_sums_and_chunks_are_those_of_plain_loops(product: Product) -> 
 def test_both_phases_by_hand() -> None:
     """One number times a row of three: dealt (150 cycles), fetched (150) and multiplied (3); merged a number at a time,
     one head, after the list's own (150 · 4 + 3 · 1); moved at 16 / 3 bytes a cycle."""
-    product = Product("one", sparse.csr_array(np.array([[2.0]])), sparse.csr_array(np.array([[1.0, 2.0, 3.0]])))
+    product = SpgemmProduct("one", sparse.csr_array(np.array([[2.0]])), sparse.csr_array(np.array([[1.0, 2.0, 3.0]])))
     multiply, merge = simulate_product(MACHINE, product).layers
     moved = 12 + (12 * 3 + 6) + (12 * 3 + 4)
     assert multiply.cycles == 150 + 153 + int(np.ceil(moved * 3 / 16))
@@ -110,14 +110,14 @@ def test_time_follows_latency_and_hardly_bandwidth(products: dict) -> None:
     product = products[9_987]
     plain = simulate_product(MACHINE, product)
     near = simulate_product(MACHINE.replaced("memories.dram.latency", 5e-8), product)
-    wide = simulate_product(within(MACHINE, bandwidth=32e9), product)
+    wide = simulate_product(limit_resources(MACHINE, bandwidth=32e9), product)
     assert near.cycles < 0.6 * plain.cycles and wide.cycles > 0.9 * plain.cycles
     assert near.seconds * 1e3 < 0.7 * PUBLISHED[9_987][1]
 
 
 def test_a_column_that_a_cache_does_not_hold_comes_in_again() -> None:
     a = sparse.csr_array(np.ones((40, 1)))
-    short, long = (Product("p", a, sparse.csr_array(np.ones((1, n)))) for n in (1000, 2000))
+    short, long = (SpgemmProduct("p", a, sparse.csr_array(np.ones((1, n)))) for n in (1000, 2000))
     once, again = (traffic(product, MACHINE)["B"] for product in (short, long))
     assert once == 12 * 1000 + 6 and again == 3 * 12 * 2000 + 6  # 16 KB hold 1365; 40 numbers are three times 16
 
@@ -135,7 +135,7 @@ def test_area_and_power_are_those_of_the_abstract() -> None:
 
 def test_what_is_for_attention_is_not_for_sparse_products_and_the_other_way_round() -> None:
     with pytest.raises(UsageError, match="computes spgemm, not attention"):
-        simulate(MACHINE, synthesised("uniform", 0.5, heads=1, tokens=8))
+        simulate(MACHINE, synthetic_trace("uniform", 0.5, heads=1, tokens=8))
     with pytest.raises(UsageError, match="computes attention, not spgemm"):
         simulate_product(find_machine("elsa"), uniform(20, 0.1))
 
@@ -145,11 +145,11 @@ def test_a_product_is_the_same_in_all_of_scipys_formats(form: str) -> None:
     drawn = sparse.random_array((30, 30), density=0.1, rng=np.random.default_rng(0), format="csr")
     twice = sparse.coo_array((np.ones(4), ([0, 0, 5, 5], [3, 3, 2, 9])), shape=(30, 30))
     drawn = sparse.csr_array(drawn + twice)
-    wanted, given = Product("a", drawn, drawn), drawn.asformat(form)
+    wanted, given = SpgemmProduct("a", drawn, drawn), drawn.asformat(form)
     if form == "coo":  # with numbers that are to be added up
         halves, places = given.data / 2, np.stack(given.coords)
         given = sparse.coo_array((np.tile(halves, 2), np.tile(places, 2)), (30, 30))
-    found, entries = Product("a", given, given), given.nnz
+    found, entries = SpgemmProduct("a", given, given), given.nnz
     machine = find_machine("outerspace")
     assert found.multiplies == wanted.multiplies and given.nnz == entries
     assert traffic(found, machine) == traffic(wanted, machine)
@@ -208,7 +208,7 @@ def test_what_is_measured_here_is_the_product() -> None:
     small, large = measured(uniform(200, 0.05), times=1), measured(uniform(2000, 0.001), times=1)
     assert small["gustavson"] and small["dense"] and large["dense"] is None
     with pytest.raises(UsageError, match="is no product"):
-        Product("p", sparse.csr_array(np.ones((2, 3))), sparse.csr_array(np.ones((2, 3))))
+        SpgemmProduct("p", sparse.csr_array(np.ones((2, 3))), sparse.csr_array(np.ones((2, 3))))
     with pytest.raises(UsageError, match="no matrix"):
         uniform(10, 0.0)
 

@@ -11,9 +11,9 @@ from thrifty.kernels.attention_filters import a3_filter
 from thrifty.simulators.accelerator.accelerator_file import find_machine
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
-from thrifty.simulators.accelerator.design_filters import FILTERS, filtered
+from thrifty.simulators.accelerator.design_filters import FILTERS, apply_design_filter
 from thrifty.simulators.accelerator.designs.dota import imbalance
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 ALL = [*FILTERS, "spatten"]
 
@@ -36,7 +36,7 @@ TRACE = recorded()
 @pytest.mark.parametrize("design", ALL)
 @pytest.mark.parametrize("density", [0.3, 0.6])
 def test_every_filter_keeps_the_share_that_was_asked_for(design: str, density: float) -> None:
-    found = filtered(TRACE, design, density)
+    found = apply_design_filter(TRACE, design, density)
     # SpAtten spares the first of four layers, so that a quarter of the pairs stay in any case; A3 keeps candidates only
     assert found.density == pytest.approx(density, abs=0.08) or (design == "a3" and found.density < density)
     assert 0.2 < float(found.provenance["softmax kept"]) <= 1 and found.provenance["filter"] == design
@@ -46,40 +46,42 @@ def test_every_filter_keeps_the_share_that_was_asked_for(design: str, density: f
 @pytest.mark.parametrize("density", [0.1, 0.3, 0.6, 1.0])
 def test_of_a_decoders_pairs_dota_keeps_the_share_that_was_asked_for_too(density: float) -> None:
     trace = recorded(causal=True)
-    for before, after in zip(trace.layers, filtered(trace, "dota", density).layers, strict=True):
+    for before, after in zip(trace.layers, apply_design_filter(trace, "dota", density).layers, strict=True):
         off = after.kept_counts.sum() - density * before.kept_counts.sum()
         assert abs(off) <= before.unit_queries.sum() / 2  # half a key of each query
 
 
 def test_queries_that_like_nothing_leave_a3_their_best_keys() -> None:
     trace = AttentionTrace("one", (layer_of("0", q=-np.ones((1, 1, 3, 2), "f4"), k=np.ones((1, 1, 3, 2), "f4")),))
-    assert filtered(trace, "a3", 0.5).layers[0].kept_counts.tolist() == [[1, 1, 1]]
+    assert apply_design_filter(trace, "a3", 0.5).layers[0].kept_counts.tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize("design", ["elsa", "sanger", "dota"])
 def test_more_pairs_keep_more_of_the_softmax_and_better_than_chance(design: str) -> None:
-    kept = [float(filtered(TRACE, design, density).provenance["softmax kept"]) for density in (0.2, 0.5, 1.0)]
+    kept = [
+        float(apply_design_filter(TRACE, design, density).provenance["softmax kept"]) for density in (0.2, 0.5, 1.0)
+    ]
     assert kept == sorted(kept) and kept[2] == pytest.approx(1, abs=1e-3) and kept[0] > 0.2 + 0.05
 
 
 @pytest.mark.parametrize("design", ALL)
 def test_nothing_is_kept_that_was_hidden(design: str) -> None:
     before = recorded(causal=True)
-    after = filtered(before, design, 0.4)
+    after = apply_design_filter(before, design, 0.4)
     for old, new in zip(before.layers, after.layers, strict=True):
         assert not (new.kept() & ~old.kept()).any()
 
 
 def test_dota_keeps_as_many_keys_for_each_query_and_vitcod_one_mask_for_all_examples() -> None:
-    for layer in filtered(TRACE, "dota", 0.3).layers:
+    for layer in apply_design_filter(TRACE, "dota", 0.3).layers:
         assert imbalance(layer.kept()[:2], 4) == 0 and imbalance(layer.kept()[2:, :28], 4) == 0
-    for layer in filtered(TRACE, "vitcod", 0.5).layers:
+    for layer in apply_design_filter(TRACE, "vitcod", 0.5).layers:
         first, second = layer.kept().reshape(2, 2, 40, 40)
         assert ((first & ~second)[:, :30, :30].sum() + (second & ~first).sum()) <= 4  # a query that would see nothing
 
 
 def test_a3_counts_the_candidates_of_its_search() -> None:
-    found = filtered(TRACE, "a3", 0.1).layers[0]
+    found = apply_design_filter(TRACE, "a3", 0.1).layers[0]
     layer = TRACE.layers[0]
     assert layer.q is not None and layer.k is not None
     visible = torch.from_numpy(layer.kept().reshape(2, 2, 40, 40))
@@ -91,7 +93,7 @@ def test_a3_counts_the_candidates_of_its_search() -> None:
 
 
 def test_spatten_drops_tokens_for_good_and_none_in_the_first_layers() -> None:
-    left = [layer.count("alive") for layer in filtered(TRACE, "spatten", 0.4).layers]
+    left = [layer.count("alive") for layer in apply_design_filter(TRACE, "spatten", 0.4).layers]
     assert left[0] is not None and left[0].sum() == 2 * (40 + 30)
     for earlier, later in pairwise(left):
         assert earlier is not None and later is not None
@@ -99,9 +101,9 @@ def test_spatten_drops_tokens_for_good_and_none_in_the_first_layers() -> None:
 
 
 def test_what_cannot_be_filtered() -> None:
-    masks = synthesised("uniform", 0.5, heads=1, tokens=8)
-    assert filtered(masks, "dense", 0.2) is masks
+    masks = synthetic_trace("uniform", 0.5, heads=1, tokens=8)
+    assert apply_design_filter(masks, "dense", 0.2) is masks
     with pytest.raises(UsageError, match="no queries and keys"):
-        filtered(masks, "elsa", 0.2)
+        apply_design_filter(masks, "elsa", 0.2)
     with pytest.raises(UsageError, match="not in"):
-        filtered(TRACE, "elsa", 0.0)
+        apply_design_filter(TRACE, "elsa", 0.0)

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.simulate.design_comparison import compared
-from thrifty.cli.simulate.page_parts import LEFT, RIGHT, WIDTH, Bar, bars, legend, table
+from thrifty.cli.simulate.design_comparison import compare_designs
+from thrifty.cli.simulate.page_parts import LEFT, RIGHT, WIDTH, StackedBar, bars, legend, table
 from thrifty.cli.simulate.simulate_attention_page import write_page
 from thrifty.cli.simulate.simulate_verb import command
 from thrifty.simulators.accelerator.accelerator_file import find_machine
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
-from thrifty.simulators.accelerator.design_filters import filtered
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.design_filters import apply_design_filter
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.trace_file import save_trace
 
 NAMES = ["elsa", "vitcod", "dense"]
@@ -28,7 +28,10 @@ def recorded(name: str = "r") -> AttentionTrace:
 
 
 def test_bars_are_as_long_as_their_numbers_and_parts_follow_each_other() -> None:
-    rows = [("one", {"a": Bar((1.0, 3.0), "4 <b>"), "b": Bar((2.0,), "2")}), ("two", {"b": Bar((0.0,), "0")})]
+    rows = [
+        ("one", {"a": StackedBar((1.0, 3.0), "4 <b>"), "b": StackedBar((2.0,), "2")}),
+        ("two", {"b": StackedBar((0.0,), "0")}),
+    ]
     svg = bars("lengths & more", rows, ("a", "b"))
     drawn = re.findall(
         r'<rect x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)" [^>]*fill="var\(--([a-z-]+)\)" opacity="([0-9.]+)"', svg
@@ -46,10 +49,11 @@ def test_bars_are_as_long_as_their_numbers_and_parts_follow_each_other() -> None
 def test_a_comparison_as_a_page(tmp_path: Path) -> None:
     trace = recorded("<script>alert(1)</script>")
     masks = {
-        name: dict.fromkeys(NAMES, given) for name, given in (("trace", trace), ("own", filtered(trace, "elsa", 0.3)))
+        name: dict.fromkeys(NAMES, given)
+        for name, given in (("trace", trace), ("own", apply_design_filter(trace, "elsa", 0.3)))
     }
     machines = [find_machine(name) for name in NAMES]
-    found = compared(machines, trace, masks, "scan", "horowitz-45nm", draw=False, measure=True, run=None)
+    found = compare_designs(machines, trace, masks, "scan", "horowitz-45nm", draw=False, measure=True, run=None)
     write_page(found, {"clock": 1e9}, tmp_path / "p.html")
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "<script" not in html and "http://" not in html and "https://" not in html and "default-src 'none'" in html
@@ -65,7 +69,7 @@ def test_a_comparison_as_a_page(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_a_page_of_the_masks_of_a_trace(tmp_path: Path) -> None:
-    save_trace(synthesised("runs", 0.25, heads=2, tokens=32), tmp_path / "t.safetensors")
+    save_trace(synthetic_trace("runs", 0.25, heads=2, tokens=32), tmp_path / "t.safetensors")
     words = ["attention", "--designs", "elsa,a3", "--trace", tmp_path / "t.safetensors", "--page", tmp_path / "p.html"]
     said = CliRunner().invoke(command, [*map(str, words), "--no-measure"], catch_exceptions=False).stdout
     html = (tmp_path / "p.html").read_text(encoding="utf-8")

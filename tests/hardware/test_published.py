@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from thrifty.cli.simulate.simulate_paper_page import place, write_page
 from thrifty.cli.simulate.simulate_verb import command
-from thrifty.simulators.accelerator.published_claims import OURS, Claim, claims
-from thrifty.simulators.accelerator.published_elsa import MODES, Bar, P, elsa_bars
+from thrifty.simulators.accelerator.published_claims import OURS, PublishedClaim, claims
+from thrifty.simulators.accelerator.published_elsa import MODES, P, PublishedBar, elsa_bars
 
 EXACT = ("elsa_base", "a3_period", "a3_latency", "sanger_model_1", "sanger_model_2", "spatten_area", "vitcod_linear")
 FURTHER = {
@@ -49,13 +49,13 @@ def test_the_page_shows_the_bars_of_a_figure_beside_ours(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("claim", [c for c in CLAIMS if c.name not in LOOSE], ids=lambda claim: claim.name)
-def test_ours_is_as_near_as_is_claimed(claim: Claim) -> None:
+def test_ours_is_as_near_as_is_claimed(claim: PublishedClaim) -> None:
     near = 0.001 if claim.name in EXACT else 0.05 if claim.name == "outerspace_traffic" else 0.3
     assert claim.simulate() == pytest.approx(claim.published, rel=near)
 
 
 @pytest.mark.parametrize("bar", elsa_bars(), ids=lambda bar: bar.quantity)
-def test_every_bar_of_elsas_figures_11b_and_13a_is_within_15_percent_but_for_those_named(bar: Bar) -> None:
+def test_every_bar_of_elsas_figures_11b_and_13a_is_within_15_percent_but_for_those_named(bar: PublishedBar) -> None:
     off = abs(bar.simulate() / bar.published - 1)
     named = bar.quantity.partition(" (p")[0] in FURTHER
     assert (0.15 < off < 0.25) if named else off <= (0.02 if bar.mode == "base" else 0.15)

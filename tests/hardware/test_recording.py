@@ -11,13 +11,13 @@ from click.testing import CliRunner
 from torch import Tensor, nn
 
 from thrifty.cli.trace import command
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import Attention, full_attention
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
 from thrifty.simulators.accelerator.trace_file import load_trace
-from thrifty.simulators.accelerator.trace_recorder import probabilities_of, record
-from thrifty.techniques.attention.window import Window
+from thrifty.simulators.accelerator.trace_recorder import probabilities_of, record_attention
+from thrifty.techniques.attention.window import WindowAttention
 
 TOKENS = 12
 
@@ -45,7 +45,7 @@ def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled])
 def test_operands_and_causality_are_recorded_through_torch_or_a_core_of_its_own(core) -> None:
     model, x = Small(core), vectors()
-    (layer,) = record(model, [x]).layers
+    (layer,) = record_attention(model, [x]).layers
     q, k, v = model.attention.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
     assert layer.name == "attention" and (layer.examples, layer.heads, layer.width, layer.bits) == (2, 4, 8, 32)
     np.testing.assert_array_equal(layer.q, q.detach())
@@ -67,7 +67,7 @@ def test_a_sparse_core_is_asked_what_it_keeps(as_module: bool) -> None:
             return strided(q, k, v)
 
     model = Small(Strided() if as_module else strided, kv_heads=4)
-    (layer,) = record(model, [vectors()]).layers
+    (layer,) = record_attention(model, [vectors()]).layers
     assert "forward" not in vars(model.attention.core) if as_module else model.attention.core is strided
     place = np.arange(TOKENS)
     wanted = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
@@ -85,12 +85,12 @@ def test_keys_that_nobody_sees_at_the_end_are_padding_and_batches_become_example
     keep = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
     keep[1, ..., 8:] = False
     model = Small(full_attention, kv_heads=4)
-    trace = record(model, [(vectors(), keep), (vectors(1, 5), None)], lambda model, given: model(*given))
+    trace = record_attention(model, [(vectors(), keep), (vectors(1, 5), None)], lambda model, given: model(*given))
     (layer,) = trace.layers
     assert layer.query_lengths.tolist() == layer.key_lengths.tolist() == [12, 8, 5]
     assert layer.density == 1.0 and (layer.examples, layer.queries) == (3, 12)
     added = torch.zeros(2, 1, 1, TOKENS).masked_fill(~keep, float("-inf"))
-    again = record(model, [(vectors(), added)], lambda model, given: model(*given)).layers[0]
+    again = record_attention(model, [(vectors(), added)], lambda model, given: model(*given)).layers[0]
     assert again.key_lengths.tolist() == [12, 8]
 
 
@@ -104,16 +104,16 @@ def test_a_model_is_as_it_was_after_a_recording_that_failed_too() -> None:
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError):
-        record(model, [x], fail)
-    record(model, [x])
+        record_attention(model, [x], fail)
+    record_attention(model, [x])
     assert model.training and model.attention.core is core
     assert not model.attention._forward_hooks and not model.attention._forward_pre_hooks
     assert torch.equal(model(x), before)
 
 
 def test_a_model_without_attention_is_refused() -> None:
-    with pytest.raises(Refused, match="sdpa"):
-        record(nn.Linear(32, 32), [vectors()])
+    with pytest.raises(RefusedError, match="sdpa"):
+        record_attention(nn.Linear(32, 32), [vectors()])
 
 
 def hugging_face(attention: str) -> nn.Module:
@@ -128,12 +128,12 @@ def hugging_face(attention: str) -> nn.Module:
 
 def test_any_transformers_model_by_torchs_function() -> None:
     tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS)
-    trace = record(hugging_face("sdpa"), [tokens])
+    trace = record_attention(hugging_face("sdpa"), [tokens])
     assert [layer.name for layer in trace.layers] == [f"model.layers.{n}.self_attn" for n in range(2)]
     for layer in trace.layers:
         assert (layer.kept() == np.tri(TOKENS, dtype=bool)).all() and layer.k is not None and layer.k.shape[1] == 4
-    with pytest.raises(Refused, match="sdpa"):
-        record(hugging_face("eager"), [tokens])
+    with pytest.raises(RefusedError, match="sdpa"):
+        record_attention(hugging_face("eager"), [tokens])
 
 
 def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
@@ -141,7 +141,7 @@ def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
     seen = {}
     model, x = Small(), vectors()
     model.attention.out.register_forward_pre_hook(lambda module, given: seen.update(out=given[0]))
-    (layer,) = record(model, [x]).layers
+    (layer,) = record_attention(model, [x]).layers
     q, k, v = (torch.from_numpy(part) for part in (layer.q, layer.k, layer.v))
     kept = torch.from_numpy(layer.kept()).view(2, 4, TOKENS, TOKENS)
     output = F.scaled_dot_product_attention(q, k, v, kept).transpose(1, 2).flatten(2)
@@ -189,7 +189,7 @@ def test_the_command_knows_what_was_nearly_meant(source: str, said: str) -> None
 def test_pairs_that_large_negative_numbers_hide_are_not_kept_and_biased_ones_are(least: float, dtype) -> None:
     bias = -0.5 * torch.arange(TOKENS)[None, :].expand(TOKENS, -1)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
-    (layer,) = record(
+    (layer,) = record_attention(
         Small(full_attention).to(dtype),
         [vectors().to(dtype)],
         lambda model, x: model(x, bias.masked_fill(hidden, least).to(dtype)[None, None]),
@@ -211,7 +211,7 @@ def test_a_core_that_hands_something_on_is_not_asked_as_if_it_were_the_next_one(
 
     relay = SimpleNamespace(standing=None)
     model = nn.Sequential(*(Small(Handing(relay), 4, 4) for _ in range(3)))
-    trace = record(model, [vectors()])
+    trace = record_attention(model, [vectors()])
     assert [layer.kept_counts.max() for layer in trace.layers] == [1, 2, 3] and relay.standing == 3
 
 
@@ -219,7 +219,7 @@ def test_cores_in_models_of_transformers_are_asked_too() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=300)).eval()
-    model = Window(window=3, block=4).model(model)
-    trace = record(model, [torch.arange(10)[None]])
+    model = WindowAttention(window=3, block=4).model(model)
+    trace = record_attention(model, [torch.arange(10)[None]])
     assert [layer.name for layer in trace.layers] == [f"model.layers.{i}.self_attn" for i in range(2)]
     assert trace.layers[0].kept_counts[0].tolist() == [1, 2, *[3] * 8]

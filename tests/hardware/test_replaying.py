@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.cli.simulate.design_comparison import held_out_losses
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import Attention
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
-from thrifty.simulators.accelerator.design_filters import filtered
-from thrifty.simulators.accelerator.masked_replay import replayed
-from thrifty.simulators.accelerator.trace_recorder import record
+from thrifty.simulators.accelerator.design_filters import apply_design_filter
+from thrifty.simulators.accelerator.masked_replay import replay_with_masks
+from thrifty.simulators.accelerator.trace_recorder import record_attention
 
 
 class Two(nn.Module):
@@ -33,11 +33,11 @@ class Two(nn.Module):
 
 MODEL = Two()
 X = torch.randn(3, 12, 32, generator=torch.Generator().manual_seed(1))
-TRACE = record(MODEL, [X[:2], X[2:]])
+TRACE = record_attention(MODEL, [X[:2], X[2:]])
 
 
 def masked(model: nn.Module, trace: AttentionTrace, x: Tensor = X) -> Tensor:
-    with torch.no_grad(), replayed(model, trace):
+    with torch.no_grad(), replay_with_masks(model, trace):
         return torch.cat([model(part) for part in x.split(2)])
 
 
@@ -47,7 +47,7 @@ def test_the_masks_that_were_recorded_change_nothing() -> None:
 
 
 def test_each_layer_attends_to_its_own_pairs_of_its_own_examples() -> None:
-    trace = filtered(TRACE, "elsa", 0.4)
+    trace = apply_design_filter(TRACE, "elsa", 0.4)
     kept = {layer.name: torch.from_numpy(layer.kept()).view(3, 4, 12, 12) for layer in trace.layers}
 
     class ByHand(nn.Module):
@@ -79,7 +79,7 @@ def test_a_query_that_a_filter_dropped_gets_zeros_and_added_masks_stay() -> None
     model = nn.Module()
     model.first = nn.Module()
     model.first.forward = lambda: F.scaled_dot_product_attention(q, k, v, added, scale=1.0)
-    with replayed(model, trace):
+    with replay_with_masks(model, trace):
         output = model.first()
     assert (output[:, :, 5] == 0).all()
     expected = (q @ k.mT + added).masked_fill(~torch.ones(12, 12).tril().bool(), float("-inf")).softmax(-1) @ v
@@ -104,10 +104,12 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tiled_causal_attention(q, k, v, tile=4)
 
-    monkeypatch.setattr("thrifty.training.trained_model.restore", lambda *a, **k: (Two(tiled), None))
+    monkeypatch.setattr("thrifty.training.trained_model.load_trained_model", lambda *a, **k: (Two(tiled), None))
     assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
-    monkeypatch.setattr("thrifty.training.trained_model.restore", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
-    with pytest.raises(Refused, match="by softmax over the pairs of its attention"):
+    monkeypatch.setattr(
+        "thrifty.training.trained_model.load_trained_model", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None)
+    )
+    with pytest.raises(RefusedError, match="by softmax over the pairs of its attention"):
         held_out_losses(Path("mine"), [trace])
 
 
@@ -116,19 +118,21 @@ def test_other_examples_other_values_and_attention_out_of_sight_are_refused() ->
         masked(MODEL, TRACE, X + 1)
     with pytest.raises(UsageError, match="no mask for this call of first"):
         masked(MODEL, TRACE, torch.cat([X, X]))
-    with pytest.raises(Refused, match="did not compute its examples"):
+    with pytest.raises(RefusedError, match="did not compute its examples"):
         masked(MODEL, TRACE, X[:2])
 
     class ByHand(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x @ x.mT).softmax(-1) @ x
 
-    with pytest.raises(Refused, match="first of ByHand did not compute its examples by torch's attention or a core"):
+    with pytest.raises(
+        RefusedError, match="first of ByHand did not compute its examples by torch's attention or a core"
+    ):
         masked(ByHand(), TRACE)
 
 
 def test_a_core_that_computes_in_another_way_attends_to_the_same_pairs() -> None:
-    tiled, trace = Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), filtered(TRACE, "elsa", 0.4)
+    tiled, trace = Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), apply_design_filter(TRACE, "elsa", 0.4)
     core = tiled.first.core
     for masks in (TRACE, trace):
         torch.testing.assert_close(masked(tiled, masks), masked(MODEL, masks), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from thrifty.core.errors import UsageError
 from thrifty.kernels.attention_filters import sanger_filter
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.sanger import (
     column_loads,
@@ -18,7 +18,7 @@ from thrifty.simulators.accelerator.designs.sanger import (
     sub_row_counts,
     utilisation,
 )
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 MACHINE = find_machine("sanger")
 
@@ -67,21 +67,23 @@ def test_rows_are_dropped_split_and_loaded_as_counted_one_by_one(kept: np.ndarra
 def test_utilisation_is_in_the_range_of_table_5(density: float) -> None:
     """0.56 to 0.74 with 16 elements of 64 ports, over kept fractions of 0.09 to 0.33. Masks are not published: half of
     the heads keep neighbours together here, half keep keys that many like."""
-    halves = [synthesised(pattern, density, heads=4, tokens=384).layers[0].kept() for pattern in ("runs", "power-law")]
+    halves = [
+        synthetic_trace(pattern, density, heads=4, tokens=384).layers[0].kept() for pattern in ("runs", "power-law")
+    ]
     assert 0.56 <= utilisation(np.concatenate(halves), 64, 16) <= 0.75
 
 
 def test_at_the_lowest_fraction_only_masks_of_neighbours_reach_that_range() -> None:
     """At 0.09 a row of a tile keeps 6 pairs on average, of 16 elements: scattered ones leave two thirds idle."""
     together, scattered = (
-        utilisation(synthesised(pattern, 0.09, heads=4, tokens=384).layers[0].kept(), 64, 16)
+        utilisation(synthetic_trace(pattern, 0.09, heads=4, tokens=384).layers[0].kept(), 64, 16)
         for pattern in ("runs", "uniform")
     )
     assert 0.56 <= together <= 0.74 and scattered == pytest.approx(0.09 * 64 / 16, abs=0.01)
 
 
 def test_a_full_mask_takes_4_loads_for_each_64_queries_and_keys() -> None:
-    found = simulate(MACHINE, synthesised("uniform", 1.0, heads=1, tokens=128))
+    found = simulate(MACHINE, synthetic_trace("uniform", 1.0, heads=1, tokens=128))
     loads = 2 * (2 * 64 * 4 // 64)
     assert found.stations["attend"].busy == loads * 2 * 64
     assert found.stations["predict"].busy == 4 * 64
@@ -89,13 +91,13 @@ def test_a_full_mask_takes_4_loads_for_each_64_queries_and_keys() -> None:
 
 
 def test_the_fill_of_the_array_before_each_product_as_in_the_released_model() -> None:
-    trace = synthesised("runs", 0.2, heads=2, tokens=128)
+    trace = synthetic_trace("runs", 0.2, heads=2, tokens=128)
     once, each = (simulate(MACHINE.replaced("skewed", value), trace) for value in (False, True))
     assert each.stations["attend"].busy == 2 * once.stations["attend"].busy
 
 
 def test_either_packing_carries_out_every_pair() -> None:
-    trace = synthesised("power-law", 0.2, heads=2, tokens=192)
+    trace = synthetic_trace("power-law", 0.2, heads=2, tokens=192)
     kept = trace.layers[0].kept()
     split, columns = (simulate(MACHINE.replaced("packing", value), trace) for value in ("split", "columns"))
     assert columns.layers[0].macs == split.layers[0].macs == 2 * kept.sum() * 64
@@ -107,15 +109,15 @@ def test_either_packing_carries_out_every_pair() -> None:
 
 
 def test_a_smaller_array_and_more_copies() -> None:
-    trace = synthesised("runs", 0.2, heads=4, tokens=128)
-    cycles = [simulate(within(MACHINE, multipliers=count), trace).cycles for count in (128, 1024, 4096)]
+    trace = synthetic_trace("runs", 0.2, heads=4, tokens=128)
+    cycles = [simulate(limit_resources(MACHINE, multipliers=count), trace).cycles for count in (128, 1024, 4096)]
     assert cycles == sorted(cycles, reverse=True) and cycles[0] > 4 * cycles[1]
     with pytest.raises(UsageError, match="give at least 16"):
-        within(MACHINE, multipliers=8)
+        limit_resources(MACHINE, multipliers=8)
 
 
 def test_queries_that_are_padding_take_no_part() -> None:
-    mask = synthesised("runs", 0.3, heads=2, tokens=64).layers[0].kept().reshape(1, 2, 64, 64)
+    mask = synthetic_trace("runs", 0.3, heads=2, tokens=64).layers[0].kept().reshape(1, 2, 64, 64)
     longer = np.zeros((1, 2, 100, 100), dtype=bool)
     longer[..., :64, :64] = mask
     found = [

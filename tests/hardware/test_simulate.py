@@ -12,19 +12,19 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
-from thrifty.simulators.accelerator.accelerator_simulation import ENGINES, Work, run, simulate, within
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
-from thrifty.simulators.accelerator.design_stream import Design, Stream, Transfer
+from thrifty.simulators.accelerator.accelerator_simulation import ENGINES, LoweredWork, limit_resources, run, simulate
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ItemTransfer
 from thrifty.simulators.accelerator.designs import design_names
 from thrifty.simulators.accelerator.result_export import action_counts, perfetto, write_csv, write_perfetto
 from thrifty.simulators.accelerator.simulation_result import frame
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
-TRACE = synthesised("power-law", 0.2, layers=2, heads=3, lengths=[70, 40])
+TRACE = synthetic_trace("power-law", 0.2, layers=2, heads=3, lengths=[70, 40])
 DESIGNS = ["elsa", "a3", "dense", "systolic", "sanger", "vitcod", "dota", "spatten"]
 
 
-def bare(name: str) -> Machine:
+def bare(name: str) -> AcceleratorSpec:
     """A machine without an outer memory of its own; and without ViTCoD's code, which is of all heads together."""
     machine = find_machine(name)
     memories = {key: memory for key, memory in machine.memories.items() if key != "dram"}
@@ -50,8 +50,8 @@ def test_every_machine_takes_the_same_trace(name: str) -> None:
 @pytest.mark.parametrize("name", DESIGNS)
 def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) -> None:
     machine = bare(name)
-    heads = [simulate(machine, synthesised("balanced", 0.2, heads=count, tokens=48)).cycles for count in (1, 6)]
-    copied = simulate(replace(machine, copies=3), synthesised("balanced", 0.2, heads=6, tokens=48)).cycles
+    heads = [simulate(machine, synthetic_trace("balanced", 0.2, heads=count, tokens=48)).cycles for count in (1, 6)]
+    copied = simulate(replace(machine, copies=3), synthetic_trace("balanced", 0.2, heads=6, tokens=48)).cycles
     assert heads[1] == pytest.approx(6 * heads[0], rel=0.1) and copied == pytest.approx(heads[1] / 3, rel=0.1)
 
 
@@ -59,7 +59,7 @@ def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) 
 @pytest.mark.parametrize("width", [1, 7, 64, 65, 96, 256])
 def test_no_design_multiplies_more_than_its_multipliers_can(name: str, width: int) -> None:
     for tokens, density in ((1, 1.0), (70, 0.9)):
-        found = simulate(bare(name), synthesised("uniform", density, heads=3, tokens=tokens, width=width))
+        found = simulate(bare(name), synthetic_trace("uniform", density, heads=3, tokens=tokens, width=width))
         assert 0 < found.utilisation <= 1
         for energy in found.energies:
             assert energy.total > 0
@@ -67,7 +67,9 @@ def test_no_design_multiplies_more_than_its_multipliers_can(name: str, width: in
 
 @pytest.mark.parametrize("name", DESIGNS)
 def test_a_denser_mask_is_never_faster(name: str) -> None:
-    cycles = [simulate(find_machine(name), synthesised("runs", d, heads=2, tokens=64)).cycles for d in (0.1, 0.5, 1.0)]
+    cycles = [
+        simulate(find_machine(name), synthetic_trace("runs", d, heads=2, tokens=64)).cycles for d in (0.1, 0.5, 1.0)
+    ]
     assert cycles == sorted(cycles)
     if name in ("dense", "systolic"):
         assert cycles[0] == cycles[2]
@@ -76,7 +78,7 @@ def test_a_denser_mask_is_never_faster(name: str) -> None:
 @pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e15])
 def test_an_outer_memory_bounds_and_an_endless_one_costs_nothing(name: str, bandwidth: float) -> None:
-    alone, machine = simulate(bare(name), TRACE), within(bare(name), bandwidth=bandwidth)
+    alone, machine = simulate(bare(name), TRACE), limit_resources(bare(name), bandwidth=bandwidth)
     found = simulate(machine, TRACE)
     moved = sum(layer.read + layer.written for layer in found.layers)
     assert found.seconds >= moved / bandwidth * 0.999999
@@ -86,15 +88,15 @@ def test_an_outer_memory_bounds_and_an_endless_one_costs_nothing(name: str, band
     if bandwidth == 1e8:
         assert found.seconds == pytest.approx(moved / bandwidth, rel=0.15)
     for memory in (
-        Memory("dram", bandwidth=bandwidth),
-        Memory("dram", bandwidth=bandwidth, latency=1e-6, outstanding=2),
+        AcceleratorMemory("dram", bandwidth=bandwidth),
+        AcceleratorMemory("dram", bandwidth=bandwidth, latency=1e-6, outstanding=2),
     ):
         played = simulate(replace(machine, memories={**machine.memories, "dram": memory}), TRACE, engine="event")
         assert played.cycles >= found.cycles
 
 
 def test_latency_is_seen_by_events_alone() -> None:
-    memory = Memory("dram", bandwidth=64e9, latency=1e-7, outstanding=1)
+    memory = AcceleratorMemory("dram", bandwidth=64e9, latency=1e-7, outstanding=1)
     machine = find_machine("dense")
     machine = replace(machine, memories={**machine.memories, "dram": memory})
     scanned, played = (simulate(machine, TRACE, engine=engine) for engine in ENGINES)
@@ -109,22 +111,24 @@ def test_latency_is_seen_by_events_alone() -> None:
 def test_a_station_may_be_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     """What gathers its keys through a memory asks the event engine how long that takes."""
     machine = find_machine("dense")
-    machine = replace(machine, memories={**machine.memories, "keys": Memory("keys", bandwidth=8e9, latency=2e-8)})
+    machine = replace(
+        machine, memories={**machine.memories, "keys": AcceleratorMemory("keys", bandwidth=8e9, latency=2e-8)}
+    )
 
     def lower(layer, machine):
         from thrifty.simulators.accelerator.designs.dense import lower
 
         stream = lower(layer, machine)
         size = 8 * stream.service[0]
-        return replace(stream, transfers={"score": Transfer("keys", size)})
+        return replace(stream, transfers={"score": ItemTransfer("keys", size)})
 
-    def find(name: str) -> Design:
+    def find(name: str) -> AcceleratorDesign:
         from thrifty.simulators.accelerator.designs.dense import DESIGN
 
         return replace(DESIGN, lower=lower)
 
     monkeypatch.setattr("thrifty.simulators.accelerator.accelerator_simulation.find_design", find)
-    small = synthesised("uniform", 0.5, heads=2, tokens=16)
+    small = synthetic_trace("uniform", 0.5, heads=2, tokens=16)
     scanned, played = (simulate(machine, small, engine=engine) for engine in ENGINES)
     assert played.cycles == scanned.cycles + 2 * 16 * 20  # the latency of every item, one at a time
 
@@ -134,10 +138,10 @@ def test_streams_of_anything_with_several_servers_and_windows_are_played_by_even
     cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
     cycles[1] //= 6
     none = np.zeros(3)
-    stream = Stream(("multiply", "merge"), cycles, (0,), 1.0, none.astype(int), none, none, servers={"multiply": 4})
+    stream = ItemStream(("multiply", "merge"), cycles, (0,), 1.0, none.astype(int), none, none, servers={"multiply": 4})
     machine = find_machine("dense")
     plain, ordered, loose = (
-        run(machine, [Work("tasks", each, 1.0, 1.0)], "tasks").layers[0]
+        run(machine, [LoweredWork("tasks", each, 1.0, 1.0)], "tasks").layers[0]
         for each in (replace(stream, servers={}), stream, replace(stream, windows={"merge": 8}))
     )
     assert ordered.cycles < plain.cycles / 3 and loose.stations["merge"].starved < ordered.stations["merge"].starved
@@ -149,7 +153,7 @@ def test_streams_of_anything_with_several_servers_and_windows_are_played_by_even
 
 def test_equal_means_for_all() -> None:
     for name in DESIGNS:
-        machine = within(find_machine(name), multipliers=512, clock=5e8, bandwidth=32e9)
+        machine = limit_resources(find_machine(name), multipliers=512, clock=5e8, bandwidth=32e9)
         found = simulate(machine, TRACE)
         assert (
             found.multipliers == 512
@@ -158,11 +162,11 @@ def test_equal_means_for_all() -> None:
         )
     for name, budget in (("elsa", 64), ("dense", 1), ("systolic", 0), ("v100", 0)):
         with pytest.raises(UsageError, match="give at least"):
-            within(find_machine(name), multipliers=budget)
+            limit_resources(find_machine(name), multipliers=budget)
 
 
 def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
-    trace = synthesised("uniform", 0.25, layers=24, heads=16, tokens=384)
+    trace = synthetic_trace("uniform", 0.25, layers=24, heads=16, tokens=384)
     began = time.process_time()
     for name in machine_names("attention"):
         assert simulate(find_machine(name), trace).cycles > 0
@@ -175,7 +179,7 @@ def test_every_design_has_a_machine() -> None:
 
 def test_files_in_the_forms_of_the_field(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
-    results = [simulate(within(find_machine(name), bandwidth=1e9), TRACE, draw=True) for name in DESIGNS]
+    results = [simulate(limit_resources(find_machine(name), bandwidth=1e9), TRACE, draw=True) for name in DESIGNS]
     write_csv(results, tmp_path)
     with (tmp_path / "SUMMARY.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -222,7 +226,9 @@ def test_a_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:
-    found = simulate(within(find_machine("dense"), bandwidth=1e9), synthesised("uniform", 0.5, heads=1, tokens=10))
+    found = simulate(
+        limit_resources(find_machine("dense"), bandwidth=1e9), synthetic_trace("uniform", 0.5, heads=1, tokens=10)
+    )
     assert found.bytes["outer memory, read"] == 3 * 10 * 64 * 2 and found.bytes["outer memory, written"] == 10 * 64 * 2
     counted = {(operation.kind, operation.bits): count for operation, count in found.operations.items()}
     assert counted["int_multiply", 16] == counted["int_add", 32] == 2 * 10 * 10 * 64
@@ -231,7 +237,7 @@ def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:
 
 @pytest.mark.parametrize("name", machine_names("attention"))
 def test_a_budget_of_bandwidth_is_that_of_all_copies_together(name: str) -> None:
-    machine = within(find_machine(name), multipliers=4096, bandwidth=16e9)
+    machine = limit_resources(find_machine(name), multipliers=4096, bandwidth=16e9)
     found = simulate(machine, TRACE)
     moved = sum(layer.read + layer.written for layer in found.layers)
     assert moved / found.seconds <= 16e9 * (1 + 1e-6)

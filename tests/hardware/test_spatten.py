@@ -7,10 +7,10 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.spatten import survivors
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 MACHINE = find_machine("spatten")
 
@@ -37,7 +37,7 @@ def test_power_and_area_of_the_modules_are_those_of_the_table() -> None:
 
 def test_peak_is_2_tera_operations_a_second_and_a_dense_layer_nearly_reaches_it() -> None:
     found = simulate(replace(MACHINE, memories={"operands": MACHINE.memories["operands"]}),
-                     synthesised("uniform", 1.0, heads=2, tokens=384))  # fmt: skip
+                     synthetic_trace("uniform", 1.0, heads=2, tokens=384))  # fmt: skip
     assert 2 * found.multipliers * MACHINE.clock == 2.048e12
     assert 0.95 < found.utilisation <= 1
 
@@ -52,7 +52,7 @@ def test_dropped_tokens_are_the_shorter_layer_that_is_left() -> None:
 
 
 def test_scattered_pairs_are_computed_all_the_same_but_for_their_values() -> None:
-    dense, scattered = (simulate(MACHINE, synthesised("uniform", d, heads=2, tokens=64)) for d in (1.0, 0.2))
+    dense, scattered = (simulate(MACHINE, synthetic_trace("uniform", d, heads=2, tokens=64)) for d in (1.0, 0.2))
     assert scattered.stations["score"].busy == dense.stations["score"].busy
     assert scattered.stations["value"].busy < dense.stations["value"].busy / 3
     assert any("all tokens that are left" in note for note in scattered.notes) and not dense.notes
@@ -74,8 +74,8 @@ def test_flat_queries_are_computed_twice_and_bring_their_low_bits() -> None:
 
 
 def test_an_eighth_as_in_table_3() -> None:
-    eighth = within(MACHINE, multipliers=128, bandwidth=64e9)
+    eighth = limit_resources(MACHINE, multipliers=128, bandwidth=64e9)
     assert eighth.stations["score"].width == eighth.stations["value"].width == 64
     assert eighth.stations["softmax"].width == 1 and eighth.settings["comparators"] == 2
     with pytest.raises(UsageError, match="give at least 2"):
-        within(MACHINE, multipliers=1)
+        limit_resources(MACHINE, multipliers=1)

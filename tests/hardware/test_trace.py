@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of, packed, unpacked
-from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthesised
-from thrifty.simulators.accelerator.trace_file import FORMAT, lighter, load_pruned_masks, load_trace, save_trace
+from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
+from thrifty.simulators.accelerator.trace_file import FORMAT, load_pruned_masks, load_trace, save_trace, with_dtype
 
 RANDOM = np.random.default_rng(0)
 
@@ -122,8 +122,8 @@ def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="header too large"):
         load_trace(path)
     with pytest.raises(UsageError, match=r"cannot be written.*\n.*folder that exists"):
-        save_trace(synthesised("uniform", 0.5, tokens=8), tmp_path / "none" / "t.safetensors")
-    save_trace(synthesised("uniform", 0.5, tokens=64), path)
+        save_trace(synthetic_trace("uniform", 0.5, tokens=8), tmp_path / "none" / "t.safetensors")
+    save_trace(synthetic_trace("uniform", 0.5, tokens=64), path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(IntegrityError):
         load_trace(path)
@@ -153,10 +153,10 @@ def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
 def test_a_pattern_has_its_density_and_no_empty_row_and_comes_of_its_seed(pattern: str, density: float) -> None:
-    trace = synthesised(pattern, density, heads=3, lengths=[96, 64])
+    trace = synthetic_trace(pattern, density, heads=3, lengths=[96, 64])
     assert trace.density == pytest.approx(density, abs=0.02)
     assert (trace.layers[0].kept_counts.reshape(2, 3, 96)[1, :, :64] > 0).all()
-    again, other = (synthesised(pattern, density, heads=3, lengths=[96, 64], seed=seed) for seed in (0, 1))
+    again, other = (synthetic_trace(pattern, density, heads=3, lengths=[96, 64], seed=seed) for seed in (0, 1))
     assert np.array_equal(again.layers[0].packed, trace.layers[0].packed)
     if density < 1:
         assert not np.array_equal(other.layers[0].packed, trace.layers[0].packed)
@@ -164,25 +164,25 @@ def test_a_pattern_has_its_density_and_no_empty_row_and_comes_of_its_seed(patter
 
 def test_patterns_look_as_they_are_called() -> None:
     popular, alike = (
-        synthesised(pattern, 0.1, heads=1, tokens=128).layers[0].kept()[0].mean(0)
+        synthetic_trace(pattern, 0.1, heads=1, tokens=128).layers[0].kept()[0].mean(0)
         for pattern in ("power-law", "uniform")
     )
     assert popular.max() > 0.5 > 0.3 > alike.max()
-    diagonal = synthesised("diagonal", 0.1, heads=1, tokens=128).layers[0].kept()[0]
+    diagonal = synthetic_trace("diagonal", 0.1, heads=1, tokens=128).layers[0].kept()[0]
     assert diagonal.diagonal().all() and 4 <= diagonal.all(0).sum() <= 8
-    near = synthesised("runs", 0.25, heads=4, tokens=128).layers[0].kept()
+    near = synthetic_trace("runs", 0.25, heads=4, tokens=128).layers[0].kept()
     assert (near[..., 1:] & near[..., :-1]).sum() > 0.8 * near.sum()
 
 
 def test_an_unknown_pattern_or_density_is_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'diagonal'"):
-        synthesised("diagonl", 0.1)
+        synthetic_trace("diagonl", 0.1)
     with pytest.raises(UsageError, match=r"not in \(0, 1\]"):
-        synthesised("uniform", 1.5)
+        synthetic_trace("uniform", 1.5)
     with pytest.raises(UsageError, match=r"2.4e\+14 pairs of a layer"):
-        synthesised("uniform", 0.5, heads=24, tokens=3_162_000)
+        synthetic_trace("uniform", 0.5, heads=24, tokens=3_162_000)
 
 
 def test_a_trace_in_half_precision_takes_half_the_room() -> None:
     trace = AttentionTrace("one", (layer_of("one", **whole_layer()),))
-    assert lighter(trace, "float16").layers[0].q.nbytes * 2 == trace.layers[0].q.nbytes
+    assert with_dtype(trace, "float16").layers[0].q.nbytes * 2 == trace.layers[0].q.nbytes

@@ -12,12 +12,18 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.designs.vitcod import shared_lines, split_pairs
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.trace_file import load_pruned_masks
-from thrifty.simulators.accelerator.vitcod_released import Rules, attention_cycles, fixes, head_cycles, linear_cycles
+from thrifty.simulators.accelerator.vitcod_released import (
+    ReleasedRules,
+    attention_cycles,
+    fixes,
+    head_cycles,
+    linear_cycles,
+)
 
 MASKS = os.environ.get("THRIFTY_VITCOD_MASKS")
 MACHINE = find_machine("vitcod")
@@ -88,7 +94,7 @@ def test_the_published_log_of_the_authors_own_masks() -> None:
 
 
 def test_the_earlier_run_of_the_log_reads_values_one_and_a_half_times_11693() -> None:
-    found = attention_cycles(same_shape(), Rules(value_reads=1.5))
+    found = attention_cycles(same_shape(), ReleasedRules(value_reads=1.5))
     assert (found.load, found.total) == (11693, 11693)
 
 
@@ -107,14 +113,14 @@ def test_each_quirk_set_right_changes_the_count_and_in_the_direction_it_must() -
 
 
 def test_a_head_without_global_tokens_brings_queries_in_for_every_other_token() -> None:
-    found = head_cycles(100, 3, 0, 500, Rules())
+    found = head_cycles(100, 3, 0, 500, ReleasedRules())
     assert found.load == 100 + 1 + 100 * 5 + 1 + 2 * 100 and found.decode == 100 + 500
     with pytest.raises(UsageError, match="heads of 64 only"):
-        attention_cycles(synthesised("uniform", 0.5, heads=2, tokens=20, width=32))
+        attention_cycles(synthetic_trace("uniform", 0.5, heads=2, tokens=20, width=32))
 
 
 def test_columns_are_split_and_lines_shared_as_counted_one_by_one() -> None:
-    kept = synthesised("power-law", 0.2, heads=3, tokens=150).layers[0].kept()
+    kept = synthetic_trace("power-law", 0.2, heads=3, tokens=150).layers[0].kept()
     dense, sparse = split_pairs(kept, 50)
     for unit, mask in enumerate(kept):
         columns = [int(mask[:, column].sum()) for column in range(150)]
@@ -125,20 +131,20 @@ def test_columns_are_split_and_lines_shared_as_counted_one_by_one() -> None:
 
 
 def test_no_line_computes_more_than_it_can_and_both_parts_end_about_together() -> None:
-    found = simulate(MACHINE, synthesised("power-law", 0.1, heads=3, tokens=197))
+    found = simulate(MACHINE, synthetic_trace("power-law", 0.1, heads=3, tokens=197))
     layer = found.layers[0]
     assert layer.macs <= found.multipliers * found.stations["lines"].busy
     assert found.utilisation > 0.5
 
 
 def test_the_code_saves_bytes_and_costs_cycles() -> None:
-    trace = synthesised("diagonal", 0.1, heads=4, tokens=128)
+    trace = synthetic_trace("diagonal", 0.1, heads=4, tokens=128)
     coded, plain = (simulate(MACHINE.replaced("coded", value), trace).layers[0] for value in (True, False))
     assert plain.read - coded.read == 4 * (2 * 128) * 64 / 2
     assert coded.stations["lines"].busy - plain.stations["lines"].busy == 4 * -(-2 * 128 * 64 * 2 // 512)
 
 
 def test_a_smaller_array() -> None:
-    assert within(MACHINE, multipliers=128).stations["lines"].width == 16
+    assert limit_resources(MACHINE, multipliers=128).stations["lines"].width == 16
     with pytest.raises(UsageError, match="give at least 16"):
-        within(MACHINE, multipliers=8)
+        limit_resources(MACHINE, multipliers=8)

@@ -329,13 +329,13 @@ class TestVitcod:
 
     def test_heads_go_through_a_code_of_half_as_many(self):
         x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
-        assert vitcod_filter.code_heads(3) == 2
+        assert vitcod_filter.encode_heads(3) == 2
         encode, decode = torch.randn(2, 3), torch.randn(3, 2)
-        found = vitcod_filter.through_code(x, encode, decode)
+        found = vitcod_filter.autoencode_heads(x, encode, decode)
         by_layers = (x.permute(0, 2, 3, 1) @ encode.T @ decode.T).permute(0, 3, 1, 2)
         torch.testing.assert_close(found, by_layers)
         expected = [float((x[b] - found[b]).norm()) for b in range(2)]
-        torch.testing.assert_close(vitcod_filter.code_loss(x, found), torch.tensor(expected))
+        torch.testing.assert_close(vitcod_filter.autoencoder_loss(x, found), torch.tensor(expected))
 
 
 class TestSpatten:

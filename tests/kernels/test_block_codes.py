@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.kernels.blockwise_quantization import CodeBook, blocks, code_book, decode, dynamic_values, encode
+from thrifty.kernels.blockwise_quantization import CodeBook, blocks, code_book, dequantize, dynamic_values, quantize
 
 BOOKS = {signed: code_book(signed) for signed in (True, False)}
 SEEDS = torch.arange(-(2**15), 2**15).to(torch.int16)[:, None]
@@ -65,8 +65,8 @@ def test_code_0_stands_for_zero_and_codes_ascend_around_it(signed: bool) -> None
 )
 def test_each_number_gets_the_nearest_code(rows: int, columns: int, signed: bool, seed: int) -> None:
     book, wanted = BOOKS[signed], numbers(rows, columns, signed, seed)
-    codes, scales = encode(wanted, book)
-    found = decode(codes, scales, book).double()
+    codes, scales = quantize(wanted, book)
+    found = dequantize(codes, scales, book).double()
     nearest, gaps = nearest_values(wanted, book, scales)
     rounding = 2 * (gaps / 512 + wanted.abs() * 2**-11)  # of two codes one nears by as much as the other recedes
     vanishing = (nearest == 0) & (wanted != 0)
@@ -79,7 +79,7 @@ def test_each_number_gets_the_nearest_code(rows: int, columns: int, signed: bool
 @pytest.mark.parametrize(("signed", "half_the_widest_gap"), [(True, 0.0073), (False, 0.0038)])
 def test_the_error_of_a_block_is_bounded_by_its_largest_number(signed: bool, half_the_widest_gap: float) -> None:
     wanted = numbers(20, 512, signed, seed=1, spread=1.0)
-    error = (decode(*encode(wanted, BOOKS[signed]), BOOKS[signed]) - wanted).abs().view(20, 2, 256).amax(-1)
+    error = (dequantize(*quantize(wanted, BOOKS[signed]), BOOKS[signed]) - wanted).abs().view(20, 2, 256).amax(-1)
     largest = wanted.abs().view(20, 2, 256).amax(-1)
     assert (error <= half_the_widest_gap * largest).all()
     assert (error >= 0.5 * half_the_widest_gap * largest).any()
@@ -88,8 +88,8 @@ def test_the_error_of_a_block_is_bounded_by_its_largest_number(signed: bool, hal
 @pytest.mark.parametrize("signed", BOOKS)
 def test_what_was_decoded_is_encoded_as_it_was(signed: bool) -> None:
     book = BOOKS[signed]
-    codes, scales = encode(numbers(8, 509, signed, seed=2), book)
-    again = encode(decode(codes, scales, book), book)
+    codes, scales = quantize(numbers(8, 509, signed, seed=2), book)
+    again = quantize(dequantize(codes, scales, book), book)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 
@@ -98,7 +98,7 @@ def test_the_largest_number_of_a_block_is_kept_exactly(signed: bool) -> None:
     wanted = numbers(50, 256, signed, seed=3)
     place = wanted.abs().argmax(1, keepdim=True)
     for seed in (None, -5, 1234):
-        found = decode(*encode(wanted, BOOKS[signed], seed), BOOKS[signed])
+        found = dequantize(*quantize(wanted, BOOKS[signed], seed), BOOKS[signed])
         assert torch.equal(found.gather(1, place), wanted.gather(1, place))
 
 
@@ -107,7 +107,7 @@ def test_the_largest_number_of_a_block_is_kept_exactly(signed: bool) -> None:
 def test_rounded_by_chance_a_number_is_itself_on_average(share: float, signed: bool, negative: bool) -> None:
     book, wanted = BOOKS[signed], max(-share, -0.99) if negative and signed else share
     rows = torch.tensor([[wanted, 1.0]]).repeat(2**16, 1)
-    found = decode(*encode(rows, book, SEEDS), book)[:, 0].double()
+    found = dequantize(*quantize(rows, book, SEEDS), book)[:, 0].double()
     assert len(found.unique()) <= 2
     _, gaps = nearest_values(rows[:1], book, torch.ones(1, 1))
     assert abs(float(found.mean()) - wanted) <= float(gaps[0, 0]) / 256 + abs(wanted) * 2**-11
@@ -117,27 +117,27 @@ def test_rounded_by_chance_a_number_is_itself_on_average(share: float, signed: b
 @pytest.mark.parametrize("seed", [None, 321])
 def test_rows_are_encoded_alone_as_together(signed: bool, seed: int | None) -> None:
     wanted = numbers(7, 600, signed, seed=4)
-    codes, scales = encode(wanted, BOOKS[signed], seed)
+    codes, scales = quantize(wanted, BOOKS[signed], seed)
     for part in (slice(0, 3), slice(3, 7)):
-        alone = encode(wanted[part], BOOKS[signed], seed)
+        alone = quantize(wanted[part], BOOKS[signed], seed)
         assert torch.equal(alone[0], codes[part]) and torch.equal(alone[1], scales[part])
 
 
 def test_trailing_dims_are_one_row() -> None:
     wanted = numbers(6, 120, True, seed=5)
-    codes, scales = encode(wanted.view(6, 5, 4, 6), BOOKS[True])
+    codes, scales = quantize(wanted.view(6, 5, 4, 6), BOOKS[True])
     assert codes.shape == (6, 5, 4, 6) and scales.shape == (6, 1)
-    flat = encode(wanted, BOOKS[True])
+    flat = quantize(wanted, BOOKS[True])
     assert torch.equal(codes.view(6, 120), flat[0])
-    assert torch.equal(decode(codes, scales, BOOKS[True]).view(6, 120), decode(*flat, BOOKS[True]))
+    assert torch.equal(dequantize(codes, scales, BOOKS[True]).view(6, 120), dequantize(*flat, BOOKS[True]))
 
 
 @pytest.mark.parametrize("signed", BOOKS)
 def test_a_mask_on_codes_masks_what_they_stand_for(signed: bool) -> None:
-    codes, scales = encode(numbers(4, 300, signed, seed=6), BOOKS[signed])
+    codes, scales = quantize(numbers(4, 300, signed, seed=6), BOOKS[signed])
     mask = torch.rand(4, 300, generator=torch.Generator().manual_seed(0)) < 0.5
-    masked = decode(codes * mask, scales, BOOKS[signed])
-    assert torch.equal(masked, decode(codes, scales, BOOKS[signed]) * mask)
+    masked = dequantize(codes * mask, scales, BOOKS[signed])
+    assert torch.equal(masked, dequantize(codes, scales, BOOKS[signed]) * mask)
 
 
 @pytest.mark.parametrize("signed", BOOKS)
@@ -145,23 +145,25 @@ def test_any_size_of_number_and_nothing_at_all(signed: bool) -> None:
     book = BOOKS[signed]
     for size in (1e-40, 1e-33, 1e-20, 1.0, 1e30):
         wanted = numbers(2, 64, signed, seed=7, spread=0.5) * size
-        found = decode(*encode(wanted, book), book)
+        found = dequantize(*quantize(wanted, book), book)
         assert found.isfinite().all()
         if size > 1e-33:
             assert (found - wanted).abs().max() <= 0.0075 * wanted.abs().max()
     nothing = torch.zeros(3, 40)
     for seed in (None, 99):
-        assert torch.equal(decode(*encode(nothing, book, seed), book), nothing)
-    assert encode(torch.zeros(0, 40), book)[0].shape == (0, 40)
+        assert torch.equal(dequantize(*quantize(nothing, book, seed), book), nothing)
+    assert quantize(torch.zeros(0, 40), book)[0].shape == (0, 40)
 
 
 def test_compiled_a_moment_moves_as_it_does_eagerly_also_where_blocks_are_unequal() -> None:
     def moved(gradient: Tensor, codes: Tensor, scales: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        moment = decode(codes, scales, BOOKS[True])
-        return encode(moment.lerp_(gradient, 0.5), BOOKS[True], seed)
+        moment = dequantize(codes, scales, BOOKS[True])
+        return quantize(moment.lerp_(gradient, 0.5), BOOKS[True], seed)
 
     gradient, start = (numbers(4, 509, True, seed=seed) for seed in (8, 9))
-    found, wanted = (f(gradient, *encode(start, BOOKS[True]), 7) for f in (torch.compile(moved, dynamic=False), moved))
+    found, wanted = (
+        f(gradient, *quantize(start, BOOKS[True]), 7) for f in (torch.compile(moved, dynamic=False), moved)
+    )
     torch.testing.assert_close(found[1], wanted[1])
     assert (found[0] == wanted[0]).float().mean() > 0.99
 

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.memory.planner.chain_schedule import (
-    Progress,
+    ScheduleProgress,
     advance,
     least_bytes,
     optimal_schedule,
     periodic_schedule,
     simulate,
 )
-from thrifty.memory.recompute_schedule import ChainCost, Do, Operation, StageCost
+from thrifty.memory.recompute_schedule import ChainCost, ChainStageCost, RecomputeAction, ScheduledOperation
 
-PASS, INPUT, ALL, BACK = Do
-EQUAL = ChainCost(10, (StageCost(1.0, 2.0, output=10, saved=100, passing=30, keeping=5, returning=20),) * 16)
+PASS, INPUT, ALL, BACK = RecomputeAction
+EQUAL = ChainCost(10, (ChainStageCost(1.0, 2.0, output=10, saved=100, passing=30, keeping=5, returning=20),) * 16)
 
 
 def random_chain(seed: int) -> ChainCost:
@@ -31,7 +31,7 @@ def random_chain(seed: int) -> ChainCost:
     for _ in range(min(draw.randint(1, 8), draw.randint(3, 8))):
         output, forward = draw.randint(0, 5), draw.randint(0, 6)
         stages.append(
-            StageCost(
+            ChainStageCost(
                 forward,
                 draw.randint(0, 6),
                 output,
@@ -51,7 +51,7 @@ def all_fronts(chain: ChainCost) -> list[tuple[int, float]]:
     Nothing is left out but repetitions: of two ways to the same place, one that takes no less time and no less memory
     is not followed.
     """
-    start = Progress(due=len(chain) - 1)
+    start = ScheduleProgress(due=len(chain) - 1)
     queue, tie = [(start.peak, start.time, 0, start)], itertools.count(1)
     fastest: dict[tuple, float] = {}
     front: list[tuple[int, float]] = []
@@ -70,7 +70,7 @@ def all_fronts(chain: ChainCost) -> list[tuple[int, float]]:
     return front
 
 
-def possible(progress: Progress) -> Iterator[Operation]:
+def possible(progress: ScheduleProgress) -> Iterator[ScheduledOperation]:
     """What can come next: a backward pass as soon as it can, and nothing that leads nowhere, such as computing an
     activation that is there already or one beyond the stage whose backward pass is due."""
 
@@ -78,33 +78,33 @@ def possible(progress: Progress) -> Iterator[Operation]:
         return index in progress.inputs or index - 1 in progress.saved
 
     if progress.due in progress.saved:
-        yield Operation(BACK, progress.due)
+        yield ScheduledOperation(BACK, progress.due)
         return
     for index in range(progress.due + 1):
         if index in progress.saved or not (kept(index) or progress.at == index):
             continue
-        yield Operation(ALL, index)
+        yield ScheduledOperation(ALL, index)
         if index == progress.due or kept(index + 1):
             continue
-        yield Operation(PASS, index)
+        yield ScheduledOperation(PASS, index)
         if not kept(index):
-            yield Operation(INPUT, index)
+            yield ScheduledOperation(INPUT, index)
 
 
 def test_two_stages_by_hand() -> None:
-    first = StageCost(1.0, 2.0, output=10, saved=40, passing=3, keeping=5, returning=7)
-    second = StageCost(4.0, 8.0, output=20, saved=50, passing=11, keeping=13, returning=17)
+    first = ChainStageCost(1.0, 2.0, output=10, saved=40, passing=3, keeping=5, returning=7)
+    second = ChainStageCost(4.0, 8.0, output=20, saved=50, passing=11, keeping=13, returning=17)
     chain = ChainCost(30, (first, second))
     keep = [(ALL, 0), (ALL, 1), (BACK, 1), (BACK, 0)]
     # at the last stage's backward pass: input, both saved, gradients of output and input, temporary
-    assert simulate(chain, [Operation(*each) for each in keep]) == (15.0, 30 + 40 + 50 + 20 + 10 + 17)
+    assert simulate(chain, [ScheduledOperation(*each) for each in keep]) == (15.0, 30 + 40 + 50 + 20 + 10 + 17)
     again = [(INPUT, 0), (ALL, 1), (BACK, 1), (ALL, 0), (BACK, 0)]
     # there too: the first stage holds only its output, which is the second one's input
-    assert simulate(chain, [Operation(*each) for each in again]) == (16.0, 30 + 10 + 50 + 20 + 10 + 17)
+    assert simulate(chain, [ScheduledOperation(*each) for each in again]) == (16.0, 30 + 10 + 50 + 20 + 10 + 17)
 
 
 def test_a_forward_pass_whose_output_is_not_needed_may_stop_early() -> None:
-    stage = StageCost(4.0, 2.0, output=10, saved=10, stopped=3.0)
+    stage = ChainStageCost(4.0, 2.0, output=10, saved=10, stopped=3.0)
     periodic = periodic_schedule(3, 1)
     assert simulate(ChainCost(0, (stage,) * 3), periodic)[0] == 3 * 4 + 2 * 3 + 3 * 2
 
@@ -120,9 +120,9 @@ def test_a_forward_pass_whose_output_is_not_needed_may_stop_early() -> None:
         [(PASS, 2)],
     ],
 )
-def test_what_is_no_schedule_is_refused(operations: list[tuple[Do, int]]) -> None:
+def test_what_is_no_schedule_is_refused(operations: list[tuple[RecomputeAction, int]]) -> None:
     with pytest.raises(UsageError):
-        simulate(ChainCost(1, EQUAL.stages[:2]), [Operation(*each) for each in operations])
+        simulate(ChainCost(1, EQUAL.stages[:2]), [ScheduledOperation(*each) for each in operations])
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -137,7 +137,7 @@ def test_the_optimum_is_that_of_all_schedules_there_are(seed: int) -> None:
 def test_a_budget_below_the_least_says_what_the_least_is() -> None:
     least = least_bytes(EQUAL)
     optimal_schedule(EQUAL, least)
-    with pytest.raises(Infeasible, match=f"{least - 1:,} bytes") as infeasible:
+    with pytest.raises(InfeasibleError, match=f"{least - 1:,} bytes") as infeasible:
         optimal_schedule(EQUAL, least - 1)
     assert f"{least:,}" in infeasible.value.fix
 
@@ -167,7 +167,9 @@ def test_more_memory_is_never_slower(chain: ChainCost, extra: int) -> None:
 
 
 def test_enough_memory_keeps_everything_and_the_least_keeps_what_it_must() -> None:
-    everything = [Operation(ALL, i) for i in range(16)] + [Operation(BACK, i) for i in reversed(range(16))]
+    everything = [ScheduledOperation(ALL, i) for i in range(16)] + [
+        ScheduledOperation(BACK, i) for i in reversed(range(16))
+    ]
     needed = simulate(EQUAL, everything)[1]
     assert EQUAL.kept == 10 + 16 * 100
     assert optimal_schedule(EQUAL, needed) == everything
@@ -179,7 +181,7 @@ def test_enough_memory_keeps_everything_and_the_least_keeps_what_it_must() -> No
 def test_a_long_chain_of_unequal_stages_takes_seconds() -> None:
     draw = random.Random(0)
     stages = tuple(
-        StageCost(draw.random(), draw.random(), 2**20, draw.randint(20, 40) * 2**20, 2**22, 2**21, 2**22)
+        ChainStageCost(draw.random(), draw.random(), 2**20, draw.randint(20, 40) * 2**20, 2**22, 2**21, 2**22)
         for _ in range(100)
     )
     chain = ChainCost(2**20, stages)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from thrifty.core.errors import UsageError
 from thrifty.kernels.example_scores import (
     Fields,
-    Forgetting,
+    ForgettingCounter,
     el2n,
     grand,
     input_norms,
@@ -88,7 +88,7 @@ def test_grand_leaves_the_gradients_of_the_model_alone() -> None:
 
 
 def test_forgetting_counts_falls_from_right_to_wrong() -> None:
-    counter = Forgetting(4)
+    counter = ForgettingCounter(4)
     everything = torch.arange(4)
     for right in ([1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1], [0, 1, 0, 1]):
         counter.look(everything, torch.tensor(right))
@@ -96,7 +96,7 @@ def test_forgetting_counts_falls_from_right_to_wrong() -> None:
 
 
 def test_forgetting_looks_at_some_examples_at_a_time() -> None:
-    counter = Forgetting(3)
+    counter = ForgettingCounter(3)
     counter.look(torch.tensor([2, 0]), torch.tensor([True, True]))
     counter.look(torch.tensor([2]), torch.tensor([False]))
     assert counter.scores().tolist() == [0, 0, 1]

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from thrifty.kernels import compiled_quantization, quantized_tensors
 from thrifty.kernels.groupwise_quantization import (
-    decode_lines,
-    encode_lines,
-    mixed,
-    outward,
-    quantise,
+    mix_bits_torch,
+    pack_lines,
+    quantize_lines,
+    round_outward,
     seed_word,
+    unpack_lines,
     words_of_places,
 )
-from thrifty.kernels.quantization_ranges import Ranges, by_group, by_head
-from thrifty.kernels.quantized_tensors import encode, encode_mask
+from thrifty.kernels.quantization_ranges import QuantizationRanges, by_group, by_head
+from thrifty.kernels.quantized_tensors import pack_mask, quantize_tensor
 from thrifty.machine.cpu_features import cpp_compiler
 
 CPU = torch.device("cpu")
@@ -36,11 +36,13 @@ def compiled_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_tensors, "COMPILED_FROM", 1)
 
 
-def moments(tensor: Tensor, bits: int, zeros: bool = False, ranges: Ranges | None = None) -> tuple[Tensor, Tensor]:
+def moments(
+    tensor: Tensor, bits: int, zeros: bool = False, ranges: QuantizationRanges | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean error and mean squared error of each number over seeds, in float64."""
     total, squares = torch.zeros(2, *tensor.shape, dtype=torch.float64)
     for seed in range(DRAWS):
-        coded = encode(tensor, bits, seed, ranges, zeros)
+        coded = quantize_tensor(tensor, bits, seed, ranges, zeros)
         assert coded is not None
         error = coded.decode().double() - tensor.double()
         total += error
@@ -50,7 +52,7 @@ def moments(tensor: Tensor, bits: int, zeros: bool = False, ranges: Ranges | Non
 
 def steps_of(tensor: Tensor, bits: int, zeros: bool = False) -> Tensor:
     """The step of the group that each number is in."""
-    coded = encode(tensor, bits, 0, None, zeros)
+    coded = quantize_tensor(tensor, bits, 0, None, zeros)
     assert coded is not None
     return coded.step.double().repeat_interleave(coded.ranges.width)[: tensor.numel()].view(tensor.shape)
 
@@ -96,7 +98,7 @@ def test_zeros_stay_zeros_and_of_numbers_that_are_not_negative_no_other_becomes_
     tensor[7] = 0.0
     for bits in (2, 4, 8):
         for seed in range(50):
-            coded = encode(tensor, bits, seed, zeros=True)
+            coded = quantize_tensor(tensor, bits, seed, zeros=True)
             assert coded is not None and torch.equal(coded.decode() == 0, tensor == 0)
     error, square = moments(tensor[:8], 4, zeros=True)
     assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-6).double().mean() > 0.99
@@ -104,7 +106,7 @@ def test_zeros_stay_zeros_and_of_numbers_that_are_not_negative_no_other_becomes_
 
 @given(seed=some.integers(0, 2**32 - 1))
 def test_a_seed_is_mixed_as_all_words_are(seed: int) -> None:
-    assert torch.equal(seed_word(seed, CPU), mixed(torch.tensor(seed).to(torch.int32)))
+    assert torch.equal(seed_word(seed, CPU), mix_bits_torch(torch.tensor(seed).to(torch.int32)))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -112,10 +114,10 @@ def test_what_is_outside_a_range_gets_its_first_or_last_code(bits: int) -> None:
     """A published kernel wraps around: 1.5 in a range of -1 … 1 came back as -0.5."""
     lines = torch.linspace(-3, 3, 64)[None]
     ends = [torch.full((1, 1), end) for end in (-1.0, 1.0)]
-    least, step = outward(*ends, bits, False)
+    least, step = round_outward(*ends, bits, False)
     words = seed_word(0, CPU), words_of_places(64, CPU), 0
-    packed = quantise(lines, least, step, *words, bits, False)
-    found = decode_lines(packed, least, step, *words, bits, False, torch.float32)
+    packed = quantize_lines(lines, least, step, *words, bits, False)
+    found = unpack_lines(packed, least, step, *words, bits, False, torch.float32)
     low, high = least.item(), (least + step * (2**bits - 1)).item()
     assert (found[lines <= -1] == low).all() and torch.allclose(found[lines >= 1.02], torch.tensor(high))
     assert found.min() >= low and found.max() <= high + 1e-6
@@ -133,9 +135,9 @@ def test_every_code_survives_packing(bits: int, lines: int, width: int, seed: in
     codes[0, : min(top + 1, width)] = torch.arange(top + 1)[:width]
     words = seed_word(seed, CPU), words_of_places(width, CPU), 0
     least, step = torch.full((lines, 1), float(zeros)), torch.ones(lines, 1)
-    packed = quantise(codes.float(), least, step, *words, bits, zeros)
+    packed = quantize_lines(codes.float(), least, step, *words, bits, zeros)
     assert packed.dtype == torch.uint8 and packed.shape == (lines, width * bits // 8)
-    found = decode_lines(packed, least, step, *words, bits, zeros, torch.float32)
+    found = unpack_lines(packed, least, step, *words, bits, zeros, torch.float32)
     assert torch.equal(found, codes.float())
 
 
@@ -150,7 +152,7 @@ def test_any_shape_comes_back_within_a_step_of_its_group(
     tensor = drawn(*shape, seed=bits)
     tensor = tensor.relu() if zeros else tensor
     tensor = tensor.permute(*reversed(range(len(shape)))) if reverse else tensor
-    coded = encode(tensor, bits, 3, by_group(tensor.numel(), group), zeros)
+    coded = quantize_tensor(tensor, bits, 3, by_group(tensor.numel(), group), zeros)
     assert coded is not None
     found = coded.decode()
     assert found.shape == tensor.shape and found.stride() == tensor.stride()
@@ -160,14 +162,14 @@ def test_any_shape_comes_back_within_a_step_of_its_group(
 
 def test_what_a_last_line_is_filled_up_with_does_not_widen_its_range() -> None:
     tensor = drawn(300, mean=100.0)
-    coded = encode(tensor, 4, 0)
+    coded = quantize_tensor(tensor, 4, 0)
     assert coded is not None
     assert coded.step[1] < 1.1 * (tensor[256:].max() - tensor[256:].min()) / 15 + 0.5 / 15
 
 
 @pytest.mark.usefixtures("compiled_always")
 def test_a_constant_is_exact_where_bfloat16_has_it_and_else_right_on_average() -> None:
-    coded = encode(torch.full((512,), 2.5), 2, 0)
+    coded = quantize_tensor(torch.full((512,), 2.5), 2, 0)
     assert coded is not None and (coded.decode() == 2.5).all()
     error, square = moments(torch.full((256,), math.pi), 4)
     assert abs(error.mean()) < 4 * (square.mean() / DRAWS / 256).sqrt() + 1e-6
@@ -176,7 +178,7 @@ def test_a_constant_is_exact_where_bfloat16_has_it_and_else_right_on_average() -
 def test_a_seed_decides_and_neighbours_do_not_share_their_luck() -> None:
     tensor = torch.full((64, 256), 0.5)
     tensor[:, 0], tensor[:, 1] = 0.0, 15.0
-    first, again, other = (encode(tensor, 4, seed) for seed in (1, 1, 2))
+    first, again, other = (quantize_tensor(tensor, 4, seed) for seed in (1, 1, 2))
     assert first and again and other
     assert torch.equal(first.codes, again.codes) and not torch.equal(first.codes, other.codes)
     up = (first.decode()[:, 2:] > 0.5).double()
@@ -193,7 +195,7 @@ def test_a_range_for_each_head_and_for_each_few_channels() -> None:
     for layout in (heads, heads.transpose(1, 2).contiguous().transpose(1, 2)):
         ranges = by_head(layout.shape, layout.stride(), 256)
         assert ranges is not None and ranges.count == 4
-        coded = encode(layout, 4, 0, ranges)
+        coded = quantize_tensor(layout, 4, 0, ranges)
         assert coded is not None and coded.step.shape == (4,)
         wanted = (layout.amax((0, 2, 3)) - layout.amin((0, 2, 3))) / 15
         assert torch.allclose(coded.step.float(), wanted, rtol=0.02)
@@ -211,7 +213,7 @@ def test_what_codes_cannot_stand_for_is_refused(bad: float) -> None:
     tensor = drawn(4, 256)
     tensor[1, 3] = bad
     for zeros in (False, True):
-        assert encode(tensor, 4, 0, zeros=zeros) is None
+        assert quantize_tensor(tensor, 4, 0, zeros=zeros) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16])
@@ -219,13 +221,13 @@ def test_two_values_take_a_bit_each_and_are_exact(dtype: torch.dtype) -> None:
     mask = torch.rand(37, 41) < 0.7
     low, high = (0.0, 1.0) if dtype == torch.bool else (-math.inf, 1 / 0.9)
     values = torch.where(mask, torch.tensor(high).to(dtype), torch.tensor(low).to(dtype)).t()
-    coded = encode_mask(values, (low, values.double().max().item()))
+    coded = pack_mask(values, (low, values.double().max().item()))
     assert torch.equal(coded.decode(), values) and coded.decode().stride() == values.stride()
     assert coded.codes.numel() == -(-37 * 41 // 256) * 32
 
 
 def test_codes_take_their_bits_and_an_eighth() -> None:
-    coded = encode(drawn(128, 256), 4, 0)
+    coded = quantize_tensor(drawn(128, 256), 4, 0)
     assert coded is not None
     held = sum(part.numel() * part.element_size() for part in (coded.codes, coded.least, coded.step))
     assert held * 8 == (4 + 1 / 8) * 128 * 256
@@ -255,14 +257,14 @@ def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: boo
     for shape in ((30, 256), (7, 11, 128)):
         tensor = uneven(shape, dtype)
         ranges = by_head(tensor.shape, tensor.stride(), heads) if heads else by_group(tensor.numel())
-        compiled = encode(tensor, bits, 9, ranges, zeros)
+        compiled = quantize_tensor(tensor, bits, 9, ranges, zeros)
         assert compiled is not None
         given = compiled.decode()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantized_tensors, "COMPILED_FROM", 2**60)
             for size in (10 * 256, 2**18):  # in pieces, and at once
-                patch.setattr(quantized_tensors, "NUMBERS", size)
-                plain = encode(tensor, bits, 9, ranges, zeros)
+                patch.setattr(quantized_tensors, "CHUNK_ELEMENTS", size)
+                plain = quantize_tensor(tensor, bits, 9, ranges, zeros)
                 assert plain is not None
                 for mine, theirs in zip(
                     (plain.codes, plain.least, plain.step), (compiled.codes, compiled.least, compiled.step), strict=True
@@ -277,8 +279,10 @@ def test_compiled_is_plain_bit_for_bit(dtype: torch.dtype, bits: int, zeros: boo
 def test_compiled_code_refuses_what_plain_code_does(dtype: torch.dtype, bad: float) -> None:
     tensor = drawn(16, 256).to(dtype)
     tensor[3, 5] = bad
-    heads = Ranges(2, 4, 512, 256)
-    assert all(encode(tensor, 4, 0, ranges, zeros) is None for ranges in (None, heads) for zeros in (False, True))
+    heads = QuantizationRanges(2, 4, 512, 256)
+    assert all(
+        quantize_tensor(tensor, 4, 0, ranges, zeros) is None for ranges in (None, heads) for zeros in (False, True)
+    )
 
 
 @pytest.mark.usefixtures("compiled_from_8_lines")
@@ -288,7 +292,7 @@ def test_threads_share_the_lines_of_a_large_tensor_and_change_nothing() -> None:
     try:
         for some in (1, 3):
             torch.set_num_threads(some)
-            found.append(encode(tensor, 4, 0))
+            found.append(quantize_tensor(tensor, 4, 0))
     finally:
         torch.set_num_threads(threads)
     alone, shared = found
@@ -306,11 +310,11 @@ def test_a_compiled_mask_is_the_plain_one(dtype: torch.dtype, values: tuple[floa
     tensor = torch.where(mask, high, low)
     if dtype != torch.bool:
         tensor[::3] = torch.where(tensor[::3] == 0, -tensor[::3], tensor[::3])  # either zero is a zero
-    compiled = encode_mask(tensor, values)
+    compiled = pack_mask(tensor, values)
     given = compiled.decode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized_tensors, "COMPILED_FROM", 2**60)
-        plain = encode_mask(tensor, values)
+        plain = pack_mask(tensor, values)
         assert torch.equal(plain.codes, compiled.codes) and torch.equal(plain.decode(), given)
     assert torch.equal(given, tensor)
 
@@ -318,6 +322,6 @@ def test_a_compiled_mask_is_the_plain_one(dtype: torch.dtype, values: tuple[floa
 def test_lines_by_themselves_are_a_kernel_for_anybodys_loop() -> None:
     lines = drawn(5, 64)
     words = seed_word(1, CPU), words_of_places(64, CPU), 0
-    packed, least, step = encode_lines(lines, *words, 8, False)
-    found = decode_lines(packed, least, step, *words, 8, False, torch.float32)
+    packed, least, step = pack_lines(lines, *words, 8, False)
+    found = unpack_lines(packed, least, step, *words, 8, False, torch.float32)
     assert ((found - lines).abs() <= step.float()).all()

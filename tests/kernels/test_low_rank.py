@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.core.tensor_tracing import StepTrace, uncollected
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.kernels.low_rank_product import add_low_rank, add_low_rank_reference, low_rank_product, on_diagonal
 
 
@@ -48,7 +48,7 @@ def test_factors_of_higher_precision_decide_how_the_sum_is_computed() -> None:
 def test_it_holds_less_than_the_formula_and_keeps_no_wide_tensor() -> None:
     def traced(add: object) -> tuple[int, int]:
         x, a, b, weight = tensors((64, 32), (2, 32), (256, 2), (256, 32), dtype=torch.float32)
-        with uncollected(), StepTrace(x, a, b, weight) as trace:
+        with gc_disabled(), StepTrace(x, a, b, weight) as trace:
             output = add(torch.nn.functional.linear(x, weight.detach()), x, a, b, 0.5)  # type: ignore[operator]
             kept = trace.now
             output.sum().backward()

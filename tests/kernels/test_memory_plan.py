@@ -8,22 +8,29 @@ from dataclasses import replace
 
 import pytest
 
-from thrifty.memory.op_trace import Item, Tape
+from thrifty.memory.op_trace import OpOutput, OpTrace
 from thrifty.memory.planner import memory_milp
 from thrifty.memory.planner.memory_milp import fastest_plan
-from thrifty.memory.planner.memory_plan import BlockCosts, Compression, Link, Way, is_whole, peak_when_kept
+from thrifty.memory.planner.memory_plan import (
+    BlockCosts,
+    CompressionOption,
+    OffloadLink,
+    TensorAction,
+    is_whole,
+    peak_when_kept,
+)
 from thrifty.memory.planner.plan_choice import least_peak
 
-Ways = list[dict[int, Way]]
-COMPRESSION = Compression(bits=8, seconds_per_byte=0.05)
+Ways = list[dict[int, TensorAction]]
+COMPRESSION = CompressionOption(bits=8, seconds_per_byte=0.05)
 
 
 def a_block(chance: random.Random, size: int, in_part: float = 0.0) -> BlockCosts:
     """With a chance that of an item only a part is saved."""
-    tape = Tape(input_bytes=chance.randint(1, 4))
+    tape = OpTrace(input_bytes=chance.randint(1, 4))
     for number in range(size):
         reads = {source for source in range(number) if chance.random() < 0.4}
-        item = Item(number, "op", "", chance.randint(1, 9), chance.randint(1, 9), reads, number)
+        item = OpOutput(number, "op", "", chance.randint(1, 9), chance.randint(1, 9), reads, number)
         item.saved_bytes = item.bytes * (chance.random() < 0.7)
         item.codable = chance.random() < 0.8
         item.storable = chance.random() < 0.9
@@ -36,24 +43,30 @@ def a_block(chance: random.Random, size: int, in_part: float = 0.0) -> BlockCost
     return BlockCosts(tape, chance.randint(0, 3), 0.5, chance.randint(1, 9), chance.randint(1, 9))
 
 
-def legal(blocks: list[BlockCosts], compression: Compression | None, link: Link | None) -> Iterator[Ways]:
+def legal(blocks: list[BlockCosts], compression: CompressionOption | None, link: OffloadLink | None) -> Iterator[Ways]:
     """Every assignment of ways that a run could follow."""
     per_block = []
     for block in blocks:
         items = list(block.tape.items.values())
         choices = []
         for item in items:
-            ways: list[Way | None] = [Way.RECOMPUTE, Way.KEEP] if item.saved else [None, Way.RECOMPUTE, Way.KEEP]
+            ways: list[TensorAction | None] = (
+                [TensorAction.RECOMPUTE, TensorAction.KEEP]
+                if item.saved
+                else [None, TensorAction.RECOMPUTE, TensorAction.KEEP]
+            )
             if item.storable:
-                ways += [Way.OFFLOAD] * bool(link) + [Way.COMPRESS] * bool(compression and item.codable)
+                ways += [TensorAction.OFFLOAD] * bool(link) + [TensorAction.COMPRESS] * bool(
+                    compression and item.codable
+                )
             choices.append(ways)
         found = []
         for chosen in itertools.product(*choices):
             ways = {item.number: way for item, way in zip(items, chosen, strict=True) if way}
-            sources = {n for item in items if ways.get(item.number) is Way.RECOMPUTE for n in item.reads}
-            follows_a_plan = any(item.saved and ways[item.number] is not Way.KEEP for item in items)
-            kept_at_no_moment = any(ways.get(item.number) is Way.KEEP and not item.storable for item in items)
-            exact = {n for n, way in ways.items() if way is not Way.COMPRESS}
+            sources = {n for item in items if ways.get(item.number) is TensorAction.RECOMPUTE for n in item.reads}
+            follows_a_plan = any(item.saved and ways[item.number] is not TensorAction.KEEP for item in items)
+            kept_at_no_moment = any(ways.get(item.number) is TensorAction.KEEP and not item.storable for item in items)
+            exact = {n for n, way in ways.items() if way is not TensorAction.COMPRESS}
             if sources <= exact and not (follows_a_plan and kept_at_no_moment):
                 found.append(ways)
         per_block.append(found)
@@ -62,25 +75,25 @@ def legal(blocks: list[BlockCosts], compression: Compression | None, link: Link 
 
 
 def seconds_and_peak(
-    blocks: list[BlockCosts], ways: Ways, compression: Compression | None, link: Link | None
+    blocks: list[BlockCosts], ways: Ways, compression: CompressionOption | None, link: OffloadLink | None
 ) -> tuple[float, float]:
     """What a plan takes longer, and its bytes at the peak, written down anew."""
     seconds, peak, stored, moved, coming = 0.0, 0.0, 0.0, 0.0, 0.0
     for block, chosen in zip(blocks, ways, strict=True):
         items = block.tape.items
-        seconds += sum(items[n].seconds for n, way in chosen.items() if way is Way.RECOMPUTE)
-        compressed = sum(items[n].bytes for n, way in chosen.items() if way is Way.COMPRESS)
-        offloaded = sum(items[n].bytes for n, way in chosen.items() if way is Way.OFFLOAD)
-        kept = sum(items[n].bytes for n, way in chosen.items() if way is Way.KEEP)
+        seconds += sum(items[n].seconds for n, way in chosen.items() if way is TensorAction.RECOMPUTE)
+        compressed = sum(items[n].bytes for n, way in chosen.items() if way is TensorAction.COMPRESS)
+        offloaded = sum(items[n].bytes for n, way in chosen.items() if way is TensorAction.OFFLOAD)
+        kept = sum(items[n].bytes for n, way in chosen.items() if way is TensorAction.KEEP)
         if compression:
             seconds += compression.seconds_per_byte * compressed
             stored += compressed / 4  # of numbers of 32 bits
-        if any(item.saved and chosen[n] is not Way.KEEP for n, item in items.items()):
+        if any(item.saved and chosen[n] is not TensorAction.KEEP for n, item in items.items()):
             seconds += block.overhead
         else:  # autograd's own way, which keeps no more than it needs
             kept = sum(item.saved_bytes for item in items.values())
         stored += block.tape.input_bytes + kept
-        again = sum(item.saved_bytes for n, item in items.items() if chosen.get(n) is not Way.KEEP)
+        again = sum(item.saved_bytes for n, item in items.items() if chosen.get(n) is not TensorAction.KEEP)
         peak = max(peak, stored + again + block.temporary + coming)
         moved += offloaded
         coming = offloaded
@@ -90,9 +103,9 @@ def seconds_and_peak(
     return seconds, peak
 
 
-@pytest.mark.parametrize("link", [None, Link(2.0)], ids=["no link", "a link"])
+@pytest.mark.parametrize("link", [None, OffloadLink(2.0)], ids=["no link", "a link"])
 @pytest.mark.parametrize("compression", [None, COMPRESSION], ids=["exact", "compression"])
-def test_it_is_the_best_of_all_plans(compression: Compression | None, link: Link | None) -> None:
+def test_it_is_the_best_of_all_plans(compression: CompressionOption | None, link: OffloadLink | None) -> None:
     chance = random.Random(0)
     for _ in range(12):
         blocks = [a_block(chance, 3 if link and compression else 4, in_part=0.4), a_block(chance, 2, in_part=0.4)]
@@ -107,8 +120,8 @@ def test_it_is_the_best_of_all_plans(compression: Compression | None, link: Link
                 assert peak == pytest.approx(plan.peak) and peak <= budget * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("link", [None, Link(2.0)], ids=["no link", "a link"])
-def test_a_block_made_again_as_a_whole_is_one_of_the_ways(link: Link | None) -> None:
+@pytest.mark.parametrize("link", [None, OffloadLink(2.0)], ids=["no link", "a link"])
+def test_a_block_made_again_as_a_whole_is_one_of_the_ways(link: OffloadLink | None) -> None:
     chance = random.Random(2)
     chosen_whole = 0
     for _ in range(12):
@@ -141,10 +154,10 @@ def test_more_memory_is_never_slower_and_more_ways_are_never_worse() -> None:
         for item in block.tape.items.values():
             item.storable = True
     kept = peak_when_kept(blocks)
-    sets = [[Way.RECOMPUTE], [Way.COMPRESS], [Way.OFFLOAD], list(Way)]
+    sets = [[TensorAction.RECOMPUTE], [TensorAction.COMPRESS], [TensorAction.OFFLOAD], list(TensorAction)]
     before = [math.inf] * len(sets)
     for share in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        plans = [fastest_plan(blocks, share * kept, COMPRESSION, Link(3.0), ways, gap=0.0) for ways in sets]
+        plans = [fastest_plan(blocks, share * kept, COMPRESSION, OffloadLink(3.0), ways, gap=0.0) for ways in sets]
         seconds = [math.inf if plan is None else plan.seconds for plan in plans]
         assert all(now <= then + 1e-9 for now, then in zip(seconds, before, strict=True))
         assert all(seconds[-1] <= single + 1e-9 for single in seconds[:-1])
@@ -159,7 +172,9 @@ def test_a_link_without_limit_costs_nothing_and_one_without_bandwidth_is_none() 
         for item in block.tape.items.values():
             item.storable = True
     budget = 0.75 * peak_when_kept(blocks)
-    without, fast, slow = (fastest_plan(blocks, budget, link=link, gap=0.0) for link in (None, Link(1e12), Link(1e-9)))
+    without, fast, slow = (
+        fastest_plan(blocks, budget, link=link, gap=0.0) for link in (None, OffloadLink(1e12), OffloadLink(1e-9))
+    )
     assert without and fast and slow
     assert fast.seconds <= sum(block.overhead for block in blocks)
     assert slow.seconds == pytest.approx(without.seconds)
@@ -176,7 +191,7 @@ def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
     chance = random.Random(4)
     blocks = [a_block(chance, 20) for _ in range(8)]
     for share in (0.5, 0.6, 0.7):
-        fastest_plan(blocks, share * peak_when_kept(blocks), COMPRESSION, Link(3.0))
+        fastest_plan(blocks, share * peak_when_kept(blocks), COMPRESSION, OffloadLink(3.0))
     assert capfd.readouterr().out == ""
 
 
@@ -188,10 +203,10 @@ def test_a_plan_with_compression_does_not_depend_on_how_fast_the_machine_is(monk
     for share in (0.3, 0.5, 0.7):
         budget = share * peak_when_kept(blocks)
         monkeypatch.setattr(memory_milp, "SECONDS", 20.0)
-        plan = fastest_plan(blocks, budget, COMPRESSION, Link(3.0))
+        plan = fastest_plan(blocks, budget, COMPRESSION, OffloadLink(3.0))
         assert plan is not None and plan.peak <= budget * (1 + 1e-9)
         monkeypatch.setattr(memory_milp, "SECONDS", 1e-6)
-        assert fastest_plan(blocks, budget, COMPRESSION, Link(3.0)) == plan
+        assert fastest_plan(blocks, budget, COMPRESSION, OffloadLink(3.0)) == plan
         gaps.append(plan.gap)
     assert max(gaps) > 0.005, "no search was cut off, so nothing is shown"
 
@@ -203,6 +218,6 @@ def test_a_search_that_is_cut_off_before_it_has_found_anything_is_no_proof_that_
     chance = random.Random(5)
     blocks = [a_block(chance, 12) for _ in range(6)]
     for share in (0.3, 0.5, 0.7):
-        plan = fastest_plan(blocks, share * peak_when_kept(blocks), link=Link(3.0))
+        plan = fastest_plan(blocks, share * peak_when_kept(blocks), link=OffloadLink(3.0))
         assert plan is not None and plan.peak <= share * peak_when_kept(blocks) * (1 + 1e-9)
     assert fastest_plan(blocks, least_peak(blocks) * 0.5) is None

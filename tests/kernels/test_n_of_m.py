@@ -15,11 +15,11 @@ from torch.sparse._semi_structured_conversions import (
     sparse_semi_structured_to_dense_cutlass,
 )
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels import n_of_m_linear
-from thrifty.kernels.n_of_m_linear import Products, has_sparse_units, masked_linear
+from thrifty.kernels.n_of_m_linear import NOfMProducts, has_sparse_units, masked_linear
 from thrifty.kernels.n_of_m_masks import (
-    Pattern,
+    NOfMPattern,
     add_masked_decay,
     flip_rate,
     keep_probabilities,
@@ -121,23 +121,23 @@ def test_many_tiles_are_the_same_in_parts() -> None:
 
 
 def test_what_a_pattern_admits() -> None:
-    assert Pattern(2, 4).admits(torch.eye(4, dtype=torch.bool))  # fewer is no harm
+    assert NOfMPattern(2, 4).admits(torch.eye(4, dtype=torch.bool))  # fewer is no harm
     one_sided = torch.tensor([[1, 1, 0, 0]] * 4, dtype=torch.bool)
-    assert Pattern(2, 4).admits(one_sided) and not Pattern(2, 4, transposable=True).admits(one_sided)
-    assert not Pattern(2, 4).admits(torch.tensor([[1, 1, 1, 0]], dtype=torch.bool))
-    assert Pattern(2, 4).fits((3, 8)) and not Pattern(2, 4, transposable=True).fits((3, 8))
-    assert not Pattern(2, 4).fits((4, 6))
+    assert NOfMPattern(2, 4).admits(one_sided) and not NOfMPattern(2, 4, transposable=True).admits(one_sided)
+    assert not NOfMPattern(2, 4).admits(torch.tensor([[1, 1, 1, 0]], dtype=torch.bool))
+    assert NOfMPattern(2, 4).fits((3, 8)) and not NOfMPattern(2, 4, transposable=True).fits((3, 8))
+    assert not NOfMPattern(2, 4).fits((4, 6))
 
 
 @pytest.mark.parametrize("n, m", [(0, 4), (4, 4), (5, 4)])
 def test_patterns_without_a_choice_are_refused(n: int, m: int) -> None:
     with pytest.raises(UsageError, match="keeps none or all"):
-        Pattern(n, m)
+        NOfMPattern(n, m)
 
 
 def test_large_transposable_tiles_are_refused_with_the_reason() -> None:
-    with pytest.raises(Refused, match="of 8 x 8 116,963,796,250"):
-        Pattern(4, 8, transposable=True)
+    with pytest.raises(RefusedError, match="of 8 x 8 116,963,796,250"):
+        NOfMPattern(4, 8, transposable=True)
 
 
 def test_the_flip_rate_is_the_share_of_places_that_changed() -> None:
@@ -217,10 +217,10 @@ def test_a_number_that_is_none_is_not_lost_in_the_estimate(wrong: float) -> None
 @pytest.mark.parametrize("transposable", [False, True])
 def test_the_gradient_goes_straight_through_to_the_whole_weight(transposable: bool) -> None:
     x, weight, bias, upstream = drawn(2, 5, 8), drawn(12, 8, seed=1), drawn(12, seed=2), drawn(2, 5, 12, seed=3)
-    pattern = Pattern(transposable=transposable)
+    pattern = NOfMPattern(transposable=transposable)
     mask = pattern.mask(weight)
     given_ones = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    found = masked_linear(given_ones[0], given_ones[1], mask, given_ones[2], Products(pattern))
+    found = masked_linear(given_ones[0], given_ones[1], mask, given_ones[2], NOfMProducts(pattern))
     found.backward(upstream)
     acting = (weight * mask).requires_grad_()
     others = [x.clone().requires_grad_(), acting, bias.clone().requires_grad_()]
@@ -237,7 +237,7 @@ def test_under_autocast_the_whole_weight_is_masked_and_then_rounded(dtype: torch
     x, weight = drawn(6, 16).requires_grad_(), drawn(8, 16, seed=1).requires_grad_()
     mask = n_of_m_mask(weight, 2, 4)
     with torch.autocast("cpu", dtype):
-        found = masked_linear(x, weight, mask, None, Products(Pattern()))
+        found = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern()))
         wanted = F.linear(x, weight * mask)
     assert found.dtype == dtype and torch.equal(found, wanted)
     (mine,) = torch.autograd.grad(found.float().sum(), weight, retain_graph=True)
@@ -245,15 +245,15 @@ def test_under_autocast_the_whole_weight_is_masked_and_then_rounded(dtype: torch
 
 
 def test_with_the_estimate_the_weight_s_gradient_is_right_on_average_and_the_input_s_always() -> None:
-    pattern, draws = Pattern(), 1500
+    pattern, draws = NOfMPattern(), 1500
     x, weight, upstream = drawn(8, 4).requires_grad_(), drawn(3, 4, seed=1).requires_grad_(), drawn(8, 3, seed=2)
     mask = pattern.mask(weight)
-    wanted = torch.autograd.grad(masked_linear(x, weight, mask, None, Products(pattern)), (x, weight), upstream)
+    wanted = torch.autograd.grad(masked_linear(x, weight, mask, None, NOfMProducts(pattern)), (x, weight), upstream)
     torch.manual_seed(0)
     sums = torch.zeros_like(weight)
     squares = torch.zeros_like(weight)
     for _ in range(draws):
-        result = masked_linear(x, weight, mask, None, Products(pattern, estimate=True))
+        result = masked_linear(x, weight, mask, None, NOfMProducts(pattern, estimate=True))
         of_x, of_weight = torch.autograd.grad(result, (x, weight), upstream)
         assert torch.equal(of_x, wanted[0])
         sums += of_weight
@@ -274,13 +274,13 @@ def test_what_is_packed_is_contiguous_even_of_a_weight_that_is_kept_turned(monke
     monkeypatch.setattr(n_of_m_linear, "to_sparse_semi_structured", pack)
     x, weight = drawn(6, 128, dtype=torch.bfloat16), drawn(128, 64, seed=1, dtype=torch.bfloat16).T
     mask = n_of_m_mask(weight, 2, 4)
-    found = masked_linear(x, weight, mask, None, Products(Pattern(), on_units=True))
+    found = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern(), on_units=True))
     assert [matrix.is_contiguous() for matrix in packed] == [True] and not weight.is_contiguous()
     assert torch.equal(found, F.linear(x, weight * mask))
 
 
 def test_no_device_but_a_gpu_has_units_for_it() -> None:
-    assert not has_sparse_units(torch.device("cpu"), Pattern())
+    assert not has_sparse_units(torch.device("cpu"), NOfMPattern())
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def units_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def on_units_and_emulated(
-    dtype: torch.dtype, pattern: Pattern, estimate: bool, device: str
+    dtype: torch.dtype, pattern: NOfMPattern, estimate: bool, device: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The result and the gradients of input, weight and bias, both ways."""
     x, weight, bias, upstream = (
@@ -320,11 +320,11 @@ def on_units_and_emulated(
     for on_units in (True, False):
         given_ones = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         torch.manual_seed(0)
-        products = Products(pattern, estimate, on_units)
+        products = NOfMProducts(pattern, estimate, on_units)
         result = masked_linear(given_ones[0], given_ones[1], mask, given_ones[2], products)
         result.backward(upstream)
         found.append([result, *(tensor.grad for tensor in given_ones)])
-    assert Products(pattern, estimate, True).go_to_units(weight)
+    assert NOfMProducts(pattern, estimate, True).go_to_units(weight)
     return found[0], found[1]
 
 
@@ -345,7 +345,7 @@ def each_way(test: Callable[..., None]) -> Callable[..., None]:
 def test_what_is_packed_for_the_units_is_all_that_acts(
     dtype: torch.dtype, transposable: bool, estimate: bool, units_unpacked: list[tuple[int, ...]]
 ) -> None:
-    found = on_units_and_emulated(dtype, Pattern(transposable=transposable), estimate, "cpu")
+    found = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cpu")
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)
     of_x, of_weight = [(256, 384, 128)] * transposable, [(384, 128, 256)] * estimate
@@ -353,7 +353,7 @@ def test_what_is_packed_for_the_units_is_all_that_acts(
 
 
 on_a_gpu = pytest.mark.skipif(
-    not (torch.cuda.is_available() and has_sparse_units(torch.device("cuda"), Pattern())),
+    not (torch.cuda.is_available() and has_sparse_units(torch.device("cuda"), NOfMPattern())),
     reason="no GPU with units for 2:4 products",
 )
 
@@ -363,6 +363,6 @@ on_a_gpu = pytest.mark.skipif(
 def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
     dtype: torch.dtype, transposable: bool, estimate: bool
 ) -> None:
-    found = on_units_and_emulated(dtype, Pattern(transposable=transposable), estimate, "cuda")
+    found = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cuda")
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)

@@ -9,7 +9,7 @@ import torch
 
 from thrifty.kernels import cpp_extension
 from thrifty.kernels.compiled_quantization import CODES
-from thrifty.kernels.cpp_extension import Library, in_parts
+from thrifty.kernels.cpp_extension import NativeLibrary, in_parts
 from thrifty.kernels.sparse.compiled_products import PRODUCTS
 from thrifty.machine.cpu_features import cpp_compiler
 
@@ -24,15 +24,15 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("library", [CODES, PRODUCTS], ids=["codes", "products"])
-def test_what_there_is_builds_where_there_is_a_compiler(library: Library) -> None:
+def test_what_there_is_builds_where_there_is_a_compiler(library: NativeLibrary) -> None:
     """Other tests of compiled code would compare the plain one with itself if it did not."""
     assert library.is_there()
 
 
 def test_what_does_not_build_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Library("this is no C++").is_there()
+    assert not NativeLibrary("this is no C++").is_there()
     monkeypatch.setattr(cpp_extension, "cpp_compiler", lambda: None)
-    assert not Library('extern "C" void nothing() {}').is_there()
+    assert not NativeLibrary('extern "C" void nothing() {}').is_there()
 
 
 @pytest.mark.usefixtures("two_threads")

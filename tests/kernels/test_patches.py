@@ -8,8 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.kernels.image_patches import as_bright_as, blanked, patchify, sinusoids_2d, standardized, unpatchify
-from thrifty.kernels.token_gather import put_back, taken
+from thrifty.kernels.image_patches import (
+    blank_patches,
+    match_brightness,
+    patchify,
+    sinusoids_2d,
+    standardize_patches,
+    unpatchify,
+)
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 
 PICTURES = torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(0))
 
@@ -36,16 +43,16 @@ def test_patches_go_row_by_row_and_so_do_their_pixels_channels_innermost():
 
 def test_a_patch_is_standardised_by_its_own_unbiased_variance():
     pixels = patchify(PICTURES, 4)
-    found, values = standardized(pixels), pixels.double().numpy()
+    found, values = standardize_patches(pixels), pixels.double().numpy()
     wanted = (values - values.mean(-1, keepdims=True)) / np.sqrt(values.var(-1, ddof=1, keepdims=True) + 1e-6)
     torch.testing.assert_close(found.double(), torch.from_numpy(wanted), rtol=1e-5, atol=1e-5)
-    assert not standardized(torch.full((1, 1, 12), 0.3)).abs().max() > 1e-3  # an even patch has no deviation
+    assert not standardize_patches(torch.full((1, 1, 12), 0.3)).abs().max() > 1e-3  # an even patch has no deviation
 
 
 def test_standardised_patches_get_their_brightness_back():
     pixels = 3 * patchify(PICTURES, 4) + 2
-    torch.testing.assert_close(as_bright_as(standardized(pixels), pixels), pixels)
-    flat = as_bright_as(torch.zeros_like(pixels), pixels)
+    torch.testing.assert_close(match_brightness(standardize_patches(pixels), pixels), pixels)
+    flat = match_brightness(torch.zeros_like(pixels), pixels)
     torch.testing.assert_close(flat, pixels.mean(-1, keepdim=True).expand_as(pixels))
 
 
@@ -56,7 +63,7 @@ def test_what_is_taken_away_and_put_back_stands_where_it_stood(b: int, total: in
     tokens = torch.randn(b, total, 5, generator=generator)
     places = torch.rand(b, total, generator=generator).argsort(1)[:, :count]  # in any order
     absent = torch.randn(1, 1, 5, generator=generator)
-    found = put_back(taken(tokens, places), places, absent, total)
+    found = scatter_tokens(gather_tokens(tokens, places), places, absent, total)
     for row in range(b):
         seen = set(places[row].tolist())
         for place in range(total):
@@ -65,13 +72,13 @@ def test_what_is_taken_away_and_put_back_stands_where_it_stood(b: int, total: in
 
 def test_gradients_of_what_is_absent_are_summed_over_its_places():
     absent = torch.zeros(1, 1, 2, requires_grad=True)
-    put_back(torch.ones(3, 4, 2), torch.arange(4).expand(3, -1), absent, 10).sum().backward()
+    scatter_tokens(torch.ones(3, 4, 2), torch.arange(4).expand(3, -1), absent, 10).sum().backward()
     assert absent.grad is not None and absent.grad.tolist() == [[[18.0, 18.0]]]  # 3 rows of 6
 
 
 def test_blanks_are_zero_and_visible_patches_stay():
     visible = torch.tensor([[0, 5], [2, 3]])
-    pixels, found = patchify(PICTURES, 4), patchify(blanked(PICTURES, visible, 4), 4)
+    pixels, found = patchify(PICTURES, 4), patchify(blank_patches(PICTURES, visible, 4), 4)
     for row in range(2):
         for place in range(6):
             wanted = pixels[row, place] if place in visible[row] else torch.zeros(48)

@@ -1,14 +1,14 @@
 """A memory plan as a person reads it."""
 
-from thrifty.memory.op_trace import Item, Tape
-from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, Way
+from thrifty.memory.op_trace import OpOutput, OpTrace
+from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, TensorAction
 from thrifty.memory.planner.plan_report import decisions
 
 
 def test_blocks_with_the_same_decisions_are_told_together_by_number_and_stack() -> None:
-    tape = Tape(items={0: Item(0, "mul", "mlp", bytes=2_000_000, seconds=0.003, saved_bytes=2_000_000)})
+    tape = OpTrace(items={0: OpOutput(0, "mul", "mlp", bytes=2_000_000, seconds=0.003, saved_bytes=2_000_000)})
     blocks = [BlockCosts(tape, 0, 0.0, 0.0, 0.0) for _ in range(6)]
-    again, kept = {0: Way.RECOMPUTE}, {0: Way.KEEP}
+    again, kept = {0: TensorAction.RECOMPUTE}, {0: TensorAction.KEEP}
     plan = MemoryPlan((again, again, again, kept, again, again), 0.0, 0.0, 0.0)
     names = [f"encoder.{number}" for number in range(5)] + ["decoder.0"]
     assert decisions(names, blocks, plan) == [
@@ -19,9 +19,9 @@ def test_blocks_with_the_same_decisions_are_told_together_by_number_and_stack() 
 
 
 def test_a_block_that_is_made_again_as_a_whole_says_so_before_its_tensors() -> None:
-    tape = Tape(items={0: Item(0, "mul", "mlp", bytes=2_000_000, seconds=0.003, saved_bytes=2_000_000)})
+    tape = OpTrace(items={0: OpOutput(0, "mul", "mlp", bytes=2_000_000, seconds=0.003, saved_bytes=2_000_000)})
     blocks = [BlockCosts(tape, 0, 0.0, 0.003, 0.0, whole=0.004)] * 2
-    plan = MemoryPlan(({0: Way.RECOMPUTE}, {0: Way.KEEP}), 0.0, 0.0, 0.0)
+    plan = MemoryPlan(({0: TensorAction.RECOMPUTE}, {0: TensorAction.KEEP}), 0.0, 0.0, 0.0)
     assert decisions(["h.0", "h.1"], blocks, plan) == [
         "h.0: made again as a whole; costs 4.00 ms",
         "h.0: mlp mul, 2.00 MB: recompute; costs 3.00 ms",

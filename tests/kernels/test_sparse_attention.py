@@ -21,7 +21,7 @@ from thrifty.kernels.sparse_attention.block_grid import (
 )
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 from thrifty.kernels.tiled_attention import segment_mask
 
 
@@ -70,7 +70,7 @@ SHAPES = {
 @settings(max_examples=25, deadline=None)
 @given(**SHAPES, causal=st.booleans(), window=st.integers(0, 20), first=st.integers(0, 9))
 def test_windows_equal_attention_under_their_mask(b, g, sharing, t, k, block, seed, causal, window, first):
-    qkv, sight = inputs(b, g * sharing, g, t, k, seed=seed), Sight(causal, window, first)
+    qkv, sight = inputs(b, g * sharing, g, t, k, seed=seed), VisibilityRule(causal, window, first)
     place = torch.arange(t)
     keep = sight.visible(place[:, None], place[None, :])
     assert_like_dense(block_attention(*qkv, window_grid(t, sight, block)), qkv, keep)
@@ -128,7 +128,7 @@ def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_produ
 @given(t=st.integers(1, 60), block=st.integers(1, 9), causal=st.booleans(), window=st.integers(0, 30),
        first=st.integers(0, 20))  # fmt: skip
 def test_a_grid_says_of_each_block_whether_all_some_or_none_of_its_pairs_are_seen(t, block, causal, window, first):
-    sight = Sight(causal, window, first)
+    sight = VisibilityRule(causal, window, first)
     side = -(-t // block)
     place = torch.arange(side * block)
     seen = sight.visible(place[:, None], place[None, :]).expand(len(place), len(place)).view(side, block, side, block)
@@ -140,9 +140,9 @@ def test_a_grid_says_of_each_block_whether_all_some_or_none_of_its_pairs_are_see
 
 
 def test_only_blocks_at_the_edge_of_a_window_take_a_mask():
-    codes = window_grid(32, Sight(True, 12), 4).codes[0, 0]
+    codes = window_grid(32, VisibilityRule(True, 12), 4).codes[0, 0]
     assert codes[5].tolist() == [NONE, NONE, PART, WHOLE, WHOLE, PART, NONE, NONE]
-    assert window_grid(32, Sight(), 4).codes.eq(WHOLE).all()
+    assert window_grid(32, VisibilityRule(), 4).codes.eq(WHOLE).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -177,7 +177,7 @@ def test_what_is_kept_for_the_backward_pass_and_made_on_the_way_grows_with_what_
         return tensor
 
     keys = torch.arange(t)[:, None].sub(torch.arange(8)).clamp(min=-1)[None, None]
-    grid = window_grid(t, Sight(True, 64), 32)
+    grid = window_grid(t, VisibilityRule(True, 64), 32)
     for core, besides in ((lambda: block_attention(*qkv, grid), grid.codes), (lambda: row_attention(*qkv, keys), keys)):
         kept.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -205,7 +205,7 @@ def test_bfloat16_stays_as_near_to_the_exact_result_as_the_dense_product_does():
 
 def test_gradients_are_those_of_finite_differences():
     qkv = inputs(1, 2, 1, 9, 2)
-    grid = window_grid(9, Sight(True, 4, 1), 4)
+    grid = window_grid(9, VisibilityRule(True, 4, 1), 4)
     assert torch.autograd.gradcheck(lambda *qkv: block_attention(*qkv, grid), qkv)
     keys = torch.tensor([[0, -1, 3], *[[1, 2, 0]] * 8])[None, None]
     assert torch.autograd.gradcheck(lambda *qkv: row_attention(*qkv, keys), qkv)
@@ -213,7 +213,7 @@ def test_gradients_are_those_of_finite_differences():
 
 def test_large_scores_do_not_overflow():
     q, k, v = inputs(1, 2, 2, 40, 8, torch.float32)
-    grid = window_grid(40, Sight(True, 9), 8)
+    grid = window_grid(40, VisibilityRule(True, 9), 8)
     found = with_gradients(block_attention(q * 1e3, k * 1e3, v, grid), [q, k, v])
     assert all(tensor.isfinite().all() for tensor in found)
 
@@ -234,7 +234,7 @@ def test_compiled_and_eager_agree_on_values_and_gradients():
     qkv = inputs(1, 2, 1, 24, 8, torch.float32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_attention(q, k, v, window_grid(24, Sight(True, 7), 8))
+        return block_attention(q, k, v, window_grid(24, VisibilityRule(True, 7), 8))
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(with_gradients(compiled(*qkv), qkv), with_gradients(attend(*qkv), qkv))
@@ -242,7 +242,7 @@ def test_compiled_and_eager_agree_on_values_and_gradients():
 
 def test_shapes_alone_are_enough_and_only_kept_blocks_count_as_work():
     q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
-    grid = window_grid(64, Sight(True, 16), 16, torch.device("meta"))
+    grid = window_grid(64, VisibilityRule(True, 16), 16, torch.device("meta"))
     block_attention(q, q, q, grid).sum().backward()
     assert q.grad is not None and q.grad.shape == q.shape
     count = FLOPS_OF[torch.ops.thrifty.block_attention](q, q, q, grid.codes, None, None, 16, grid.count)
@@ -253,7 +253,7 @@ def test_shapes_alone_are_enough_and_only_kept_blocks_count_as_work():
 def test_a_second_derivative_is_refused():
     qkv = inputs(1, 1, 1, 8, 4)
     for output in (
-        block_attention(*qkv, window_grid(8, Sight(True), 4)),
+        block_attention(*qkv, window_grid(8, VisibilityRule(True), 4)),
         row_attention(*qkv, torch.zeros(1, 1, 8, 1).long()),
     ):
         with pytest.raises(UsageError, match="no second derivative"):
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused_in_words():
 
 def test_under_autocast_inputs_of_several_dtypes_are_taken_as_torch_takes_them():
     q, k, v = (each.detach().float() for each in inputs(1, 2, 1, 12, 4))
-    grid, keys = window_grid(12, Sight(causal=True), 4), torch.arange(12).expand(1, 1, 12, 12).contiguous()
+    grid, keys = window_grid(12, VisibilityRule(causal=True), 4), torch.arange(12).expand(1, 1, 12, 12).contiguous()
     with torch.autocast("cpu", torch.bfloat16):
         found = block_attention(q, k, v.bfloat16(), grid)
         rows = row_attention(q, k, v.bfloat16(), keys)

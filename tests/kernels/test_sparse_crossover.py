@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thrifty.kernels.sparse import sparse_breakeven
-from thrifty.kernels.sparse.sparse_breakeven import Case, Line, best_form, measure
+from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase, DensityTimeFit, best_form, measure
 
-CASE = Case("csr", 64, 48, 32)
+CASE = BreakevenCase("csr", 64, 48, 32)
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_line_meets_the_time_of_dense_products_at_the_crossover() -> None:
-    line = Line(dense=2.0, fixed=0.5, rate=5.0)
+    line = DensityTimeFit(dense=2.0, fixed=0.5, rate=5.0)
     assert line.crossover == pytest.approx(0.3) and line.ratio(0.3) == pytest.approx(1.0)
     assert line.ratio(0.1) == pytest.approx(0.5)
-    assert Line(1.0, 2.0, 5.0).crossover == 0.0 and Line(1.0, 0.0, 0.5).crossover == 1.0
+    assert DensityTimeFit(1.0, 2.0, 5.0).crossover == 0.0 and DensityTimeFit(1.0, 0.0, 0.5).crossover == 1.0
 
 
 def test_the_form_that_takes_the_least_time_is_chosen() -> None:
-    lines = {"csr": Line(1.0, 0.0, 2.5), "blocks": Line(1.0, 0.0, 1.2)}
+    lines = {"csr": DensityTimeFit(1.0, 0.0, 2.5), "blocks": DensityTimeFit(1.0, 0.0, 1.2)}
     assert best_form(lines, {"csr": 0.1, "blocks": 0.9})[0] == "csr"  # type: ignore[arg-type]
     form, ratio = best_form(lines, {"csr": 0.1, "blocks": 0.1})  # type: ignore[arg-type]
     assert form == "blocks" and ratio == pytest.approx(0.12)
@@ -46,7 +46,7 @@ def test_products_are_timed_at_two_densities(form: str, dtype: str) -> None:
 
 def test_the_line_goes_through_the_times_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_breakeven, "_best", lambda ways, seconds: [10.0, 1.5, 3.0])
-    shapes = Case("csr", 200, 100, 32)
+    shapes = BreakevenCase("csr", 200, 100, 32)
     line = measure(shapes)
     assert line.ratio(0.02) == pytest.approx(0.15, rel=0.1) and line.ratio(0.2) == pytest.approx(0.3, rel=0.1)
 
@@ -61,12 +61,14 @@ def test_what_was_measured_is_kept_and_read_again(kept: Path, monkeypatch: pytes
 
 
 def test_what_another_process_kept_meanwhile_counts(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def meanwhile(case: Case) -> Line:
-        sparse_breakeven._keep(sparse_breakeven._path(case, torch.get_num_threads()), case, Line(1.0, 0.25, 0.5))
-        return Line(9.0, 9.0, 9.0)
+    def meanwhile(case: BreakevenCase) -> DensityTimeFit:
+        sparse_breakeven._keep(
+            sparse_breakeven._path(case, torch.get_num_threads()), case, DensityTimeFit(1.0, 0.25, 0.5)
+        )
+        return DensityTimeFit(9.0, 9.0, 9.0)
 
     monkeypatch.setattr(sparse_breakeven, "measure", meanwhile)
-    assert CASE.measured() == Line(1.0, 0.25, 0.5)
+    assert CASE.measured() == DensityTimeFit(1.0, 0.25, 0.5)
     assert [path.suffix for path in kept.iterdir()] == [".json"]
 
 
@@ -100,6 +102,6 @@ def test_it_is_measured_for_real_among_fake_tensors(kept: Path) -> None:
 
 
 def test_counted_costs_know_only_shapes() -> None:
-    line = Case("csr", 4096, 1024, 2048).counted()
-    assert line == Case("csr", 4096, 1024, 7).counted()
-    assert 0.3 < line.crossover < 0.5 < Case("blocks", 4096, 1024, 7).counted().crossover
+    line = BreakevenCase("csr", 4096, 1024, 2048).counted()
+    assert line == BreakevenCase("csr", 4096, 1024, 7).counted()
+    assert 0.3 < line.crossover < 0.5 < BreakevenCase("blocks", 4096, 1024, 7).counted().crossover

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thrifty.core.errors import UsageError
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.kernels.sparse import block_sparse_matrix, compiled_products, csr_matrix
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks
-from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
+from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_linear import sddmm, sparse_linear, spmm
-from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.machine.cpu_features import cpp_compiler
 
 MODULES = {"csr": csr_matrix, "blocks": block_sparse_matrix}
@@ -31,10 +31,10 @@ def drawn_mask(rows: int, columns: int, density: float, block: int, seed: int) -
     return grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
 
 
-def patterns(mask: Tensor) -> Iterator[Pattern]:
-    yield Csr.of(mask)
+def patterns(mask: Tensor) -> Iterator[SparsityPattern]:
+    yield CsrMatrix.of(mask)
     if not any(width % 16 for width in mask.shape):
-        yield Blocks.of(mask)
+        yield BlockSparseMatrix.of(mask)
 
 
 @pytest.fixture(params=["compiled", "by torch", "by a dense product"])
@@ -117,7 +117,7 @@ def test_every_width_of_a_tile_gives_the_same_products(inputs: int) -> None:
 @pytest.mark.parametrize("block", [1, 16])
 def test_gradients_and_their_gradients_are_right(block: int) -> None:
     mask = drawn_mask(2 if block > 1 else 5, 1 if block > 1 else 4, 0.5, block, 3)
-    pattern = Blocks.of(mask) if block > 1 else Csr.of(mask)
+    pattern = BlockSparseMatrix.of(mask) if block > 1 else CsrMatrix.of(mask)
     x, values, left = (
         torch.randn(shape, dtype=torch.float64, requires_grad=True)
         for shape in ((3, mask.shape[1]), pattern.pick(mask.double()).shape, (3, mask.shape[0]))
@@ -136,7 +136,7 @@ def of_linear(function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, w
     return [result.detach(), *torch.autograd.grad(result, leaves, upstream)]
 
 
-@pytest.mark.parametrize("form", [Csr, Blocks])
+@pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
 @pytest.mark.parametrize("dense_gradient", [False, True])
 def test_a_sparse_linear_layer_is_the_dense_one(form: type, dense_gradient: bool) -> None:
     mask = drawn_mask(3, 4, 0.4, 16, 5)
@@ -154,14 +154,16 @@ def test_in_16_bits_it_rounds_once_and_gives_the_dtype_of_a_dense_layer() -> Non
     mask = drawn_mask(3, 4, 0.4, 16, 6)
     weight, bias, x = torch.randn(48, 64) * mask, torch.randn(48), torch.randn(5, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = sparse_linear(x, weight, bias, Csr.of(mask)), F.linear(x, weight, bias)
+        found, wanted = sparse_linear(x, weight, bias, CsrMatrix.of(mask)), F.linear(x, weight, bias)
     assert found.dtype is wanted.dtype is torch.bfloat16
     torch.testing.assert_close(found, F.linear(x, weight, bias).bfloat16(), rtol=1e-2, atol=1e-6)
     every = [tensor.bfloat16() for tensor in (x, weight, bias)]
-    assert [t.dtype for t in of_linear(lambda *g: sparse_linear(*g, Csr.of(mask)), *every)] == [torch.bfloat16] * 4
+    assert [t.dtype for t in of_linear(lambda *g: sparse_linear(*g, CsrMatrix.of(mask)), *every)] == [
+        torch.bfloat16
+    ] * 4
 
 
-@pytest.mark.parametrize("form", [Csr, Blocks])
+@pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
 def test_a_bias_of_another_dtype_is_not_read_as_float32(form: type) -> None:
     mask = drawn_mask(2, 3, 0.5, 16, 4)
     pattern, x, bias = form.of(mask), torch.randn(5, 48), torch.randn(32, dtype=torch.float64)
@@ -171,7 +173,7 @@ def test_a_bias_of_another_dtype_is_not_read_as_float32(form: type) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("form", [Csr, Blocks])
+@pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
 def test_two_threads_give_the_bits_of_one(form: type) -> None:
     mask = drawn_mask(12, 10, 0.3, 16, 8)
     pattern, x, upstream = form.of(mask), torch.randn(700, 160), torch.randn(700, 192)
@@ -187,7 +189,7 @@ def test_two_threads_give_the_bits_of_one(form: type) -> None:
         assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("form", [Csr, Blocks])
+@pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
 def test_shapes_and_work_are_known_without_values(form: type) -> None:
     mask = drawn_mask(3, 4, 0.4, 16, 9)
     pattern = form.of(mask)
@@ -202,7 +204,7 @@ def test_shapes_and_work_are_known_without_values(form: type) -> None:
 
 def test_the_operations_pass_the_checks_of_torch() -> None:
     mask = drawn_mask(2, 3, 0.5, 16, 10)
-    one, many = Csr.of(mask), Blocks.of(mask).grid
+    one, many = CsrMatrix.of(mask), BlockSparseMatrix.of(mask).grid
     x, upstream = torch.randn(5, 48), torch.randn(5, 32)
     values = torch.randn(len(one.columns)), torch.randn(len(many.columns), 16, 16)
     for operation, arguments in (
@@ -224,11 +226,11 @@ def test_larger_blocks_are_made_up_of_those_of_16_or_kept_whole() -> None:
     mask = drawn_mask(2, 3, 0.6, 32, 12)
     x, weight = torch.randn(21, 96), torch.randn(64, 96) * mask
     for block in (16, 32):
-        pattern = Blocks.of(mask, block)
+        pattern = BlockSparseMatrix.of(mask, block)
         assert pattern.density == pytest.approx(float(mask.float().mean()))
         torch.testing.assert_close(pattern.spmm(x, pattern.pick(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_matrix_that_blocks_do_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="48 x 40"):
-        Blocks.of(torch.ones(48, 40, dtype=torch.bool))
+        BlockSparseMatrix.of(torch.ones(48, 40, dtype=torch.bool))

@@ -7,8 +7,8 @@ from hypothesis import strategies as some
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.run_notes import noting
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
 from thrifty.models.attention_layers import (
     Attention,
     CrossAttention,
@@ -18,8 +18,8 @@ from thrifty.models.attention_layers import (
     padding_mask,
     relative_bucket,
 )
-from thrifty.models.transformer_blocks import Embedding, Sinusoids
-from thrifty.techniques.attention.tiled import Tiled
+from thrifty.models.transformer_blocks import SinusoidalPositions, TokenEmbedding
+from thrifty.techniques.attention.tiled import TiledAttention
 
 
 def qkv(h=2, g=2, t=6, s=5, k=4):
@@ -96,29 +96,29 @@ def test_any_core_that_keeps_the_shapes_can_take_the_place():
 def test_only_plain_causal_cores_are_tiled():
     cores = [causal_attention, full_attention, partial(full_attention, scale=1.0), causal_attention]
     model = nn.ModuleList([*(Attention(8, heads=2, core=core) for core in cores), CrossAttention(8, heads=2)])
-    Tiled().model(model)
+    TiledAttention().model(model)
     assert [attention.core is core for attention, core in zip(model, cores, strict=False)] == [False, True, True, False]
     assert model[4].core is full_attention
 
 
 def test_where_it_is_optional_a_model_without_such_attention_stays_as_it_is_and_that_is_said():
     model = nn.ModuleList([Attention(8, heads=2, core=full_attention)])
-    with pytest.raises(Refused, match="no plain causal attention"):
-        Tiled().model(model)
-    with noting() as notes:
-        Tiled(optional=True).model(model)
+    with pytest.raises(RefusedError, match="no plain causal attention"):
+        TiledAttention().model(model)
+    with collect_notes() as notes:
+        TiledAttention(optional=True).model(model)
     assert model[0].core is full_attention
     assert "nothing" in "".join(notes)
 
 
 def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
-    with pytest.raises(Refused, match="the model is on cpu") as refused:
-        Tiled(kernel="triton").model(nn.ModuleList([Attention(8, heads=2)]))
+    with pytest.raises(RefusedError, match="the model is on cpu") as refused:
+        TiledAttention(kernel="triton").model(nn.ModuleList([Attention(8, heads=2)]))
     assert refused.value.fix == "--set attention.tiled.kernel=torch"
 
 
 def test_sinusoids_are_those_of_the_original_transformer():
-    found = Sinusoids(length=50, width=6)(torch.tensor([7, 49]))
+    found = SinusoidalPositions(length=50, width=6)(torch.tensor([7, 49]))
     for row, position in enumerate((7, 49)):
         for pair in range(3):
             angle = torch.tensor(position / 10_000 ** (2 * pair / 6), dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_sinusoids_are_those_of_the_original_transformer():
 
 
 def test_embedding_scales_tokens_and_not_positions():
-    embedding = Embedding(10, 4, Sinusoids(5, 4), scale=3.0)
+    embedding = TokenEmbedding(10, 4, SinusoidalPositions(5, 4), scale=3.0)
     tokens = torch.tensor([[1, 2]])
     expected = 3 * embedding.token(tokens) + embedding.position(torch.arange(2))
     assert torch.equal(embedding(tokens), expected)
@@ -134,4 +134,4 @@ def test_embedding_scales_tokens_and_not_positions():
 
 def test_more_tokens_than_positions_are_refused():
     with pytest.raises(UsageError, match="6 tokens are more than the 5"):
-        Embedding(10, 4, Sinusoids(5, 4))(torch.zeros(1, 6, dtype=torch.long))
+        TokenEmbedding(10, 4, SinusoidalPositions(5, 4))(torch.zeros(1, 6, dtype=torch.long))

@@ -10,18 +10,18 @@ from tiny_models import random_model
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import ModelSettings
-from thrifty.kernels.image_patches import blanked, sinusoids_2d
-from thrifty.models import build_for, build_model, export_model, own_patch, own_side, shape_for
+from thrifty.kernels.image_patches import blank_patches, sinusoids_2d
+from thrifty.models import build_model, build_model_for, export_model, own_patch, own_side, shape_for
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_presets import shape_of
 from thrifty.models.vision_transformer import VisionTransformer
 from thrifty.models.weight_conversion import import_folder
-from thrifty.objectives.masked_reconstruction import Reconstruct
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 
-UNLABELLED = ImageEnds((), 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
+UNLABELLED = ImageModelSpec((), 16, 3, (0.5, 0.4, 0.3), (0.2, 0.2, 0.1))
 LABELLED = replace(UNLABELLED, labels=("cat", "dog", "horse"))
 SIZES = {
     "hidden_size": 32,
@@ -77,7 +77,7 @@ def test_predictions_and_loss_are_those_of_transformers(folder, normalize, rate)
     with torch.no_grad():
         wanted = model(images(), noise=noise())
         torch.testing.assert_close(ours.logits(images(), visible), wanted.logits, rtol=1e-5, atol=1e-5)
-        objective = Reconstruct(rate=rate, normalize=normalize, patch=4)
+        objective = MaskedReconstruction(rate=rate, normalize=normalize, patch=4)
         batch = Batch({"inputs": images(), "visible": visible, "removed": removed}, torch.full((3,), 1 / 3))
         hidden = ours(images(), visible).gather(1, removed[..., None].expand(-1, -1, 16))
         losses = objective.losses(Prediction(given=ours.head(hidden)), batch)
@@ -89,7 +89,9 @@ def test_gradients_are_those_of_transformers(folder):
     visible, removed = split_of(noise(), 4)
     batch = Batch({"inputs": images(), "visible": visible, "removed": removed}, torch.full((3,), 1 / 3))
     hidden = ours(images(), visible).gather(1, removed[..., None].expand(-1, -1, 16))
-    (Reconstruct(normalize=False, patch=4).losses(Prediction(given=ours.head(hidden)), batch) @ batch.weight).backward()
+    (
+        MaskedReconstruction(normalize=False, patch=4).losses(Prediction(given=ours.head(hidden)), batch) @ batch.weight
+    ).backward()
     model(images(), noise=noise()).loss.backward()
     for mine, yours in (
         (ours.embedding.patch.weight, model.vit.embeddings.patch_embeddings.projection.weight),
@@ -113,7 +115,7 @@ def test_blanks_are_patches_of_zeros_of_which_the_decoder_sees_nothing(folder):
     visible, _ = split_of(noise(), 6)
     with torch.no_grad():
         found = ours(images(), visible, blanks=True)
-        hidden = ours.encode(blanked(images(), visible, 4))
+        hidden = ours.encode(blank_patches(images(), visible, 4))
         at_places = torch.cat((hidden[:, :1], hidden[:, 1:].gather(1, visible[..., None].expand(-1, -1, 32))), 1)
         torch.testing.assert_close(found, ours.decoder(at_places, visible, (4, 4)))
         assert (found - ours(images(), visible)).abs().max() > 1e-3
@@ -122,7 +124,7 @@ def test_blanks_are_patches_of_zeros_of_which_the_decoder_sees_nothing(folder):
 
 def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
     settings = ModelSettings(preset="mae-nano", depth=2, width=64, decoder_width=32, decoder_depth=1)
-    model = build_for(replace(UNLABELLED, side=32), settings, 0, "reconstruct")
+    model = build_model_for(replace(UNLABELLED, side=32), settings, 0, "reconstruct")
     for table, width in ((model.embedding.position, 64), (model.decoder.position, 32)):
         assert torch.equal(table[0, 1:], sinusoids_2d(8, 8, width)) and not table[0, 0].any()
     assert not any("position" in name for name, _ in model.named_parameters())
@@ -131,7 +133,7 @@ def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
 
 
 def test_first_values_are_as_wide_as_their_law_says():
-    model = build_for(replace(UNLABELLED, side=32), ModelSettings(preset="mae-nano", depth=1), 3, "reconstruct")
+    model = build_model_for(replace(UNLABELLED, side=32), ModelSettings(preset="mae-nano", depth=1), 3, "reconstruct")
     values = model.state_dict()
     assert values["embedding.patch.weight"].abs().max() == pytest.approx((6 / (128 + 48)) ** 0.5, rel=0.01)
     assert values["decoder.embed.weight"].abs().max() == pytest.approx((6 / (128 + 64)) ** 0.5, rel=0.01)
@@ -167,7 +169,7 @@ def test_a_table_of_positions_of_another_size_is_an_error(folder, tmp_path):
 @pytest.mark.parametrize("pool", ["class", "patches"])
 def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(folder, pool):
     settings = ModelSettings(folder=str(folder), pool=None if pool == "class" else pool)
-    ours = build_for(LABELLED, settings, 0, "classify")
+    ours = build_model_for(LABELLED, settings, 0, "classify")
     assert isinstance(ours, VisionTransformer)
     vit = transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
     with torch.no_grad():
@@ -181,13 +183,13 @@ def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(fo
     assert "embedding.position" in dict(ours.named_parameters())
     shape = shape_for(LABELLED, settings)
     assert (shape.style, shape.pool, shape.vocabulary, shape.length) == ("vit", pool, 3, 17)
-    again = build_for(LABELLED, settings, 0, "classify")
+    again = build_model_for(LABELLED, settings, 0, "classify")
     assert torch.equal(again.head.weight, ours.head.weight)
 
 
 def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
     settings = ModelSettings(folder=str(folder))
-    ours = build_for(LABELLED, settings, 0, "classify")
+    ours = build_model_for(LABELLED, settings, 0, "classify")
     export_model(ours, shape_for(LABELLED, settings), tmp_path / "out", images=LABELLED)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -198,28 +200,28 @@ def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
 def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
     settings = ModelSettings(folder=str(folder))
     assert (own_side(settings), own_patch(settings), own_patch(ModelSettings())) == (16, 4, None)
-    larger = build_for(replace(UNLABELLED, side=24), settings, 0, "reconstruct")
-    same = build_for(UNLABELLED, settings, 0, "reconstruct")
+    larger = build_model_for(replace(UNLABELLED, side=24), settings, 0, "reconstruct")
+    same = build_model_for(UNLABELLED, settings, 0, "reconstruct")
     assert larger.embedding.position.shape == (1, 37, 32) and larger.decoder.position.shape == (1, 37, 16)
     assert shape_for(replace(UNLABELLED, side=24), settings).length == 37
     with torch.no_grad():
         torch.testing.assert_close(larger(images(24)), same(images(24)))
-    fresh = build_for(UNLABELLED, replace(settings, fresh=True, patch=8), 0, "reconstruct")
+    fresh = build_model_for(UNLABELLED, replace(settings, fresh=True, patch=8), 0, "reconstruct")
     assert fresh.head.out_features == 192 and fresh.embedding.position.shape == (1, 5, 32)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(folder):
     with pytest.raises(UsageError, match="without a class token, and a trained MAE has one") as refused:
-        build_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classify")
+        build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classify")
     assert '"patches"' in refused.value.fix
     with pytest.raises(UsageError, match="pool is given, and the weights"):
-        build_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "reconstruct")
+        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "reconstruct")
     with pytest.raises(UsageError, match="decoder_depth is given, and the weights"):
-        build_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "reconstruct")
+        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "reconstruct")
     with pytest.raises(UsageError, match="1 channels and the model"):
-        build_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "reconstruct")
+        build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "reconstruct")
     with pytest.raises(UsageError, match="vit-nano cannot learn reconstruct: it reads images") as refused:
-        build_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "reconstruct")
+        build_model_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "reconstruct")
     assert "model.preset = mae-nano" in refused.value.fix
     with pytest.raises(UsageError, match="mae-nano cannot learn next_token: it gives back the pixels"):
         build_model(ModelSettings(preset="mae-nano"), 300, 32, 0)

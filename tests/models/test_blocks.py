@@ -11,12 +11,12 @@ from thrifty.core.recipe import ModelSettings
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.models import build_model
 from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.transformer import Encoder, EncoderDecoder, Stack, Transformer, initialize
-from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, PostNormBlock
+from thrifty.models.transformer import BlockStack, Encoder, EncoderDecoder, Transformer, initialize
+from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, TokenEmbedding, TransformerBlock
 
 WIDTH, VOCABULARY = 16, 30
 NORM = partial(nn.LayerNorm, WIDTH)
-BOTH = pytest.mark.parametrize("kind", [Block, PostNormBlock])
+BOTH = pytest.mark.parametrize("kind", [TransformerBlock, PostNormBlock])
 
 
 def block(kind, core, cross=False):
@@ -42,14 +42,14 @@ def encoder(kind):
 
 def encoder_decoder(kind):
     sides = [
-        Stack([block(kind, core, cross) for _ in range(2)], ends(kind))
+        BlockStack([block(kind, core, cross) for _ in range(2)], ends(kind))
         for core, cross in ((full_attention, False), (causal_attention, True))
     ]
     return started(EncoderDecoder(embedding(), *sides, nn.Linear(WIDTH, VOCABULARY)))
 
 
 def embedding():
-    return Embedding(VOCABULARY, WIDTH, nn.Embedding(12, WIDTH))
+    return TokenEmbedding(VOCABULARY, WIDTH, nn.Embedding(12, WIDTH))
 
 
 def started(model):
@@ -131,7 +131,7 @@ def silent(model):
 
 def test_a_pre_norm_block_without_branches_passes_the_stream_on():
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 3, WIDTH)
-    assert torch.equal(silent(block(Block, full_attention, cross=True))(x, None, memory), x)
+    assert torch.equal(silent(block(TransformerBlock, full_attention, cross=True))(x, None, memory), x)
 
 
 def test_a_post_norm_block_without_branches_normalises_the_stream():
@@ -142,13 +142,16 @@ def test_a_post_norm_block_without_branches_normalises_the_stream():
 
 def test_only_post_norm_keeps_every_blocks_output_at_unit_variance():
     spreads = {}
-    for kind in (Block, PostNormBlock):
+    for kind in (TransformerBlock, PostNormBlock):
         model, seen = decoder(kind), []
         for each in model.blocks:
             each.register_forward_hook(lambda module, given, out, seen=seen: seen.append(out.var(-1).mean().item()))
         model(tokens())
         spreads[kind] = seen
-    assert spreads[Block] == sorted(spreads[Block]) and spreads[Block][-1] > 2 * spreads[Block][0]
+    assert (
+        spreads[TransformerBlock] == sorted(spreads[TransformerBlock])
+        and spreads[TransformerBlock][-1] > 2 * spreads[TransformerBlock][0]
+    )
     assert all(spread == pytest.approx(16 / 15, rel=1e-2) for spread in spreads[PostNormBlock])
 
 
@@ -156,7 +159,7 @@ def test_gpt1_is_gpt_with_the_norms_behind_the_sums():
     pre, post = (
         build_model(ModelSettings(preset=name, depth=24), 50, 16, seed=0) for name in ("gpt-nano", "gpt1-nano")
     )
-    assert [type(block) for block in pre.blocks] == [Block] * 24
+    assert [type(block) for block in pre.blocks] == [TransformerBlock] * 24
     assert [type(block) for block in post.blocks] == [PostNormBlock] * 24
     shared = {name: tuple(p.shape) for name, p in post.named_parameters()}
     assert {name: tuple(p.shape) for name, p in pre.named_parameters()} == shared | {

@@ -11,11 +11,11 @@ import transformers
 from tiny_models import random_model
 from tokenizers import Tokenizer, models
 
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.model_spec import ImageEnds, PairEnds, TextEnds
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.contrastive_loss import contrastive_losses
-from thrifty.models import build_for, export_model, own_side, shape_for
+from thrifty.models import build_model_for, export_model, own_side, shape_for
 from thrifty.models.contrastive_model import FIRST_SCALE, LARGEST_SCALE, ContrastiveModel
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import shape_of
@@ -40,7 +40,7 @@ VISION = {
     "image_size": 16,
     "patch_size": 4,
 }
-ENDS = PairEnds(ImageEnds((), 16, 3, (0.5,) * 3, (0.2,) * 3), TextEnds(300, 12))
+ENDS = PairModelSpec(ImageModelSpec((), 16, 3, (0.5,) * 3, (0.2,) * 3), TextModelSpec(300, 12))
 
 
 def theirs(**changed):
@@ -107,7 +107,7 @@ def test_visible_patches_are_all_that_an_image_is_known_by(folder):
 
 
 def test_the_scale_starts_at_one_over_seven_hundredths_and_stops_at_100():
-    model = build_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
     assert isinstance(model, ContrastiveModel)
     assert model.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     with torch.no_grad():
@@ -126,7 +126,7 @@ def tokenizer_json(path: Path, *special: str) -> Path:
 
 
 def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp_path):
-    model = build_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
     shape = shape_for(ENDS, ModelSettings("clip-nano"))
     end = tokenizer_json(tmp_path, "<|endoftext|>")
     export_model(model, shape, tmp_path / "out", end, images=ENDS.images)
@@ -147,12 +147,12 @@ def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp
 
 def test_what_transformers_could_not_read_off_is_not_exported(tmp_path, folder):
     model, shape = import_folder(folder)
-    with pytest.raises(Refused, match="end of text"):
+    with pytest.raises(RefusedError, match="end of text"):
         export_folder(model, shape, tmp_path / "out")
     third = tokenizer_json(tmp_path, "<a>", "<b>", "<|endoftext|>")
-    with pytest.raises(Refused, match="highest number"):
+    with pytest.raises(RefusedError, match="highest number"):
         export_folder(model, shape, tmp_path / "out", third)
-    with pytest.raises(Refused, match="class token"):
+    with pytest.raises(RefusedError, match="class token"):
         export_folder(model, replace(shape, pool="mean"), tmp_path / "out")
 
 
@@ -161,24 +161,24 @@ def test_a_setting_that_is_not_computed_here_is_refused_by_name(folder, tmp_path
     for section, key, value in (("text_config", "hidden_act", "tanh"), ("vision_config", "novelty", 3)):
         changed = config | {section: config[section] | {key: value}}
         (tmp_path / "config.json").write_text(json.dumps(changed))
-        with pytest.raises(Refused, match=key):
+        with pytest.raises(RefusedError, match=key):
             folder_shape(tmp_path, fresh=True)
     changed = config | {"text_config": config["text_config"] | {"layer_norm_eps": 0.1}}
     (tmp_path / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(Refused, match="for captions and"):
+    with pytest.raises(RefusedError, match="for captions and"):
         folder_shape(tmp_path, fresh=True)
 
 
 def test_a_folder_fits_images_of_another_size_but_no_longer_captions(folder):
     larger = replace(ENDS, images=replace(ENDS.images, side=24))
-    model = build_for(larger, ModelSettings(folder=str(folder)), seed=0, task="contrast")
+    model = build_model_for(larger, ModelSettings(folder=str(folder)), seed=0, task="contrast")
     (tokens, keep), plain = captions(), import_folder(folder)[0]
     with torch.no_grad():
         torch.testing.assert_close(model.of_images(images(24)), plain.of_images(images(24)), rtol=1e-5, atol=1e-5)
         assert torch.equal(model.of_captions(tokens, keep), plain.of_captions(tokens, keep))
-    longer = replace(ENDS, text=TextEnds(300, 13))
+    longer = replace(ENDS, text=TextModelSpec(300, 13))
     with pytest.raises(UsageError, match="takes 12 tokens"):
-        build_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrast")
+        build_model_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrast")
 
 
 def test_a_model_is_made_for_the_data():
@@ -194,9 +194,9 @@ def test_a_model_is_made_for_the_data():
 
 def test_another_kind_of_model_is_refused_with_one_that_fits():
     with pytest.raises(UsageError, match=r"clip-nano"):
-        build_for(ENDS, ModelSettings("gpt-nano"), seed=0, task="contrast")
+        build_model_for(ENDS, ModelSettings("gpt-nano"), seed=0, task="contrast")
     with pytest.raises(UsageError, match=r"compares images with captions"):
-        build_for(TextEnds(300, 12), ModelSettings("clip-nano"), seed=0, task="next_token")
+        build_model_for(TextModelSpec(300, 12), ModelSettings("clip-nano"), seed=0, task="next_token")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_published_sizes(preset, patch, parameters):
 
 
 def test_patches_can_be_averaged_instead_of_a_class_token():
-    model = build_for(ENDS, ModelSettings("clip-nano", pool="mean"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano", pool="mean"), seed=0, task="contrast")
     assert "image.embedding.class_token" not in dict(model.named_parameters())
     with torch.no_grad():
         tokens = model.image.first_norm(model.image.embedding(images()))
@@ -222,7 +222,7 @@ def test_patches_can_be_averaged_instead_of_a_class_token():
 
 
 def test_first_values_follow_the_published_law():
-    model = build_for(ENDS, ModelSettings("clip-micro"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-micro"), seed=0, task="contrast")
     values = {name: parameter.std().item() for name, parameter in model.named_parameters() if parameter.ndim > 1}
     for tower, width, depth in (("image", 192, 6), ("text", 128, 4)):
         for part, wanted in (

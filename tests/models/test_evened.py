@@ -10,32 +10,32 @@ import transformers
 from tiny_models import SMALL
 from torch import nn
 
-from thrifty.core.run_notes import noting
-from thrifty.modeling.structured_pruning import arrange, find_pieces
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.structured_pruning import find_units, prune_units
 from thrifty.models import export_model
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.models.weight_conversion import import_folder
-from thrifty.techniques.growth._width_growth import narrow
+from thrifty.techniques.growth._width_growth import narrow_networks
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
 KEPT = {"heads": ([1, 2], [0, 2, 3]), "neurons": ([*range(0, 24, 2)], [*range(5, 22)])}
 """Of the first and the second of two blocks."""
 
 
-def shape(style: str, heads: int = 4, kv_heads: int | None = None, width: int = 48) -> Shape:
-    return Shape(style, 2, width, heads, kv_heads or heads, 24, 60, 16, tied=True)  # type: ignore[arg-type]
+def shape(style: str, heads: int = 4, kv_heads: int | None = None, width: int = 48) -> ModelConfig:
+    return ModelConfig(style, 2, width, heads, kv_heads or heads, 24, 60, 16, tied=True)  # type: ignore[arg-type]
 
 
 def slimmed(model: nn.Module) -> nn.Module:
-    for index, pieces in enumerate(find_pieces(model).values()):
+    for index, pieces in enumerate(find_units(model).values()):
         kept = KEPT[pieces.kind][index // 2]
-        arrange(pieces, [piece for piece in kept if piece < pieces.count])
+        prune_units(pieces, [piece for piece in kept if piece < pieces.count])
     return model.eval()
 
 
-def of_ours(given: Shape) -> nn.Module:
+def of_ours(given: ModelConfig) -> nn.Module:
     model = assemble(given)
     initialize(model, 0, std=0.2)
     return slimmed(model)
@@ -47,7 +47,7 @@ def load(folder: Path, auto: str) -> Any:
     return model.eval()
 
 
-OURS: dict[str, tuple[Shape, dict[str, int], str]] = {
+OURS: dict[str, tuple[ModelConfig, dict[str, int], str]] = {
     "llama": (shape("llama"), {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 17}, "17"),
     "llama with groups": (
         shape("llama", 8, 4), {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}, "groups of 2 heads",
@@ -69,7 +69,7 @@ def test_a_smaller_model_of_ours_loads_in_transformers_with_the_same_logits(case
     whole, sizes, said = OURS[case]
     model = of_ours(whole)
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
-    with noting() as notes:
+    with collect_notes() as notes:
         export_model(model, whole, tmp_path / "out")
     loaded = load(tmp_path / "out", "AutoModelForMaskedLM" if whole.style == "bert" else "AutoModelForCausalLM")
     assert {name: getattr(loaded.config, name) for name in sizes} == sizes
@@ -83,11 +83,11 @@ def test_a_smaller_model_of_ours_loads_in_transformers_with_the_same_logits(case
 
 @torch.no_grad()
 def test_the_first_gpt_whose_format_has_no_word_for_either_keeps_its_shapes(tmp_path: Path) -> None:
-    whole = Shape("gpt1", 2, 8, 4, 4, 32, 60, 16, tied=True)
+    whole = ModelConfig("gpt1", 2, 8, 4, 4, 32, 60, 16, tied=True)
     model = assemble(whole)
     initialize(model, 0, std=0.2)
-    for pieces in find_pieces(model).values():
-        arrange(pieces, range(1, pieces.count))
+    for pieces in find_units(model).values():
+        prune_units(pieces, range(1, pieces.count))
     export_model(model, whole, tmp_path / "out")
     loaded = load(tmp_path / "out", "AutoModelForCausalLM")
     assert loaded.config.n_head == 4
@@ -144,7 +144,7 @@ def test_a_smaller_model_of_transformers_is_saved_so_that_it_loads(case: str, tm
 def test_a_model_that_has_not_grown_wide_yet_is_exported_as_narrow_as_it_is(tmp_path: Path, style: str) -> None:
     model = assemble(shape(style))
     initialize(model, 0, std=0.2)
-    narrow(model, 2)
+    narrow_networks(model, 2)
     export_model(model, shape(style), tmp_path / "out")
     again, found = import_folder(tmp_path / "out")
     assert found.hidden == 12

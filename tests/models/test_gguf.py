@@ -10,7 +10,7 @@ from tiny_models import random_model
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.data.catalogue import entry
 from thrifty.models.gguf_import import convert_gguf, half_split
 from thrifty.models.text_generation import generate
@@ -144,7 +144,7 @@ def test_the_tokenizer_comes_along_with_its_special_tokens_and_template(tmp_path
 
 
 def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
-    with pytest.raises(Refused, match="tokenizer of kind gpt2, llama-bpe"):
+    with pytest.raises(RefusedError, match="tokenizer of kind gpt2, llama-bpe"):
         convert_gguf(write(tmp_path / "a.gguf", original(), splitter="llama-bpe"), tmp_path / "folder")
     missing = write(tmp_path / "b.gguf", original(), left_out="blk.1.ffn_up.weight")
     with pytest.raises(IntegrityError, match="does not hold the tensors of its settings"):
@@ -159,7 +159,7 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
     other.write_kv_data_to_file()
     other.write_tensors_to_file()
     other.close()
-    with pytest.raises(Refused, match="bert model; llama is converted"):
+    with pytest.raises(RefusedError, match="bert model; llama is converted"):
         convert_gguf(tmp_path / "e.gguf", tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 

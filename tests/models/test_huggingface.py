@@ -6,7 +6,7 @@ import transformers
 from tiny_models import SMALL, VOCABULARY
 from torch.utils.checkpoint import checkpoint
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.modeling.module_surgery import find_blocks, wrap_forward
 from thrifty.models import build_model, export_model
@@ -149,7 +149,7 @@ def test_model_that_sees_the_future_is_refused(tmp_path):
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(Refused, match="lets a token see later ones"):
+    with pytest.raises(RefusedError, match="lets a token see later ones"):
         load_causal_lm(tmp_path, fresh=True)
 
 
@@ -158,7 +158,7 @@ def test_code_in_the_folder_is_never_run(tmp_path):
         '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}'
     )
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
-    with pytest.raises(Refused, match="'own'"):
+    with pytest.raises(RefusedError, match="'own'"):
         load_causal_lm(tmp_path, fresh=True)
     assert not (tmp_path / "ran").exists()
 
@@ -177,7 +177,7 @@ def test_folder_that_lacks_values_is_refused(save):
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Refused, match="lacks the values of 1 parameters"):
+    with pytest.raises(RefusedError, match="lacks the values of 1 parameters"):
         load_causal_lm(folder)
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tiny_models import FAMILIES, VOCABULARY
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
 from thrifty.models.text_generation import generate
@@ -150,7 +150,7 @@ def test_rope_is_read_in_the_spelling_of_earlier_transformers(save, tokens):
 def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
     folder, _ = save(FAMILIES[name]())
     edit_config(folder, **changes)
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(RefusedError, match=reason):
         import_folder(folder)
 
 
@@ -264,16 +264,16 @@ def test_failed_export_leaves_nothing_behind(save, tmp_path):
 def test_parameters_without_a_place_in_the_format_are_refused(save, tmp_path):
     model, shape = import_folder(save(FAMILIES["llama"]())[0])
     model.blocks[0].attention.qkv.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(2, 32)))
-    with pytest.raises(Refused, match="lora_a"):
+    with pytest.raises(RefusedError, match="lora_a"):
         export_folder(model, shape, tmp_path / "ours")
-    with pytest.raises(Refused, match="no values for"):
+    with pytest.raises(RefusedError, match="no values for"):
         export_folder(model, replace(shape, depth=3), tmp_path / "ours")
 
 
 def test_widths_that_gpt1_cannot_spell_are_refused(tmp_path):
     settings = ModelSettings(preset="gpt1-nano", depth=1, hidden=100)
     model = build_model(settings, 10, 8, seed=0)
-    with pytest.raises(Refused, match="inner width of 4 times the width"):
+    with pytest.raises(RefusedError, match="inner width of 4 times the width"):
         export_model(model, model_shape(settings, 10, 8), tmp_path / "ours")
 
 

@@ -7,7 +7,7 @@ from tiny_models import FAMILIES, VOCABULARY
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
-from thrifty.models.text_generation import cacheable, caching, draw, generate
+from thrifty.models.text_generation import generate, sample_token, supports_kv_cache, use_kv_cache
 from thrifty.models.weight_conversion import import_folder
 
 
@@ -33,7 +33,7 @@ def read_again(model, tokens, count, context=None):
 def test_cached_and_plain_generation_give_the_same_tokens(save, tokens):
     for name in ("gpt2", "llama-grouped", "llama-scaled"):
         model, _ = import_folder(save(FAMILIES[name]())[0])
-        assert cacheable(model)
+        assert supports_kv_cache(model)
         assert torch.equal(generate(model, tokens, 30, greedy=True), read_again(model, tokens, 30)), name
 
 
@@ -41,7 +41,7 @@ def test_cached_and_plain_generation_give_the_same_tokens(save, tokens):
 @torch.no_grad()
 def test_cached_logits_are_those_of_reading_the_whole_context(preset, tokens):
     cached, plain = sharp_model(preset), sharp_model(preset)
-    with caching(cached) as read:
+    with use_kv_cache(cached) as read:
         for length in range(10, 20):
             torch.testing.assert_close(read(tokens[:, :length]), plain.logits(tokens[:, :length])[:, -1])
 
@@ -95,7 +95,7 @@ def test_a_replaced_attention_core_is_kept_and_read_without_cache(tokens):
 
     for block in model.blocks:
         block.attention.core = uniform
-    assert not cacheable(model)
+    assert not supports_kv_cache(model)
     assert torch.equal(generate(model, tokens, 5, greedy=True), read_again(model, tokens, 5))
 
 
@@ -104,7 +104,7 @@ def test_a_wrapped_block_is_read_without_cache():
 
     model = sharp_model()
     wrap_forward(model.blocks[0], lambda module, inner, x: inner(x.roll(1, dims=1)))
-    assert not cacheable(model)
+    assert not supports_kv_cache(model)
 
 
 def test_the_seed_decides(tokens):
@@ -131,7 +131,7 @@ def test_top_k_of_one_and_a_cold_temperature_are_greedy(tokens):
 def test_only_tokens_that_the_rules_keep_are_drawn(seed, temperature, top_k, top_p):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, 10, generator=generator)
-    chosen = draw(logits, generator, temperature, top_k, top_p)
+    chosen = sample_token(logits, generator, temperature, top_k, top_p)
     for row, token in zip(logits / temperature, chosen, strict=True):
         likelier = row > row[token]
         assert top_k is None or likelier.sum() < top_k
@@ -142,7 +142,7 @@ def test_only_tokens_that_the_rules_keep_are_drawn(seed, temperature, top_k, top
 
 def test_drawing_follows_the_probabilities():
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
-    drawn = draw(logits, torch.Generator().manual_seed(0), 1.0, None, None)
+    drawn = sample_token(logits, torch.Generator().manual_seed(0), 1.0, None, None)
     frequency = torch.bincount(drawn, minlength=3) / len(drawn)
     torch.testing.assert_close(frequency, torch.tensor([0.5, 0.3, 0.2]), rtol=0, atol=0.02)
 

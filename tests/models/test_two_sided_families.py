@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import AUTO, TWO_SIDED, VOCABULARY
 from tokenizers import Tokenizer
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
 from thrifty.models.hf_loader import HuggingFaceCausalLM, HuggingFaceSeq2Seq
@@ -154,7 +154,7 @@ def edit_config(folder, **changes):
 def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
     folder, _ = save(TWO_SIDED[name]())
     edit_config(folder, **changes)
-    with pytest.raises(Refused, match=re.escape(reason)):
+    with pytest.raises(RefusedError, match=re.escape(reason)):
         import_folder(folder)
 
 
@@ -237,7 +237,7 @@ def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
     settings = ModelSettings(preset=preset, depth=1, width=32, tied=False)
     task = "masked_token" if preset == "bert-nano" else "sequence_to_sequence"
     model = build_model(settings, 20, 16, seed=0, task=task)
-    with pytest.raises(Refused, match="head is tied"):
+    with pytest.raises(RefusedError, match="head is tied"):
         export_model(model, model_shape(settings, 20, 16), tmp_path / "ours")
 
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 from tiny_models import SMALL, TWO_SIDED, VOCABULARY, random_model
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model
 from thrifty.models.hf_loader import HuggingFaceMaskedLM, HuggingFaceSeq2Seq, load_model
@@ -110,10 +110,10 @@ def test_build_model_wraps_what_our_families_do_not_compute(architecture):
 def test_a_folder_without_a_model_for_the_task_is_refused(architecture):
     name, folder, _, task = architecture
     other = "sequence_to_sequence" if task == "masked_token" else "next_token"
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         load_model(folder, other)
     if name == "distilbert":
-        with pytest.raises(Refused, match="sequence-to-sequence model of type 'distilbert'"):
+        with pytest.raises(RefusedError, match="sequence-to-sequence model of type 'distilbert'"):
             load_model(folder, other)
     with pytest.raises(UsageError, match="cannot learn classify"):
         build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classify")
@@ -123,7 +123,7 @@ def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
     config = transformers.BertConfig(**SMALL, is_decoder=True)
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["is_decoder"]
-    with pytest.raises(Refused, match="lets no token see later ones"):
+    with pytest.raises(RefusedError, match="lets no token see later ones"):
         load_model(tmp_path, "masked_token", fresh=True)
 
 

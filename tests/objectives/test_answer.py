@@ -8,16 +8,21 @@ from transformers import Qwen2Config
 
 from chatting import small_tokenizer, sums
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused, UsageError
-from thrifty.data.chat.chat_data import stored
-from thrifty.data.chat.conversation_packing import Conversations, Rows, Weighed, arranged
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.data.chat.chat_data import stored_tokens
+from thrifty.data.chat.conversation_packing import (
+    PackedConversations,
+    StoredConversations,
+    WeightedSource,
+    arrange_rows,
+)
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives import find_objective
-from thrifty.techniques.attention.tiled import Tiled
+from thrifty.techniques.attention.tiled import TiledAttention
 
 LENGTH = 96
 
@@ -26,14 +31,14 @@ LENGTH = 96
 def conversations():
     tokenizer = small_tokenizer()
     pieces = [tokenizer.pieces(row["messages"]) for row in sums(40)]
-    words = np.concatenate([stored(found) for found in tokenizer.encode_pieces(pieces)])
-    return Conversations((words & ~np.uint32(0x1FF)) | (words & np.uint32(0xFF)), LENGTH, False)
+    words = np.concatenate([stored_tokens(found) for found in tokenizer.encode_pieces(pieces)])
+    return StoredConversations((words & ~np.uint32(0x1FF)) | (words & np.uint32(0xFF)), LENGTH, False)
 
 
 def batch_of(conversations, together, by_tokens=True, rows=None):
     """One batch of all conversations, or of so many rows of them."""
-    places = arranged(conversations.sizes - 1, LENGTH, 0, together)[:rows]
-    found = Rows(conversations, places, LENGTH, 0, by_tokens).fields(np.arange(len(places)))
+    places = arrange_rows(conversations.sizes - 1, LENGTH, 0, together)[:rows]
+    found = PackedConversations(conversations, places, LENGTH, 0, by_tokens).fields(np.arange(len(places)))
     return Batch(found, found["amount"] / found["amount"].sum())
 
 
@@ -46,7 +51,7 @@ def loss_of(model, batch, **settings):
 def small(style):
     """A model that takes whole rows."""
     kv_heads = 2 if style == "llama" else 4
-    model = assemble(Shape(style, 2, 32, 4, kv_heads, 64, vocabulary=256, length=LENGTH, tied=True))
+    model = assemble(ModelConfig(style, 2, 32, 4, kv_heads, 64, vocabulary=256, length=LENGTH, tied=True))
     initialize(model, 0, std=0.1)
     return model.double()
 
@@ -56,7 +61,7 @@ def small(style):
 def test_a_conversation_is_read_as_if_it_had_the_row_for_itself(conversations, style, tiled):
     model = small(style)
     if tiled:
-        model = Tiled(tile=16).model(model)
+        model = TiledAttention(tile=16).model(model)
     batch = batch_of(conversations, together=True, rows=3)
     packed = model.logits(batch["tokens"], batch["segments"])
     compared = 0
@@ -109,7 +114,7 @@ def test_models_of_transformers_keep_conversations_apart_or_refuse_them(conversa
         here = batch["segments"][0] == segment
         torch.testing.assert_close(packed[0, here], model.logits(batch["tokens"][:, here])[0], rtol=1e-4, atol=1e-5)
     first = HuggingFaceCausalLM(random_model(FAMILIES["gpt1"]()))
-    with pytest.raises(Refused, match="does not tell apart texts that share a row"):
+    with pytest.raises(RefusedError, match="does not tell apart texts that share a row"):
         first(batch["tokens"], batch["segments"])
 
 
@@ -125,8 +130,8 @@ def test_only_learned_tokens_have_a_gradient(conversations):
 
 
 def test_a_source_of_rows_is_weighed_for_the_loss(conversations):
-    rows = Rows(conversations, arranged(conversations.sizes - 1, LENGTH, 0, True), LENGTH, 0)
-    batch = Weighed(Epochs(rows, 2, seed=0)).at(3)
+    rows = PackedConversations(conversations, arrange_rows(conversations.sizes - 1, LENGTH, 0, True), LENGTH, 0)
+    batch = WeightedSource(EpochSource(rows, 2, seed=0)).at(3)
     model = small("llama")
     objective = find_objective("answer")
     logits = model.logits(batch["tokens"], batch["segments"])

@@ -10,10 +10,10 @@ from pair_runs import pair_run, tiny_clip
 from rank_processes import on_ranks
 from thrifty.composition.compose import compose
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.contrastive_loss import contrastive_losses_reference
 from thrifty.objectives import find_objective
-from thrifty.objectives.contrastive import Contrast, PairPrediction
+from thrifty.objectives.contrastive import Contrastive, PairPrediction
 from thrifty.training.evaluation import evaluate
 from tiny_runs import losses, run_through, technique, with_optimizer
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def test_losses_are_those_of_the_products_and_weights_only_weigh():
     batch, model = pair_run(batch=6).source.at(0), tiny_clip()
-    objective = Contrast()
+    objective = Contrastive()
     with torch.no_grad():
         prediction = objective.predict(model, batch)
         images, captions = prediction.hidden.unbind(1)
@@ -37,22 +37,22 @@ def test_captions_without_padding_need_no_mask():
     whole = Batch({name: batch[name] for name in ("inputs", "tokens")}, batch.weight)
     with torch.no_grad():
         given = Batch({**whole.fields, "keep": torch.ones_like(batch["keep"])}, batch.weight)
-        assert torch.equal(Contrast().predict(model, whole).hidden, Contrast().predict(model, given).hidden)
+        assert torch.equal(Contrastive().predict(model, whole).hidden, Contrastive().predict(model, given).hidden)
 
 
 def test_accuracy_is_the_mean_of_both_directions():
     images = torch.eye(3)
     captions = torch.tensor([[1.0, 0, 0], [2.0, 1, 0], [0, 0, 1]])  # the second is nearest to the first image, too
     batch = Batch({}, torch.full((3,), 1 / 3))
-    found = Contrast().measures(PairPrediction(hidden=torch.stack((images, captions), 1)), batch)["accuracy"]
+    found = Contrastive().measures(PairPrediction(hidden=torch.stack((images, captions), 1)), batch)["accuracy"]
     assert found.tolist() == [0.5, 0.5, 1.0]
 
 
 def test_who_knows_nothing_loses_the_logarithm_of_the_batch_and_is_never_right():
     prediction = PairPrediction(hidden=torch.ones(8, 2, 4))
     batch = Batch({}, torch.full((8,), 1 / 8))
-    torch.testing.assert_close(Contrast().losses(prediction, batch), torch.full((8,), math.log(8)))
-    assert Contrast().measures(prediction, batch)["accuracy"].tolist() == [0.0] * 8
+    torch.testing.assert_close(Contrastive().losses(prediction, batch), torch.full((8,), math.log(8)))
+    assert Contrastive().measures(prediction, batch)["accuracy"].tolist() == [0.0] * 8
 
 
 def test_it_learns_pairs_that_it_has_not_seen():
@@ -93,7 +93,7 @@ APART = ("large_batch.gradient_accumulation", "measure.noise_scale", "data_selec
 
 @pytest.mark.parametrize("name", [*APART, "losses.z_loss", "sparsity.grasp"])
 def test_what_takes_a_batch_apart_refuses_it_before_anything_is_built(name):
-    with pytest.raises(Refused, match=name) as refused:
+    with pytest.raises(RefusedError, match=name) as refused:
         compose(pair_run(), with_optimizer([technique(name)]), 3)
     assert refused.value.fix
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as some
 from torch import nn
 
 from objectives.tiny_networks import VOCABULARY, HeadApart, bert
-from thrifty.core.batches import Batch, Mapped, Presampled, Share
+from thrifty.core.batches import Batch, MappedSource, OversampledSource, RankShard
 from thrifty.core.errors import UsageError
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.kernels.chunked_cross_entropy import IGNORED
 from thrifty.objectives.masked_token import MaskedToken
-from thrifty.techniques.curriculum.sequence_length import SequenceLength
+from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 
 MASK, SPECIAL = 3, frozenset({0, 1, 2, 3})
 TEXT = np.random.default_rng(0).integers(4, VOCABULARY, 20_000).astype(np.uint16)
@@ -27,7 +27,7 @@ def source(
     batch: int = 8, length: int = 40, seed: int = 0, objective: MaskedToken = OBJECTIVE, text: np.ndarray = TEXT
 ):
     packed = PackedTokens(text, length, batch, seed)
-    return packed, Mapped(packed, lambda step, batch: objective.examples(batch))
+    return packed, MappedSource(packed, lambda step, batch: objective.examples(batch))
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -82,12 +82,15 @@ def test_any_rows_are_those_of_the_whole_batch(step: int, start: int, rows: int)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_see_together_what_one_process_sees(ranks: int) -> None:
     packed, masked = source()
-    shares = [Share(masked, rank, ranks).at(5) for rank in range(ranks)]
-    before = [Mapped(Share(packed, rank, ranks), lambda _, batch: OBJECTIVE.examples(batch)) for rank in range(ranks)]
+    shares = [RankShard(masked, rank, ranks).at(5) for rank in range(ranks)]
+    before = [
+        MappedSource(RankShard(packed, rank, ranks), lambda _, batch: OBJECTIVE.examples(batch))
+        for rank in range(ranks)
+    ]
     for rank, share in enumerate(shares):
         assert same(share, masked.at(5).rows(rank * 8 // ranks, (rank + 1) * 8 // ranks))
         assert same(share, before[rank].at(5))
-    assert same(Presampled(masked, 2).at(3).rows(8, 16), masked.at(7))
+    assert same(OversampledSource(masked, 2).at(3).rows(8, 16), masked.at(7))
 
 
 def test_a_text_is_masked_otherwise_each_time_it_is_seen_and_by_another_seed() -> None:
@@ -101,10 +104,10 @@ def test_a_text_is_masked_otherwise_each_time_it_is_seen_and_by_another_seed() -
 
 
 def test_held_out_masks_are_the_same_at_every_evaluation() -> None:
-    held_out = HeldOut(TEXT[:2000], 40).shaped(OBJECTIVE.examples)
+    held_out = HeldOutWindows(TEXT[:2000], 40).shaped(OBJECTIVE.examples)
     first, again = list(held_out.batches(20, 8)), list(held_out.batches(20, 8))
     assert all(same(one, other) for one, other in zip(first, again, strict=True))
-    fewer = next(HeldOut(TEXT[:2000], 40).shaped(OBJECTIVE.examples).batches(5, 5))
+    fewer = next(HeldOutWindows(TEXT[:2000], 40).shaped(OBJECTIVE.examples).batches(5, 5))
     assert same(fewer, first[0].rows(0, 5))
     assert len({tuple(row) for batch in first for row in batch["places"].tolist()}) == 20
 
@@ -170,7 +173,7 @@ def test_scores_and_normalizers_are_those_of_the_logits(wrap) -> None:
 
 def test_texts_may_be_cut_before_they_are_masked() -> None:
     packed, _ = source()
-    shorter = SequenceLength(start=8, until=4, phases=2, multiple=4).batches(packed)
+    shorter = SequenceLengthWarmup(start=8, until=4, phases=2, multiple=4).batches(packed)
     for step, length in ((0, 8), (2, 24), (4, 40)):
         batch = OBJECTIVE.examples(shorter.at(step))
         assert batch["tokens"].shape == (8, length) and batch["places"].shape == (8, max(1, round(0.15 * length)))

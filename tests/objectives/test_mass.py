@@ -10,8 +10,8 @@ from hypothesis import strategies as some
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
 from objectives.tiny_networks import VOCABULARY
-from thrifty.core.batches import Batch, Mapped
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.batches import Batch, MappedSource
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models import build_model
@@ -52,7 +52,7 @@ def test_every_place_where_a_span_has_room_is_as_likely() -> None:
 @settings(deadline=None)
 @given(step=some.integers(0, 10**6), start=some.integers(0, 7), count=some.integers(1, 8))
 def test_any_rows_are_those_of_the_whole_batch(step: int, start: int, count: int) -> None:
-    source = Mapped(PackedTokens(TEXT, 24, 8, seed=0), lambda _, batch: OBJECTIVE.examples(batch))
+    source = MappedSource(PackedTokens(TEXT, 24, 8, seed=0), lambda _, batch: OBJECTIVE.examples(batch))
     whole, part = source.at(step), source.rows(step, start, min(start + count, 8))
     for name in whole.fields:
         assert torch.equal(part[name], whole[name][start : start + count])
@@ -124,7 +124,7 @@ def test_what_is_no_encoder_decoder_of_ours_is_refused() -> None:
     with pytest.raises(UsageError, match="cannot learn sequence_to_sequence"):
         build_model(ModelSettings(preset="bert-nano"), 40, 16, 0, "mass")
     torch.manual_seed(0)
-    with pytest.raises(Refused, match="cannot be told where in a text its target stands"):
+    with pytest.raises(RefusedError, match="cannot be told where in a text its target stands"):
         OBJECTIVE.predict(HuggingFaceSeq2Seq(MarianMTModel(marian())), rows())
     with pytest.raises(UsageError, match="rate is 0"):
         Mass(rate=0.0)

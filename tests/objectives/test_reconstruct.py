@@ -15,7 +15,7 @@ from thrifty.data.images.image_data import open_images
 from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.image_patches import patchify, unpatchify
 from thrifty.objectives import chosen_objective, find_objective
-from thrifty.objectives.masked_reconstruction import Reconstruct, patch_losses, split
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction, patch_losses, split
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.training.evaluation import see
 
@@ -48,19 +48,22 @@ def test_every_patch_is_removed_equally_often():
 
 @pytest.mark.parametrize(("rate", "visible"), [(0.75, 4), (0.5, 8), (0.9, 1), (0.6, 6)])
 def test_so_many_patches_are_visible(rate: float, visible: int):
-    made = Reconstruct(rate=rate, patch=2).examples(pictures())
+    made = MaskedReconstruction(rate=rate, patch=2).examples(pictures())
     assert visible == int(16 * (1 - rate))
     assert made["visible"].shape == (4, visible) and made["removed"].shape == (4, 16 - visible)
     assert made.fields.keys() == {"inputs", "visible", "removed"}
-    assert Reconstruct(rate=rate, patch=2).examples(made) is made
+    assert MaskedReconstruction(rate=rate, patch=2).examples(made) is made
 
 
 def test_smaller_images_have_fewer_patches():
-    assert Reconstruct(patch=2).examples(pictures(size=4))["visible"].shape == (4, 1)
+    assert MaskedReconstruction(patch=2).examples(pictures(size=4))["visible"].shape == (4, 1)
 
 
 def test_the_loss_is_the_mean_over_removed_patches_of_the_mean_over_pixels():
-    objective, batch = Reconstruct(patch=2, normalize=False), Reconstruct(patch=2).examples(pictures())
+    objective, batch = (
+        MaskedReconstruction(patch=2, normalize=False),
+        MaskedReconstruction(patch=2).examples(pictures()),
+    )
     predicted = torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(4))
     pixels, wanted = patchify(batch["inputs"], 2), []
     for row in range(4):
@@ -71,7 +74,7 @@ def test_the_loss_is_the_mean_over_removed_patches_of_the_mean_over_pixels():
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_what_is_visible_is_no_target(normalize: bool):
-    objective = Reconstruct(patch=2, normalize=normalize)
+    objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
     pixels = patchify(batch["inputs"], 2)
     for row in range(4):
@@ -82,14 +85,14 @@ def test_what_is_visible_is_no_target(normalize: bool):
 
 
 def test_patches_that_are_all_mean_have_a_loss_of_nearly_one_where_pixels_are_normalised():
-    batch = Reconstruct(patch=2).examples(pictures())
-    losses = Reconstruct(patch=2).losses(Prediction(given=torch.zeros(4, 12, 4)), batch)
+    batch = MaskedReconstruction(patch=2).examples(pictures())
+    losses = MaskedReconstruction(patch=2).losses(Prediction(given=torch.zeros(4, 12, 4)), batch)
     assert losses.tolist() == pytest.approx([3 / 4] * 4, rel=1e-3)  # the unbiased variance of 4 pixels: 3/4 is left
 
 
 @pytest.mark.parametrize("dropped", [False, True])
 def test_removed_pixels_reach_the_targets_and_nothing_else(dropped: bool):
-    plain, model = Reconstruct(patch=2), tiny_mae().eval()
+    plain, model = MaskedReconstruction(patch=2), tiny_mae().eval()
     objective = DropMaskedPatches().objective(plain) if dropped else plain
     batch = plain.examples(pictures())
     pixels = patchify(batch["inputs"], 2)
@@ -103,7 +106,7 @@ def test_removed_pixels_reach_the_targets_and_nothing_else(dropped: bool):
 
 
 def test_scores_are_norms_of_the_gradient_at_the_predictions():
-    objective, batch = Reconstruct(patch=2), Reconstruct(patch=2).examples(pictures())
+    objective, batch = MaskedReconstruction(patch=2), MaskedReconstruction(patch=2).examples(pictures())
     given = torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(5), requires_grad=True)
     prediction = Prediction(given=given)
     objective.losses(prediction, batch).sum().backward()
@@ -115,7 +118,7 @@ def test_masks_are_others_in_each_epoch_and_always_the_same_in_evaluation():
     masks = {}
     for seed in (0, 1):
         data = open_images(DataSettings(source="digits", batch=1300), seed, None, print, labelled=False)
-        objective = Reconstruct(patch=2)
+        objective = MaskedReconstruction(patch=2)
         first, second = (objective.examples(data.train.at(step)) for step in (0, 1))
         order = [batch["inputs"].flatten(1).sum(1).argsort() for batch in (first, second)]
         differ = (first["visible"][order[0]] != second["visible"][order[1]]).any(1).float().mean()
@@ -131,20 +134,20 @@ def test_masks_are_others_in_each_epoch_and_always_the_same_in_evaluation():
 
 def test_what_cannot_be_split_is_an_error_in_words():
     with pytest.raises(UsageError, match=r"of 16 patches 0 would be visible at a rate of 0\.95") as refused:
-        Reconstruct(rate=0.95, patch=2).examples(pictures())
+        MaskedReconstruction(rate=0.95, patch=2).examples(pictures())
     assert "model.patch lower" in refused.value.fix
     with pytest.raises(UsageError, match="8 x 8 pixels cannot be cut into patches of 3"):
-        Reconstruct(patch=3).examples(pictures())
+        MaskedReconstruction(patch=3).examples(pictures())
     with pytest.raises(UsageError, match="how large patches are is not known"):
-        Reconstruct().looking(None).examples(pictures())
+        MaskedReconstruction().with_patch_size(None).examples(pictures())
     for rate in (0.0, 1.0):
         with pytest.raises(UsageError, match="rate"):
-            Reconstruct(rate=rate)
+            MaskedReconstruction(rate=rate)
 
 
 def test_it_is_chosen_by_name_with_its_settings():
-    chosen = chosen_objective(ObjectiveSettings("reconstruct", rate=0.5, normalize=False)).looking(4)
-    assert chosen == Reconstruct(rate=0.5, normalize=False, patch=4)
+    chosen = chosen_objective(ObjectiveSettings("reconstruct", rate=0.5, normalize=False)).with_patch_size(4)
+    assert chosen == MaskedReconstruction(rate=0.5, normalize=False, patch=4)
     assert chosen.learns_from == "images" and not chosen.needs_labels and chosen.loss_in == "mean squared error"
     assert patch_losses(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)).tolist() == [1.0]
     with pytest.raises(UsageError, match=r"objective\.normalize is set, and classify has no such setting"):
@@ -153,7 +156,7 @@ def test_it_is_chosen_by_name_with_its_settings():
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_visible(normalize: bool):
-    objective = Reconstruct(patch=2, normalize=normalize)
+    objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
     right = Prediction(given=objective.targets(batch))
     found = objective.pictures(right, batch)
@@ -176,7 +179,7 @@ def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_vis
 
 
 def test_a_technique_around_it_shows_what_it_shows():
-    plain = Reconstruct(patch=2)
+    plain = MaskedReconstruction(patch=2)
     batch, model = plain.examples(pictures()), tiny_mae()
     around = DropMaskedPatches().objective(plain)
     prediction = around.predict(model, batch)
@@ -186,7 +189,7 @@ def test_a_technique_around_it_shows_what_it_shows():
 
 
 def test_the_first_examples_are_seen_in_a_batch_of_the_size_that_is_evaluated():
-    objective, model, sizes = Reconstruct(patch=2), tiny_mae(dropout=0.5).train(), []
+    objective, model, sizes = MaskedReconstruction(patch=2), tiny_mae(dropout=0.5).train(), []
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     batch = objective.examples(pictures())
     found = see(model, objective, batch, 3, torch.device("cpu"))

@@ -12,10 +12,10 @@ from pair_runs import SIDE, Crosses, pair_run, tiny_clip
 from thrifty.core.batches import Batch
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.objectives.retrieval_metrics import (
+    chance_retrieval,
     class_vectors,
-    embedded,
+    embed_pairs,
     retrieval,
-    retrieval_by_chance,
     zero_shot_accuracy,
 )
 
@@ -45,26 +45,26 @@ def test_chance_is_the_share_of_all_orders():
     orders = list(itertools.permutations(range(6)))
     for first in (1, 5):
         right = sum(any(numbers[i] == own for i in order[:first]) for own in numbers for order in orders)
-        assert retrieval_by_chance(numbers)[f"images R@{first}"] == pytest.approx(right / len(orders) / 6)
-    assert retrieval_by_chance(numbers)["captions R@10"] == 1.0
+        assert chance_retrieval(numbers)[f"images R@{first}"] == pytest.approx(right / len(orders) / 6)
+    assert chance_retrieval(numbers)["captions R@10"] == 1.0
 
 
 def test_vectors_are_those_of_the_towers_and_equal_captions_have_one_number():
     model, held_out = tiny_clip(), HeldOutExamples(Crosses())
-    images, captions, numbers = embedded(model, held_out.batches(40, 16), CPU)
+    images, captions, numbers = embed_pairs(model, held_out.batches(40, 16), CPU)
     whole = next(held_out.batches(40, 40))
     with torch.no_grad():
         torch.testing.assert_close(images, model.of_images(whole["inputs"]))
         torch.testing.assert_close(captions, model.of_captions(whole["tokens"], whole["keep"]))
     assert len(numbers.unique()) == 40
-    twice = embedded(model, [*held_out.batches(8, 8), *held_out.batches(8, 4)], CPU)[2]
+    twice = embed_pairs(model, [*held_out.batches(8, 8), *held_out.batches(8, 4)], CPU)[2]
     assert torch.equal(twice[:8], twice[8:])
 
 
 def test_what_stands_in_the_padding_makes_no_other_caption():
     model, batch = tiny_clip(), pair_run(batch=4).source.at(0)
     other = Batch({**batch.fields, "tokens": torch.where(batch["keep"], batch["tokens"], 9)}, batch.weight)
-    numbers = embedded(model, [batch, other], CPU)[2]
+    numbers = embed_pairs(model, [batch, other], CPU)[2]
     assert torch.equal(numbers[:4], numbers[4:])
 
 

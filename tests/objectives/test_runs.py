@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from end_to_end.command_line import CommandLine, assert_equal, write_corpus
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Budget, DataSettings, Evaluation, ObjectiveSettings, Recipe
-from thrifty.techniques.curriculum.sequence_length import SequenceLength
+from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, ObjectiveSettings, Recipe
+from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.run_setup import open_examples
 from thrifty.training.trainer import train
@@ -115,7 +115,7 @@ def masked_recipe(thrifty: CommandLine, *others: Any, **changed: Any) -> Recipe:
         data=settings(thrifty),
         objective=ObjectiveSettings("masked_token", **changed),
         budget=Budget(steps=30),
-        evaluation=Evaluation(every=100, examples=16),
+        evaluation=EvaluationSettings(every=100, examples=16),
         techniques=(AdamW(lr=1e-2), *others),
     )
 
@@ -129,7 +129,7 @@ def test_a_model_of_ones_own_learns_from_python(thrifty: CommandLine, tmp_path: 
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tmp_path: Path) -> None:
-    recipe = masked_recipe(thrifty, SequenceLength(start=8, until=2, phases=2))
+    recipe = masked_recipe(thrifty, SequenceLengthWarmup(start=8, until=2, phases=2))
     short, full = (
         train(replace(recipe, name=name, techniques=techniques), tmp_path, model=lambda: OwnEncoder(320), quiet=True)
         for name, techniques in (("short", recipe.techniques), ("full", (AdamW(lr=1e-2),)))

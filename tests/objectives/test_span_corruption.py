@@ -8,19 +8,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from thrifty.core.batches import Batch, Mapped
+from thrifty.core.batches import Batch, MappedSource
 from thrifty.core.errors import UsageError
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
-from thrifty.objectives.span_corruption import corrupted, cut_out, lengths, text_length
+from thrifty.objectives.span_corruption import corrupt_spans, lengths, span_counts, text_length
 
 FIRST_SENTINEL = 100_000
 TEXT = np.random.default_rng(0).integers(4, 97, 20_000).astype(np.uint16)
 
 
 def corrupt(tokens: np.ndarray, keys: np.ndarray, rate: float, mean_span: float) -> tuple[np.ndarray, np.ndarray]:
-    cut, spans = cut_out(tokens.shape[1], rate, mean_span)
-    return corrupted(tokens, keys, cut, spans, FIRST_SENTINEL + np.arange(spans))
+    cut, spans = span_counts(tokens.shape[1], rate, mean_span)
+    return corrupt_spans(tokens, keys, cut, spans, FIRST_SENTINEL + np.arange(spans))
 
 
 def parts(row: list[int]) -> list[list[int]]:
@@ -45,7 +45,7 @@ def test_putting_each_span_in_the_place_of_its_mark_restores_the_text(
     length: int, rate: float, mean_span: float, keys: list[int]
 ) -> None:
     tokens = np.arange(len(keys) * length).reshape(len(keys), length)
-    cut, spans = cut_out(length, rate, mean_span)
+    cut, spans = span_counts(length, rate, mean_span)
     sources, targets = corrupt(tokens, np.array(keys), rate, mean_span)
     for text, source, target in zip(tokens.tolist(), sources.tolist(), targets.tolist(), strict=True):
         kept, taken = parts(source), parts(target)
@@ -91,7 +91,7 @@ def objective(length: int) -> tuple[int, SequenceToSequence]:
 @given(step=some.integers(0, 10**6), start=some.integers(0, 7), rows=some.integers(1, 8))
 def test_any_rows_are_those_of_the_whole_batch_and_have_the_lengths_promised(step: int, start: int, rows: int) -> None:
     text, learned = objective(64)
-    source = Mapped(PackedTokens(TEXT, text, 8, seed=0), lambda _, batch: learned.examples(batch))
+    source = MappedSource(PackedTokens(TEXT, text, 8, seed=0), lambda _, batch: learned.examples(batch))
     whole, part = source.at(step), source.rows(step, start, min(start + rows, 8))
     assert whole["source"].shape == (8, 64) and whole["tokens"].shape == (8, lengths(text, 0.15, 3.0)[1] + 1)
     for name in ("source", "tokens"):

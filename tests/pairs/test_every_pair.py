@@ -18,8 +18,8 @@ from pairs.covering import Group, around, covering
 from rank_processes import in_a_group_of_one
 from runs_for import RUNS, plain_for
 from thrifty import techniques
-from thrifty.composition.compose import Composition, Plain
-from thrifty.core.errors import Refused, UsageError
+from thrifty.composition.compose import BaseRun, Run
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
 from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
 
@@ -88,7 +88,7 @@ def made_for(group: Group) -> str | None:
 
 
 @cache
-def plain_run_for(name: str | None) -> Plain:
+def plain_run_for(name: str | None) -> BaseRun:
     return plain_for(*([name] if name else []))
 
 
@@ -98,7 +98,7 @@ def works_alone(name: str, on: str | None) -> bool:
     with surroundings((name,)):
         try:
             run_through(plain_run_for(on), chosen_of((name,)), 1)
-        except Refused as refused:
+        except RefusedError as refused:
             return name not in refused.what
     return True
 
@@ -125,12 +125,12 @@ def try_together(group: Group) -> None:
     try:
         train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
     except Exception as failure:
-        if isinstance(failure, Refused) and (name := refusing_by_itself(failure, group)):
+        if isinstance(failure, RefusedError) and (name := refusing_by_itself(failure, group)):
             try_pair((group[0], name))
             return try_together(tuple(other for other in group if other != name))
         for pair in pairs_of(group):
             try_pair(pair)
-        if not isinstance(failure, Refused):
+        if not isinstance(failure, RefusedError):
             failure.add_note(f"in a run of {', '.join(group)}, though each two of them go together")
             raise
 
@@ -153,7 +153,7 @@ def goes_or_is_refused(pair: Group) -> None:
         return
     try:
         train_and_resume(plain, chosen, run)
-    except Refused as refused:
+    except RefusedError as refused:
         assert refusing_by_itself(refused, pair)
         assert refused.fix
 
@@ -164,7 +164,7 @@ def refusing_by_itself(refused: UsageError, group: Group) -> str | None:
     return next((n for n in group if n in refused.what and n not in RUNS and not works_alone(n, on)), None)
 
 
-def train_and_resume(plain: Plain, chosen: list[Technique], run: Composition) -> None:
+def train_and_resume(plain: BaseRun, chosen: list[Technique], run: Run) -> None:
     state = run.start()
     records = advance(run, state, SAVED)
     saved = snapshot(state)

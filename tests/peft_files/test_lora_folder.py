@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, TWO_SIDED, VOCABULARY, random_model
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.modeling.lora_model import activated, adapters, factor_names, merge
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.modeling.lora_model import active_adapters, adapters, factor_names, merge
 from thrifty.models.hf_folder import read_config
 from thrifty.models.weight_conversion import export_folder, folder_shape, import_folder
 from thrifty.peft_format import load_adapter, save_adapter
@@ -180,9 +180,9 @@ def test_torchs_own_attention_is_refused_since_peft_adds_to_its_last_layer_twice
     before = Encoder().encoder.layers[0].self_attn.out_proj.weight
     torch.testing.assert_close(attention.out_proj.weight - before, 2 * product)  # the day this fails, they can be read
     for path in ("self_attn", "out_proj"):
-        with pytest.raises(Refused, match="torch's own attention"):
+        with pytest.raises(RefusedError, match="torch's own attention"):
             save_adapter(Lora(rank=2, where=path).attach(Encoder()), tmp_path / "ours")
-    with pytest.raises(Refused, match="torch's own attention"):
+    with pytest.raises(RefusedError, match="torch's own attention"):
         load_adapter(Encoder(), tmp_path / "theirs")
     save_adapter(Lora(rank=2, where="linear").attach(Encoder()), tmp_path / "ours")
     again = Encoder()
@@ -204,14 +204,14 @@ def test_several_folders_share_one_base(tmp_path: Path) -> None:
         load_adapter(base, tmp_path / name, name)
     assert adapters(base) == ["french", "verse"]
     for name, expected in wanted.items():
-        with activated(base, name):
+        with active_adapters(base, name):
             torch.testing.assert_close(logits(base), expected, rtol=1e-6, atol=1e-6)
     after = {name: parameter.data_ptr() for name, parameter in base.named_parameters()}
     assert {name: after[name] for name in before} == before
     model = ours("llama", also="norm")
     randomize([model.model.norm.weight])
     save_adapter(model, tmp_path / "own-norm")
-    with pytest.raises(Refused, match=r"another model\.norm\.weight than the base"):
+    with pytest.raises(RefusedError, match=r"another model\.norm\.weight than the base"):
         load_adapter(base, tmp_path / "own-norm", "own")
     assert adapters(base) == ["french", "verse"]
 
@@ -295,8 +295,8 @@ def change(folder: Path, **settings: Any) -> None:
         ({"peft_type": "LOHA"}, UsageError, "peft_type is 'LOHA'"),
         ({"r": "gone", "rr": 3}, UsageError, "there is no setting rr"),
         ({"lora_alhpa": 3}, UsageError, "did you mean 'lora_alpha'"),
-        ({"use_dora": True}, Refused, "sets use_dora = True, which is not followed"),
-        ({"init_lora_weights": "pissa"}, Refused, "init_lora_weights = 'pissa'"),
+        ({"use_dora": True}, RefusedError, "sets use_dora = True, which is not followed"),
+        ({"init_lora_weights": "pissa"}, RefusedError, "init_lora_weights = 'pissa'"),
         ({"r": 4}, IntegrityError, "two matrices of the rank 4"),
         ({"rank_pattern": {"q_proj": 7}}, IntegrityError, "the factors of model.layers.0.self_attn.q_proj"),
         ({"rank_pattern": {"(": 7}}, UsageError, "a pattern that is none"),
@@ -347,7 +347,7 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(folder: Path) ->
     with pytest.raises(UsageError, match="exists already"):
         save_adapter(ours("llama", rank=2), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(Refused, match=r"save model\.norm|adapted layers inside"):
+    with pytest.raises(RefusedError, match=r"save model\.norm|adapted layers inside"):
         save_adapter(ours("bert", where="transform", also=r"predictions\.bias"), folder.parent / "other")
     with pytest.raises(UsageError, match="no adapter 'frnch'"):
         save_adapter(ours("llama"), folder.parent / "other", "frnch")
@@ -365,7 +365,7 @@ def test_a_tied_weight_that_was_trained_goes_with_both_its_names(tmp_path: Path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(VOCABULARY, 32)}, weights)
-    with pytest.raises(Refused, match="one tensor in the model, and were trained apart"):
+    with pytest.raises(RefusedError, match="one tensor in the model, and were trained apart"):
         load_adapter(fresh("llama-tied"), tmp_path / "adapter")
 
 

@@ -13,19 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from adapter_models import CONFIGS, TOKENS, next_token_loss, ours, theirs
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.weight_conversion import import_folder
 from thrifty.peft_format import load_adapter, save_adapter
-from thrifty.techniques.adapters.prefix_tuning import Prefix
-from thrifty.techniques.adapters.prompt_tuning import Prompt
+from thrifty.techniques.adapters.prefix_tuning import PrefixTuning
+from thrifty.techniques.adapters.prompt_tuning import PromptTuning
 
 COUNT = 5
 ADAPTERS = {
-    "prompt": Prompt(tokens=COUNT),
-    "prefix": Prefix(tokens=COUNT, hidden=0),
-    "prefix by a network": Prefix(tokens=COUNT, hidden=8),
+    "prompt": PromptTuning(tokens=COUNT),
+    "prefix": PrefixTuning(tokens=COUNT, hidden=0),
+    "prefix by a network": PrefixTuning(tokens=COUNT, hidden=8),
 }
 OF_PEFT = {
     "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT),
@@ -100,18 +100,20 @@ def test_of_a_classifier_peft_does_not_leave_them_out(adapter: str, tmp_path: Pa
     torch.testing.assert_close(loaded(input_ids=TOKENS).logits, wanted, rtol=1e-4, atol=2e-5)
 
 
-def stored(tmp_path: Path, technique: Prompt | Prefix) -> Path:
+def stored(tmp_path: Path, technique: PromptTuning | PrefixTuning) -> Path:
     save_adapter(technique.model(theirs("gpt2")), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
-@pytest.mark.parametrize("technique", [Prompt(tokens=3), Prefix(tokens=3, hidden=0)])
-def test_files_for_another_model_and_damaged_ones_are_refused(technique: Prompt | Prefix, tmp_path: Path) -> None:
+@pytest.mark.parametrize("technique", [PromptTuning(tokens=3), PrefixTuning(tokens=3, hidden=0)])
+def test_files_for_another_model_and_damaged_ones_are_refused(
+    technique: PromptTuning | PrefixTuning, tmp_path: Path
+) -> None:
     folder = stored(tmp_path, technique)
-    wide = assemble(Shape("gpt", 2, 64, 4, 4, 64, 300, 64, True))
+    wide = assemble(ModelConfig("gpt", 2, 64, 4, 4, 64, 300, 64, True))
     with pytest.raises(IntegrityError, match="for a model of width"):
         load_adapter(wide, folder)
-    with pytest.raises(Refused, match="go by no name"):
+    with pytest.raises(RefusedError, match="go by no name"):
         load_adapter(theirs("gpt2"), folder, "second")
     model = theirs("gpt2")
     load_adapter(model, folder)
@@ -124,14 +126,14 @@ def test_files_for_another_model_and_damaged_ones_are_refused(technique: Prompt 
 
 
 def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
-    folder = stored(tmp_path, Prompt(tokens=3))
+    folder = stored(tmp_path, PromptTuning(tokens=3))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"num_transformer_submodules": 2}))
-    with pytest.raises(Refused, match="num_transformer_submodules = 2"):
+    with pytest.raises(RefusedError, match="num_transformer_submodules = 2"):
         load_adapter(theirs("gpt2"), folder)
-    encoder = assemble(Shape("bert", 2, 32, 4, 4, 64, 300, 64, True))
-    with pytest.raises(Refused, match="prefixes for the blocks of a decoder"):
-        save_adapter(Prefix(tokens=3, hidden=0).model(encoder), tmp_path / "other")
+    encoder = assemble(ModelConfig("bert", 2, 32, 4, 4, 64, 300, 64, True))
+    with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
+        save_adapter(PrefixTuning(tokens=3, hidden=0).model(encoder), tmp_path / "other")
 
 
 def test_prefixes_of_several_widths_are_refused(tmp_path: Path) -> None:
@@ -140,6 +142,6 @@ def test_prefixes_of_several_widths_are_refused(tmp_path: Path) -> None:
     other.num_key_value_heads = 1
     block = model.model.layers[1]
     block.self_attn = type(block.self_attn)(other, 1)
-    model = Prefix(tokens=3, hidden=0).model(model)
-    with pytest.raises(Refused, match="of one width for all blocks"):
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
+    with pytest.raises(RefusedError, match="of one width for all blocks"):
         save_adapter(model, tmp_path / "adapter")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from thrifty import techniques
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.cost_estimates import Timing
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.plan_search import Search
-from thrifty.planning.planner import allowed_ways
+from thrifty.planning.cost_estimates import StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import PlanSearch
+from thrifty.planning.planner import allowed_options
 from tiny_runs import plain_run
 
 BATCH, MB = 8, 1e6
@@ -28,7 +28,7 @@ def recipe(*chosen: Technique, **sections: Any) -> Recipe:
     return Recipe(name="tiny", techniques=(*plain_techniques(), *chosen), **sections)
 
 
-def formula(run: Composition) -> Footprint:
+def formula(run: Run) -> Footprint:
     """What a count would say, roughly: techniques do to memory and work what they promise."""
     held = {technique.name: technique for technique in run.techniques}
     activations, flops, optimizer = 800.0, 100.0, 80.0
@@ -60,16 +60,16 @@ def searching(
     base: Sequence[Technique] = (),
     ranks: int = 1,
     **how: Any,
-) -> Search:
+) -> PlanSearch:
     """A search over the tiny recipe, for so many MB, that counts by the formula."""
     plain, planned = plain_run(batch=BATCH), recipe(*base)
-    ways, _ = allowed_ways(planned, plain, CATALOGUE, allow, "cpu", ranks)
-    return Search(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
+    ways, _ = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
+    return PlanSearch(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
 
 
-def by_expectation(candidate: Candidate, bar: float = math.inf) -> Timing:
+def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTiming:
     """A probe that finds what was expected, and no byte beyond the tensors."""
     rows = -(-candidate.batch // candidate.parts)
     assert candidate.footprint is not None
     seconds = candidate.relative * rows / candidate.batch
-    return Timing((rows,), (seconds,), (seconds,), 0.0, 0.0, 0.0, 0.0, 0.0, candidate.footprint.memory)
+    return StepTiming((rows,), (seconds,), (seconds,), 0.0, 0.0, 0.0, 0.0, 0.0, candidate.footprint.memory)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from thrifty.planning.allocator_trace import Blocks
+from thrifty.planning.allocator_trace import AllocatedBlocks
 
 
 def test_what_is_given_out_and_taken_back_is_added_up() -> None:
-    blocks = Blocks()
+    blocks = AllocatedBlocks()
     blocks.give(1000, 100)
     blocks.give(1100, 50)
     assert blocks.now == 150 and blocks.bytes_at({1100, 7}) == 50
@@ -20,7 +20,7 @@ def test_what_is_given_out_and_taken_back_is_added_up() -> None:
     [(1000, 10, 10 + 300), (1050, 10, 10 + 300), (1050, 100, 100 + 200), (900, 1000, 1000), (1100, 100, 100 + 300)],
 )
 def test_memory_that_is_given_out_again_was_taken_back_unseen(start: int, size: int, left: int) -> None:
-    blocks = Blocks()
+    blocks = AllocatedBlocks()
     blocks.give(1000, 100)
     blocks.give(1100, 100)
     blocks.give(1500, 200)

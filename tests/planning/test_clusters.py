@@ -13,23 +13,23 @@ from hypothesis import strategies as st
 
 from planning.planned_runs import BATCH, CATALOGUE, plain_techniques, recipe
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Infeasible, Refused, UsageError
+from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Numerics, Technique
-from thrifty.distributed.fake_ranks import as_rank
+from thrifty.distributed.fake_ranks import fake_rank
 from thrifty.planning.cluster_file import read_cluster
-from thrifty.planning.cluster_layouts import Layout, layouts, meshes
+from thrifty.planning.cluster_layouts import ClusterLayout, layouts, meshes
 from thrifty.planning.cluster_plan import COUNTS, MOST_COUNTS, TOO_MUCH, ClusterPlanner
-from thrifty.planning.cost_estimates import OVER_MESH_HIGH, counted
-from thrifty.planning.forecast import Wanted
-from thrifty.simulators.cluster.closed_form_workload import Sizes, transformer
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, count_footprint
+from thrifty.planning.forecast import PlanRequest
+from thrifty.simulators.cluster.closed_form_workload import DecoderSizes, transformer
 from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS
 from thrifty.simulators.cluster.simulated_step import simulate
 from tiny_runs import plain_run, technique
 
 BOX = CLUSTERS["h100-box"].of(4)
 AGAIN = technique("memory.recompute", every=2)
-LARGE = transformer("large", Sizes(4, 1024, 8, 4096, 1000, 512))
+LARGE = transformer("large", DecoderSizes(4, 1024, 8, 4096, 1000, 512))
 
 
 def planner(base: Sequence[Technique] = (), **how: Any) -> ClusterPlanner:
@@ -40,7 +40,7 @@ def planner(base: Sequence[Technique] = (), **how: Any) -> ClusterPlanner:
         "cluster": BOX,
         "place": "h100-box",
         "catalogue": CATALOGUE,
-        "wanted": Wanted(allow=Numerics.ROUNDING),
+        "wanted": PlanRequest(allow=Numerics.ROUNDING),
         "tokens": 16,
         "steps": 100,
     }
@@ -70,8 +70,8 @@ def test_the_plan_is_a_recipe_over_a_mesh_of_all_ranks_that_is_counted_to_fit() 
     plan = planner().plan()
     sizes = {axis: getattr(plan.recipe.mesh, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}
     assert math.prod(sizes.values()) == 4
-    with as_rank(0, sizes):
-        memory = counted(compose(plain_run(batch=BATCH), plan.recipe.techniques, 100)).memory
+    with fake_rank(0, sizes):
+        memory = count_footprint(compose(plain_run(batch=BATCH), plan.recipe.techniques, 100)).memory
     assert plan.chosen.footprint.memory == memory and memory * OVER_MESH_HIGH <= plan.limit
     steps = [placed.layout.seconds for placed in (plan.chosen, *plan.alternatives)]
     assert len({placed.layout.mesh for placed in (plan.chosen, *plan.alternatives)}) == len(steps) > 1
@@ -84,8 +84,8 @@ def test_less_memory_a_rank_gives_another_layout_that_fits_it() -> None:
     plenty = planner(cluster=BOX.of(2)).plan()
     limit = 0.9 * plenty.chosen.footprint.memory * OVER_MESH_HIGH
     # what is simulated is a larger model than what is counted, whose limit shall decide
-    small = transformer("small", Sizes(2, 8, 2, 16, 64, 16))
-    tight = planner(workload=small, wanted=Wanted(allow=Numerics.ROUNDING, memory=limit), cluster=BOX.of(2)).plan()
+    small = transformer("small", DecoderSizes(2, 8, 2, 16, 64, 16))
+    tight = planner(workload=small, wanted=PlanRequest(allow=Numerics.ROUNDING, memory=limit), cluster=BOX.of(2)).plan()
     assert tight.chosen.footprint.memory * OVER_MESH_HIGH <= limit
     assert tight.misfits and all("does not fit" in why or "cannot" in why for why in tight.misfits.values())
 
@@ -111,18 +111,18 @@ def test_a_recipe_s_own_recomputation_stays() -> None:
 
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(UsageError, match="several ranks add up in another order") as error:
-        planner(wanted=Wanted()).plan()
+        planner(wanted=PlanRequest()).plan()
     assert error.value.fix == "--allow rounding"
-    with pytest.raises(Infeasible, match="no layout fits") as error:
-        planner(wanted=Wanted(allow=Numerics.ROUNDING, memory=1e5)).plan()
+    with pytest.raises(InfeasibleError, match="no layout fits") as error:
+        planner(wanted=PlanRequest(allow=Numerics.ROUNDING, memory=1e5)).plan()
     assert "--ranks" in error.value.fix
-    with pytest.raises(Infeasible, match=r"effective batch of 8 cannot be divided over 2,048 ranks") as error:
+    with pytest.raises(InfeasibleError, match=r"effective batch of 8 cannot be divided over 2,048 ranks") as error:
         planner(cluster=CLUSTERS["h100-roce"].of(2048), workload=replace(LARGE, blocks=LARGE.blocks[:1])).plan()
 
 
 def test_what_takes_longer_than_it_may_is_refused() -> None:
-    asked = Wanted(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
-    with pytest.raises(Infeasible, match=r"the fastest that fits takes .* and may take 1 h"):
+    asked = PlanRequest(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
+    with pytest.raises(InfeasibleError, match=r"the fastest that fits takes .* and may take 1 h"):
         planner(wanted=asked).plan()
     assert planner(wanted=replace(asked, seconds=1e15)).plan().recipe.budget.tokens == 1e12
 
@@ -130,7 +130,7 @@ def test_what_takes_longer_than_it_may_is_refused() -> None:
 def test_one_rank_that_may_change_nothing_keeps_the_recipe_s_micro_batches() -> None:
     twice = technique("large_batch.gradient_accumulation", parts=2)
     for own in ((), (twice,)):
-        plan = planner(own, cluster=BOX.of(1), wanted=Wanted()).plan()
+        plan = planner(own, cluster=BOX.of(1), wanted=PlanRequest()).plan()
         placed = (plan.chosen, *plan.alternatives)
         assert {each.layout.report.micro_batches for each in placed} == {2 if own else 1}
 
@@ -145,12 +145,12 @@ def test_where_many_of_the_fastest_hold_too_much_slower_ones_that_fit_are_found(
     before = itertools.takewhile(lambda layout: OVER_MESH_HIGH * layout.report.fullest.total > limit, found)
     assert sum(layout.report.fullest.total <= TOO_MUCH * limit for layout in before) > COUNTS
 
-    def simulated(self: ClusterPlanner, layout: Layout, techniques: object) -> Footprint:
+    def simulated(self: ClusterPlanner, layout: ClusterLayout, techniques: object) -> Footprint:
         return Footprint(parameters=layout.report.fullest.total)
 
     monkeypatch.setattr(ClusterPlanner, "_footprint", simulated)
     monkeypatch.setattr(ClusterPlanner, "_techniques", lambda self, layout: ())
-    wanted = Wanted(allow=Numerics.ROUNDING, memory=limit)
+    wanted = PlanRequest(allow=Numerics.ROUNDING, memory=limit)
     placed, misfits = planner(cluster=cluster, plain=plain, wanted=wanted)._counted(found)
     assert placed and len(misfits) < MOST_COUNTS
     assert all(each.footprint.memory * OVER_MESH_HIGH <= limit for each in placed)
@@ -159,11 +159,11 @@ def test_where_many_of_the_fastest_hold_too_much_slower_ones_that_fit_are_found(
 def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(self: ClusterPlanner, layout: Layout, techniques: object) -> Footprint:
-        raise Refused("a technique: not over a mesh")
+    def refused(self: ClusterPlanner, layout: ClusterLayout, techniques: object) -> Footprint:
+        raise RefusedError("a technique: not over a mesh")
 
     monkeypatch.setattr(ClusterPlanner, "_footprint", refused)
-    with pytest.raises(Infeasible, match=r"no layout goes with the recipe; .*: a technique: not over a mesh"):
+    with pytest.raises(InfeasibleError, match=r"no layout goes with the recipe; .*: a technique: not over a mesh"):
         planner().plan()
 
 
@@ -177,13 +177,13 @@ def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short
 def test_a_budget_below_one_step_is_refused_with_what_would_pay_for_one(
     wanted: dict[str, float], what: str, fix: str
 ) -> None:
-    with pytest.raises(Infeasible, match=what) as error:
-        planner(wanted=Wanted(allow=Numerics.ROUNDING, **wanted)).plan()
+    with pytest.raises(InfeasibleError, match=what) as error:
+        planner(wanted=PlanRequest(allow=Numerics.ROUNDING, **wanted)).plan()
     assert fix in error.value.fix
 
 
 def test_time_and_cost_follow_from_the_budget() -> None:
-    plan = planner(wanted=Wanted(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
+    plan = planner(wanted=PlanRequest(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
     assert plan.steps == 50 and plan.recipe.budget.tokens == 16 * BATCH * 50
     assert plan.seconds.value == pytest.approx(50 * plan.chosen.layout.seconds)
     assert plan.cost is not None and plan.cost.value == pytest.approx(plan.seconds.value)

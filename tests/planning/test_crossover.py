@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thrifty.kernels.sparse import sparse_breakeven
-from thrifty.planning.breakeven_table import Row, crossover_table
+from thrifty.planning.breakeven_table import BreakevenRow, crossover_table
 
 
 def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
@@ -22,6 +22,8 @@ def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
 
 
 def test_a_row_says_where_it_starts_to_win() -> None:
-    row = Row(sparse_breakeven.Case("blocks", 64, 32, 16), sparse_breakeven.Line(1.0, 0.1, 1.2))
+    row = BreakevenRow(
+        sparse_breakeven.BreakevenCase("blocks", 64, 32, 16), sparse_breakeven.DensityTimeFit(1.0, 0.1, 1.2)
+    )
     assert row.crossover == pytest.approx(0.75)
     assert str(row).startswith("64 x 32, float32, blocks of 16: below a density of 0.75; of the dense time 0.70 at 0.5")

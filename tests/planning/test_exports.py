@@ -18,14 +18,14 @@ from accelerate.commands.config.config_args import ClusterConfig
 from end_to_end.command_line import write_corpus
 from planning.planned_runs import CATALOGUE
 from thrifty.cli.plan.plan_exports import write_exports
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 from thrifty.training.loop import train
-from thrifty.training.run_setup import prepare
+from thrifty.training.run_setup import prepare_run
 
 STEPS = 4
 
@@ -41,9 +41,9 @@ UPDATE = (
 )
 
 
-def elsewhere(*chosen: Technique, mesh: Mesh | None = None, batch: int = 8) -> Elsewhere:
+def elsewhere(*chosen: Technique, mesh: Mesh | None = None, batch: int = 8) -> PortableRecipe:
     recipe = Recipe(data=DataSettings(length=16, batch=batch), mesh=mesh or Mesh(), techniques=(*UPDATE, *chosen))
-    return Elsewhere.of(recipe, recipe.techniques, STEPS, "cpu")
+    return PortableRecipe.of(recipe, recipe.techniques, STEPS, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def planned(corpus: Path, *chosen: Technique, preset: str = "llama-nano") -> Any
 
 
 def our_losses(recipe: Recipe) -> list[float]:
-    run = prepare(recipe, quiet=True).run
+    run = prepare_run(recipe, quiet=True).run
     return [record.loss for record in train(run, run.start(), recipe.seed)]
 
 
@@ -93,7 +93,7 @@ def test_the_plain_script_gives_the_losses_of_our_run(
 
 
 def test_a_script_refuses_what_plain_torch_cannot_say(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(Refused, match=r"no sparsity\.static") as error:
+    with pytest.raises(RefusedError, match=r"no sparsity\.static") as error:
         write_exports(("script",), planned(corpus, technique("sparsity.static", density=0.5)), tmp_path / "plan.toml")
     assert error.value.fix == "--without sparsity.static"
     assert not list(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
     plan = planned(corpus)
     write_exports(("script", "deepspeed"), plan, tmp_path / "plan.toml")
     for name in ("script", "deepspeed"):
-        with pytest.raises(Refused, match="is there already"):
+        with pytest.raises(RefusedError, match="is there already"):
             write_exports((name,), plan, tmp_path / "plan.toml")
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
     ],
     ids=["alone", "sharded", "replicated"],
 )
-def test_accelerate_reads_its_configuration(tmp_path: Path, run: Elsewhere, wanted: dict[str, Any]) -> None:
+def test_accelerate_reads_its_configuration(tmp_path: Path, run: PortableRecipe, wanted: dict[str, Any]) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(accelerate.configuration(run))
     read = ClusterConfig.from_yaml_file(str(path))  # raises for a key that it does not know
@@ -141,7 +141,7 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     lower = elsewhere(technique("parallelism.shard", zero=1), mesh=Mesh(shard=2))
     assert deepspeed.configuration(lower)["zero_optimization"]["stage"] == 1
     assert "fsdp_reshard_after_forward: false" in accelerate.configuration(lower)
-    with pytest.raises(Refused, match="no whole number"):
+    with pytest.raises(RefusedError, match="no whole number"):
         deepspeed.configuration(elsewhere(technique("large_batch.gradient_accumulation", parts=3)))
 
 
@@ -150,7 +150,7 @@ FOR_DEEPSPEED = [
     elsewhere(technique("precision.mixed"), technique("memory.recompute")),
     elsewhere(technique("precision.mixed", format="float16"), technique("large_batch.gradient_accumulation", parts=4)),
     elsewhere(technique("parallelism.shard"), technique("memory.offload_optimizer"), mesh=Mesh(shard=2)),
-    Elsewhere.of(
+    PortableRecipe.of(
         Recipe(data=DataSettings(length=16, batch=8)),
         (UPDATE[0], technique("schedules.cosine", warmup=2)),
         STEPS,
@@ -179,7 +179,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
-def test_deepspeed_is_told_nothing_but_what_its_documentation_names(run: Elsewhere) -> None:
+def test_deepspeed_is_told_nothing_but_what_its_documentation_names(run: PortableRecipe) -> None:
     made = deepspeed.configuration(run)
     assert made.keys() <= NUMBERS | SECTIONS.keys()
     assert all(made[name].keys() <= keys for name, keys in SECTIONS.items() if name in made)
@@ -190,7 +190,7 @@ def test_deepspeed_is_told_nothing_but_what_its_documentation_names(run: Elsewhe
 
 
 @pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
-def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run: Elsewhere) -> None:
+def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run: PortableRecipe) -> None:
     """Where it is installed: it is no dependency of ours."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = pytest.importorskip("deepspeed.runtime.config")
@@ -207,7 +207,7 @@ def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run:
 @pytest.mark.parametrize("export", [accelerate, deepspeed])
 def test_axes_that_a_trainer_has_no_word_for_are_refused(export: Any) -> None:
     run = elsewhere(technique("parallelism.tensor"), mesh=Mesh(tensor=2))
-    with pytest.raises(Refused, match="no word for ranks along tensor"):
+    with pytest.raises(RefusedError, match="no word for ranks along tensor"):
         export.configuration(run)
     read = tomllib.loads(torchtitan.configuration(run))
     assert read["parallelism"]["tensor_parallel_degree"] == 2

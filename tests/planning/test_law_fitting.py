@@ -14,8 +14,8 @@ from thrifty.planning.scaling_law_fit import (
     COARSE_STARTS,
     DELTA,
     PAPER_STARTS,
-    Fit,
-    Procedure,
+    FitProcedure,
+    LawFit,
     TrainedRun,
     fit,
     huber_objective,
@@ -43,7 +43,7 @@ def noiseless() -> tuple[TrainedRun, ...]:
 
 
 @pytest.fixture(scope="module")
-def converged(noiseless: tuple[TrainedRun, ...]) -> Fit:
+def converged(noiseless: tuple[TrainedRun, ...]) -> LawFit:
     return fit(noiseless)
 
 
@@ -74,7 +74,7 @@ def test_the_gradient_is_the_slope_of_the_objective() -> None:
     assert error < 1e-5 * np.linalg.norm(huber_objective(at, *data)[1])
 
 
-def test_noiseless_runs_give_the_constants_back(converged: Fit) -> None:
+def test_noiseless_runs_give_the_constants_back(converged: LawFit) -> None:
     assert converged.law.logs() == pytest.approx(BEST.law.logs(), rel=1e-3)
     for name in ("A", "B"):
         assert getattr(converged.law, name) == pytest.approx(getattr(BEST.law, name), rel=1e-3)
@@ -89,9 +89,9 @@ def test_runs_a_thousand_times_smaller_give_their_constants_back_as_well() -> No
 
 
 def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_size(
-    noiseless: tuple[TrainedRun, ...], converged: Fit
+    noiseless: tuple[TrainedRun, ...], converged: LawFit
 ) -> None:
-    early = fit(noiseless, procedure=Procedure.STOPS_EARLY)
+    early = fit(noiseless, procedure=FitProcedure.STOPS_EARLY)
     assert early.objective > 1e6 * converged.objective and early.objective > 1e-5
     true, right, wrong = (law.optimal(5.76e23).tokens_per_parameter for law in (BEST.law, converged.law, early.law))
     assert right == pytest.approx(true, rel=1e-3)
@@ -100,7 +100,7 @@ def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_
 
 def test_with_noise_the_sum_still_ends_lower_than_the_mean() -> None:
     runs = synthetic_runs(BEST.law, SIZES, BUDGETS, noise=0.01)
-    summed, averaged = fit(runs), fit(runs, procedure=Procedure.STOPS_EARLY)
+    summed, averaged = fit(runs), fit(runs, procedure=FitProcedure.STOPS_EARLY)
     assert summed.objective < 0.99 * averaged.objective
     assert summed.law.alpha == pytest.approx(BEST.law.alpha, abs=0.03)
     assert summed.law.beta == pytest.approx(BEST.law.beta, abs=0.03)

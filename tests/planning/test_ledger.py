@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thrifty.machine.machine_info import machine
+from thrifty.machine.machine_info import machine_identity
 from thrifty.planning import forecast_ledger
-from thrifty.planning.forecast_ledger import Record, entries, record_of
+from thrifty.planning.forecast_ledger import PredictionRecord, entries, prediction_record
 from thrifty.training import run_ledger
-from thrifty.training.run_ledger import expect, keep, ledger_file
+from thrifty.training.run_ledger import ledger_file, record_forecast, record_run
 
 RECIPE = 'name = "a run"\nseed = 1\n[techniques.optimizers.adamw]\nlr = 0.1\n'
 
@@ -38,39 +38,39 @@ def finished_run(
 
 
 def test_a_finished_run_is_kept_with_what_was_predicted_of_it(tmp_path: Path) -> None:
-    expect(
+    record_forecast(
         {"seed": 1, "techniques": {"optimizers": {"adamw": {"lr": 0.1}}}, "name": "other"}, {"step": 0.4, "memory": 2e6}
     )
-    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     (entry,) = entries("cpu")
     assert entry.run == "run" and entry.measured == {"memory": 1.5e6, "step": 0.5}
     assert entry.predicted == {"counted": 1e6, "step": 0.4, "memory": 2e6}
-    assert record_of([entry], "step", "step").ratios == (1.25,)
-    assert record_of([entry], "counted", "memory").error == 0.5
+    assert prediction_record([entry], "step", "step").ratios == (1.25,)
+    assert prediction_record([entry], "counted", "memory").error == 0.5
 
 
 def test_the_steps_of_a_run_beside_other_work_are_not_held_against_forecasts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.5, 0.5))
-    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     (entry,) = entries("cpu")
     assert entry.measured == {"memory": 1.5e6}
 
 
 def test_runs_that_ended_early_are_not_kept_and_those_of_several_ranks_apart(tmp_path: Path) -> None:
-    keep(tmp_path / "a", finished_run(tmp_path / "a", status="interrupted"))
-    keep(tmp_path / "b", finished_run(tmp_path / "b", ranks=2))
+    record_run(tmp_path / "a", finished_run(tmp_path / "a", status="interrupted"))
+    record_run(tmp_path / "b", finished_run(tmp_path / "b", ranks=2))
     assert [(entry.run, entry.ranks) for entry in entries("cpu")] == [("b", 2)]
 
 
 def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep(tmp_path / "nowhere", {"status": "finished"})
+    record_run(tmp_path / "nowhere", {"status": "finished"})
     summary = finished_run(tmp_path / "run")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "file" / "below"))
-    keep(tmp_path / "run", summary)
-    expect({}, {"step": 1.0})
+    record_run(tmp_path / "run", summary)
+    record_forecast({}, {"step": 1.0})
     assert entries("cpu") == []
 
 
@@ -80,8 +80,8 @@ def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch
 
     monkeypatch.delenv("THRIFTY_CACHE")
     monkeypatch.setattr(Path, "home", nowhere)
-    keep(tmp_path / "run", finished_run(tmp_path / "run"))
-    expect({}, {"step": 1.0})
+    record_run(tmp_path / "run", finished_run(tmp_path / "run"))
+    record_forecast({}, {"step": 1.0})
     assert entries("cpu") == []
 
 
@@ -90,16 +90,16 @@ def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monk
     ledger_file().parent.mkdir(parents=True)
     with ledger_file().open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        keep(tmp_path / "run", finished_run(tmp_path / "run"))
+        record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     assert entries("cpu") == []
-    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     assert len(entries("cpu")) == 1
 
 
 def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> None:
-    keep(tmp_path / "run", finished_run(tmp_path / "run"))
+    record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     line = ledger_file().read_text()
-    other = json.loads(line) | {"machine": machine("cpu") | {"device": "another"}}
+    other = json.loads(line) | {"machine": machine_identity("cpu") | {"device": "another"}}
     ledger_file().write_text("no json\n" + line[:20] + "\n" + json.dumps(other) + "\n[1]\n" + line)
     assert [entry.run for entry in entries("cpu")] == ["run"]
 
@@ -117,9 +117,9 @@ def test_writers_at_the_same_time_lose_and_mix_no_line() -> None:
 
 
 def test_few_runs_only_widen_an_interval() -> None:
-    none = Record(()).around(10.0, 0.9, 1.1)
-    assert (none.low, none.high) == (9.0, pytest.approx(11.0)) and Record(()).error is None
-    far = Record((1.4, 0.95)).around(10.0, 0.9, 1.1)
+    none = PredictionRecord(()).around(10.0, 0.9, 1.1)
+    assert (none.low, none.high) == (9.0, pytest.approx(11.0)) and PredictionRecord(()).error is None
+    far = PredictionRecord((1.4, 0.95)).around(10.0, 0.9, 1.1)
     assert (far.low, far.high) == (9.0, 14.0)
 
 
@@ -127,6 +127,6 @@ def test_intervals_learned_from_runs_hold_what_comes_next_as_often_as_they_say()
     draws, held, number = np.random.default_rng(0), 0, 600
     for _ in range(number):
         ratios = np.exp(draws.normal(0.05, 0.1, 41))
-        found = Record(tuple(ratios[:40])).around(1.0, 0.5, 2.0)
+        found = PredictionRecord(tuple(ratios[:40])).around(1.0, 0.5, 2.0)
         held += found.low <= ratios[40] <= found.high
     assert 0.86 <= held / number <= 0.97

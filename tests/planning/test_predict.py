@@ -11,12 +11,12 @@ from planning.planned_runs import CATALOGUE
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.footprint import Footprint
-from thrifty.core.recipe import Checkpoints
+from thrifty.core.recipe import CheckpointSettings
 from thrifty.planning import step_timing
-from thrifty.planning.cost_estimates import Estimate, Timing, counted, largest_part, line_through
+from thrifty.planning.cost_estimates import Estimate, StepTiming, count_footprint, largest_part, line_through
 from thrifty.planning.disk_usage import disk_bytes
 from thrifty.planning.probe_jobs import sizes
-from thrifty.planning.step_timing import timed
+from thrifty.planning.step_timing import time_steps
 from tiny_runs import plain_run, with_optimizer
 
 
@@ -24,7 +24,7 @@ from tiny_runs import plain_run, with_optimizer
 def test_one_trace_counts_what_an_explanation_ends_with(name: str) -> None:
     settings = {"every": 2} if name == "measure.noise_scale" else {}
     run = compose(plain_run(batch=4), with_optimizer([CATALOGUE[name](**settings)]), 6)
-    assert counted(run) == explain(run).footprint
+    assert count_footprint(run) == explain(run).footprint
 
 
 @given(st.floats(0.01, 1), st.floats(0.001, 1), st.integers(2, 40))
@@ -40,11 +40,11 @@ def test_where_noise_outweighs_the_sizes_time_is_in_proportion_to_the_largest() 
 
 
 def test_a_step_is_its_micro_batches_the_smaller_last_one_too_and_one_update() -> None:
-    timing = Timing((2, 4), (3.0, 5.0), (2.0, 4.0), 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
+    timing = StepTiming((2, 4), (3.0, 5.0), (2.0, 4.0), 0.5, 0.0, 0.0, 0.0, 0.0, 0.0)
     assert timing.step(8, 2) == 2 * 5 + 0.5
     assert timing.step(10, 3) == 2 * 5 + 3 + 0.5
     assert timing.least_step(8, 4) == 4 * 2 + 0.5
-    assert Timing.from_dict(timing.as_dict()) == timing
+    assert StepTiming.from_dict(timing.as_dict()) == timing
 
 
 def test_of_gradients_and_activations_only_the_larger_can_be_most_of_the_peak() -> None:
@@ -59,7 +59,7 @@ def test_a_rate_has_its_bounds_the_other_way_round() -> None:
 def test_a_probe_runs_whole_steps_and_says_what_they_took() -> None:
     run = compose(plain_run(batch=4), with_optimizer([]), 20)
     held_out = [run.source.at(0)]
-    timing = timed(run, (1, 2), 2, held_out, 0.1)
+    timing = time_steps(run, (1, 2), 2, held_out, 0.1)
     assert timing.rows == (1, 2) and all(
         0 < low <= middle for low, middle in zip(timing.least, timing.passes, strict=True)
     )
@@ -68,7 +68,7 @@ def test_a_probe_runs_whole_steps_and_says_what_they_took() -> None:
 
 def test_a_probe_leaves_the_smaller_sizes_out_where_the_largest_is_too_slow() -> None:
     run = compose(plain_run(batch=4), with_optimizer([]), 20)
-    timing = timed(run, (1, 2, 4), 1, [run.source.at(0)], 0.1, bar=1e-9)
+    timing = time_steps(run, (1, 2, 4), 1, [run.source.at(0)], 0.1, bar=1e-9)
     assert timing.rows == (4,) and timing.evaluation > 0 and timing.memory >= 0
 
 
@@ -81,7 +81,7 @@ def test_an_evaluation_is_told_by_a_few_of_its_batches(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(step_timing, "evaluate", evaluated)
     run = compose(plain_run(batch=4), with_optimizer([]), 20)
-    timing = timed(run, (4,), 1, [run.source.at(step) for step in range(10)], 0.0)
+    timing = time_steps(run, (4,), 1, [run.source.at(step) for step in range(10)], 0.0)
     assert judged == [1, 2] and timing.evaluation >= 0.1
 
 
@@ -91,7 +91,7 @@ def test_only_the_plan_s_own_size_is_tried_where_micro_batches_may_not_change() 
 
 
 def test_what_a_run_writes_is_the_checkpoints_that_are_there_at_once_and_the_prepared_data() -> None:
-    kept = Checkpoints(keep=2, also=(0.5,))
+    kept = CheckpointSettings(keep=2, also=(0.5,))
     footprint = Footprint(parameters=40.0, buffers=2.0, gradients=40.0, optimizer=80.0)
     assert disk_bytes(kept, footprint, [], 7.0) == {"checkpoints": 5 * 122.0, "prepared data": 7.0}
     outside = replace(footprint, optimizer=0.0)

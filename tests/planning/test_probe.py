@@ -12,12 +12,12 @@ import torch
 import thrifty
 from thrifty.machine import measured_rates
 from thrifty.machine.cgroup_limits import cgroup_limits
-from thrifty.machine.machine_info import EXTRAS, Machine, peak_flops, probe, try_compile
-from thrifty.machine.measured_rates import Rate, disk_rate, matmul_rate, memory_rate
+from thrifty.machine.machine_info import EXTRAS, MachineInfo, peak_flops, probe, try_compile
+from thrifty.machine.measured_rates import MeasuredRate, disk_rate, matmul_rate, memory_rate
 
 
 @pytest.fixture(scope="module")
-def machine() -> Machine:
+def machine() -> MachineInfo:
     return probe(quick=True)
 
 
@@ -128,7 +128,7 @@ def test_a_product_whose_repeats_would_take_longer_than_there_is_time_is_left_ou
 
     def repeated(function, work, seconds, device):
         tried.append(work)
-        return Rate(1e9, 1e9, 1e9, 3)
+        return MeasuredRate(1e9, 1e9, 1e9, 3)
 
     monkeypatch.setattr(measured_rates, "_repeated", repeated)
     repeats = (1 + measured_rates.LEAST_REPEATS) * 2 * 2048**3 / 1e9

@@ -8,13 +8,13 @@ import psutil
 import pytest
 
 from planning.test_forecasts import BATCH, TIMING
-from thrifty.planning.probe_jobs import Job, ProbeFailed, in_process
+from thrifty.planning.probe_jobs import ProbeError, ProbeJob, probe_in_process
 
 ANSWERS = f"""
 import sys
 from pathlib import Path
-from thrifty.planning.probe_jobs import answer
-answer(Path(sys.argv[1]), {TIMING.as_dict()!r})
+from thrifty.planning.probe_jobs import write_probe_answer
+write_probe_answer(Path(sys.argv[1]), {TIMING.as_dict()!r})
 """
 DIES = """
 import os, sys
@@ -26,8 +26,8 @@ probes.answer(Path(sys.argv[1]), {})
 REFUSES = """
 import os, sys
 from pathlib import Path
-from thrifty.planning.probe_jobs import answer
-answer(Path(sys.argv[1]), {"refused": "the loss is nan"})
+from thrifty.planning.probe_jobs import write_probe_answer
+write_probe_answer(Path(sys.argv[1]), {"refused": "the loss is nan"})
 sys.exit("something else")
 """
 KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
@@ -36,9 +36,9 @@ SILENT = "pass"
 HANGS = "import os, sys, time\nopen(os.environ['PIDS'], 'a').write(f'{os.getpid()} ')\ntime.sleep(60)"
 
 
-def job(ranks: int) -> Job:
+def job(ranks: int) -> ProbeJob:
     mesh = {"replicate": ranks if ranks > 1 else 0, "shard": 0, "tensor": 1, "pipeline": 1}
-    return Job({"name": "a", "mesh": mesh}, 10, (BATCH,), 1, 1.0, (5.0, 6.0))
+    return ProbeJob({"name": "a", "mesh": mesh}, 10, (BATCH,), 1, 1.0, (5.0, 6.0))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: int) -> None:
     module.write_text(ANSWERS)
     assert job(ranks).ranks == ranks
-    assert in_process("a_probe")(job(ranks)) == TIMING
+    assert probe_in_process("a_probe")(job(ranks)) == TIMING
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: 
 )
 def test_what_went_wrong_is_said(module: Path, program: str, ranks: int, said: str) -> None:
     module.write_text(program)
-    with pytest.raises(ProbeFailed, match=said):
-        in_process("a_probe")(job(ranks))
+    with pytest.raises(ProbeError, match=said):
+        probe_in_process("a_probe")(job(ranks))
 
 
 def test_ranks_that_take_too_long_are_ended_all_of_them(
@@ -78,8 +78,8 @@ def test_ranks_that_take_too_long_are_ended_all_of_them(
 ) -> None:
     module.write_text(HANGS)
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    with pytest.raises(ProbeFailed, match="not done after 12 s"):
-        in_process("a_probe", limit=12.0)(job(2))
+    with pytest.raises(ProbeError, match="not done after 12 s"):
+        probe_in_process("a_probe", limit=12.0)(job(2))
     started = (tmp_path / "pids").read_text().split()
     assert len(started) == 2
     until = time.monotonic() + 10

@@ -9,21 +9,21 @@ import pytest
 from parallel_work import probed
 from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, recipe, searching
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Numerics
-from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Timing
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.plan_search import Search
-from thrifty.planning.planner import allowed_ways
-from thrifty.planning.rank_options import RANKS, undivided
-from thrifty.planning.search_space import Way
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import PlanSearch
+from thrifty.planning.planner import allowed_options
+from thrifty.planning.rank_options import RANKS, without_rank_techniques
+from thrifty.planning.search_space import PlanOption
 from thrifty.training.run_setup import mesh_sizes
 from tiny_runs import plain_run
 
 
-def ways(ranks: int, batch: int = BATCH, allow: Numerics = Numerics.ROUNDING) -> Sequence[Way]:
-    free, _ = allowed_ways(recipe(), plain_run(batch=batch), CATALOGUE, allow, "cpu", ranks)
+def ways(ranks: int, batch: int = BATCH, allow: Numerics = Numerics.ROUNDING) -> Sequence[PlanOption]:
+    free, _ = allowed_options(recipe(), plain_run(batch=batch), CATALOGUE, allow, "cpu", ranks)
     return free.get(RANKS, ())
 
 
@@ -49,7 +49,7 @@ def test_one_rank_has_no_such_ways_and_what_must_be_exact_has_none_either() -> N
     assert not ways(1) and not ways(2, allow=Numerics.EXACT)
 
 
-def halving(run: Composition) -> Footprint:
+def halving(run: Run) -> Footprint:
     """Of a rank, where ranks divide a step."""
     found = formula(run)
     names = {technique.name for technique in run.techniques}
@@ -58,10 +58,10 @@ def halving(run: Composition) -> Footprint:
     return found.scale(activations=0.5, optimizer=0.5) if "parallelism.shard" in names else found
 
 
-def over_two(memory: float = inf, gain: float = 0.5) -> Search:
+def over_two(memory: float = inf, gain: float = 0.5) -> PlanSearch:
     """A search in which two ranks take so much of the time that is expected of them."""
 
-    def time(candidate: Candidate, bar: float) -> Timing:
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         found = by_expectation(candidate)
         if candidate.ranks == 1:
             return found
@@ -98,7 +98,7 @@ def test_the_steps_of_ranks_are_run_in_the_micro_batches_that_they_will_have() -
     assert all(search.kind(candidate) in kinds for candidate in alone)
 
 
-def search_candidates(search: Search) -> list[Candidate]:
+def search_candidates(search: PlanSearch) -> list[PlanCandidate]:
     if not search.singles:
         search.look_at_singles()
     return [candidate for candidate in search.combinations() if len(candidate.ways) <= 2]
@@ -118,13 +118,13 @@ def test_memory_of_one_machine_is_shared_by_its_ranks_and_one_of_them_alone_has_
     for candidate in whole.tried:
         assert candidate.footprint is not None
         assert candidate.footprint.memory * candidate.counted_high <= whole.room(candidate)
-    assert whole.room(Candidate((), (), BATCH)) == 1100 * MB
+    assert whole.room(PlanCandidate((), (), BATCH)) == 1100 * MB
     (two, *_) = (candidate for candidate in whole.combinations() if candidate.ranks == 2)
     assert whole.room(two) == 550 * MB
 
 
 def test_what_one_process_held_beside_its_tensors_says_nothing_of_ranks() -> None:
-    def time(candidate: Candidate, bar: float) -> Timing:
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         found = by_expectation(candidate)
         return replace(found, memory=found.memory + (300 * MB if candidate.ranks == 1 else 0.0))
 
@@ -142,9 +142,9 @@ def test_checkpoints_of_ranks_are_as_large_as_those_of_one() -> None:
 
 def test_techniques_that_divide_the_work_are_for_the_plan_to_choose() -> None:
     planned = recipe(CATALOGUE["parallelism.shard"](), CATALOGUE["memory.recompute"]())
-    assert {technique.name for technique in planned.techniques} - {t.name for t in undivided(planned.techniques)} == {
-        "parallelism.shard"
-    }
+    assert {technique.name for technique in planned.techniques} - {
+        t.name for t in without_rank_techniques(planned.techniques)
+    } == {"parallelism.shard"}
 
 
 @pytest.mark.parametrize("name", ["parallelism.replicate", "parallelism.shard", "parallelism.pipeline"])

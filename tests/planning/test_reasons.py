@@ -10,39 +10,43 @@ import pytest
 from planning.planned_runs import BATCH, CATALOGUE, by_expectation, formula, recipe, searching
 from thrifty.core.recipe import DataSettings
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.choice_explanations import Reason, Reasons
-from thrifty.planning.planner import allowed_ways
-from thrifty.planning.search_space import Way, lacking
+from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
+from thrifty.planning.planner import allowed_options
+from thrifty.planning.search_space import PlanOption, missing_requirements
 from tiny_runs import plain_run
 
 
 def reasons(
     memory: float, allow: Numerics, base: tuple[Technique, ...] = (), evidence: Mapping[str, str] | None = None
-) -> dict[str, Reason]:
+) -> dict[str, ChoiceReason]:
     search = searching(memory, allow, base, time=by_expectation)
-    _, barred = allowed_ways(recipe(*base), plain_run(batch=BATCH), CATALOGUE, allow, "cpu")
-    told = Reasons(search, search.run(), barred, CATALOGUE, lacking(CATALOGUE, "cpu"), allow, evidence or {})
+    _, barred = allowed_options(recipe(*base), plain_run(batch=BATCH), CATALOGUE, allow, "cpu")
+    told = ChoiceExplainer(
+        search, search.run(), barred, CATALOGUE, missing_requirements(CATALOGUE, "cpu"), allow, evidence or {}
+    )
     return {reason.technique: reason for reason in told.all()}
 
 
 @pytest.fixture(scope="module")
-def exact() -> dict[str, Reason]:
+def exact() -> dict[str, ChoiceReason]:
     return reasons(700, Numerics.EXACT)
 
 
 @pytest.fixture(scope="module")
-def anything() -> dict[str, Reason]:
+def anything() -> dict[str, ChoiceReason]:
     return reasons(math.inf, Numerics.DIFFERENT)
 
 
-def test_every_technique_has_a_verdict_and_a_reason(exact: dict[str, Reason], anything: dict[str, Reason]) -> None:
+def test_every_technique_has_a_verdict_and_a_reason(
+    exact: dict[str, ChoiceReason], anything: dict[str, ChoiceReason]
+) -> None:
     for told in (exact, anything):
         assert told.keys() == CATALOGUE.keys()
         assert all(reason.why for reason in told.values())
         assert {reason.verdict for reason in told.values()} <= {"kept", "added", "changed", "taken out", "not taken"}
 
 
-def test_what_is_taken_says_what_it_does(exact: dict[str, Reason]) -> None:
+def test_what_is_taken_says_what_it_does(exact: dict[str, ChoiceReason]) -> None:
     taken = [reason for reason in exact.values() if reason.verdict == "added"]
     assert taken and all("less at the peak" in reason.why for reason in taken)
     assert exact["optimizers.adamw"].verdict == "kept"
@@ -59,7 +63,7 @@ def test_what_is_taken_says_what_it_does(exact: dict[str, Reason]) -> None:
         ("memory.offload_optimizer", "by itself it takes 8% off the peak, to 870 MB, which is not enough"),
     ],
 )
-def test_what_is_not_taken_under_exact_says_why(exact: dict[str, Reason], name: str, why: str) -> None:
+def test_what_is_not_taken_under_exact_says_why(exact: dict[str, ChoiceReason], name: str, why: str) -> None:
     assert exact[name].verdict == "not taken" and why in exact[name].why
 
 
@@ -74,7 +78,9 @@ def test_what_is_not_taken_under_exact_says_why(exact: dict[str, Reason], name: 
         ("measure.noise_scale", "it measures, and saves nothing"),
     ],
 )
-def test_what_is_not_taken_when_anything_may_change_says_why(anything: dict[str, Reason], name: str, why: str) -> None:
+def test_what_is_not_taken_when_anything_may_change_says_why(
+    anything: dict[str, ChoiceReason], name: str, why: str
+) -> None:
     assert anything[name].verdict == "not taken" and why in anything[name].why
 
 
@@ -83,7 +89,7 @@ def test_what_saves_next_to_nothing_says_what_the_peak_is_made_of() -> None:
         return replace(formula(run), optimizer=1e6)
 
     search = searching(700, Numerics.ROUNDING, time=by_expectation, count=mostly_activations)
-    told = Reasons(search, search.run(), {}, CATALOGUE, {}, Numerics.ROUNDING, {})
+    told = ChoiceExplainer(search, search.run(), {}, CATALOGUE, {}, Numerics.ROUNDING, {})
     assert re.search(r"no gain here: .* activation memory is \d+%", told.of("precision.optimizer_state").why)
 
 
@@ -93,7 +99,7 @@ def test_what_was_measured_to_be_slower_says_so() -> None:
         return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,))
 
     search = searching(math.inf, Numerics.DIFFERENT, time=slower)
-    told = Reasons(search, search.run(), {}, CATALOGUE, {}, Numerics.DIFFERENT, {})
+    told = ChoiceExplainer(search, search.run(), {}, CATALOGUE, {}, Numerics.DIFFERENT, {})
     tried = [
         name
         for name in ("precision.mixed", "compile", "precision.bfloat16_weights")
@@ -104,7 +110,7 @@ def test_what_was_measured_to_be_slower_says_so() -> None:
 
 def test_that_others_cost_less_time_is_expected_or_measured_and_says_which() -> None:
     search = searching(500, Numerics.EXACT, time=by_expectation)
-    told = Reasons(search, search.run(), {}, CATALOGUE, {}, Numerics.EXACT, {})
+    told = ChoiceExplainer(search, search.run(), {}, CATALOGUE, {}, Numerics.EXACT, {})
     saving = {"memory.recompute", "memory.optimal_recompute", "memory.offload_activations"}
     names = saving - {technique.name for technique in told.chosen.techniques}
     found = {name: told.of(name).why for name in names}
@@ -129,8 +135,8 @@ def test_adapters_are_offered_for_trained_models_alone() -> None:
     plain, fresh = plain_run(batch=BATCH), recipe(data=DataSettings(batch=BATCH))
     trained = replace(fresh, model=replace(fresh.model, folder="somewhere"))
 
-    def labels(ways: dict[str, list[Way]]) -> list[str]:
+    def labels(ways: dict[str, list[PlanOption]]) -> list[str]:
         return [way.label for some in ways.values() for way in some]
 
-    assert "adapters.lora" not in labels(allowed_ways(fresh, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
-    assert "adapters.lora" in labels(allowed_ways(trained, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
+    assert "adapters.lora" not in labels(allowed_options(fresh, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
+    assert "adapters.lora" in labels(allowed_options(trained, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])

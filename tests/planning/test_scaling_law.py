@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
 from thrifty.planning.published_laws import BEST, BOOTSTRAP, PUBLISHED
-from thrifty.planning.scaling_law import Draws, ScalingLaw, Uncertainty, recommend
+from thrifty.planning.scaling_law import LawSamples, LawUncertainty, ScalingLaw, recommend
 
 GOPHER = 5.76e23
 """The compute at which the papers compare their constants."""
@@ -93,7 +93,7 @@ def test_the_bootstrap_has_the_standard_errors_that_epoch_ai_published() -> None
 
 
 def test_taking_the_errors_as_independent_would_make_the_answer_worthless() -> None:
-    alone = Uncertainty(BOOTSTRAP.standard_errors, np.eye(5).tolist(), "no correlations")
+    alone = LawUncertainty(BOOTSTRAP.standard_errors, np.eye(5).tolist(), "no correlations")
     together, apart = (
         recommend(BEST.law, each.draw(BEST.law), flops=GOPHER).intervals["tokens_per_parameter"]
         for each in (BOOTSTRAP, alone)
@@ -105,13 +105,13 @@ def test_taking_the_errors_as_independent_would_make_the_answer_worthless() -> N
 def test_draws_without_an_optimum_are_left_out_and_too_many_of_them_leave_no_interval() -> None:
     rows = np.tile(BEST.law.logs(), (100, 1))
     rows[:2, 3] = -0.1
-    few = Draws.from_logs(rows)
+    few = LawSamples.from_logs(rows)
     assert few is not None and few.without_optimum == pytest.approx(0.02)
     assert few.interval(few.law.alpha) is not None
     rows[:4, 3] = np.nan
-    many = Draws.from_logs(rows, failed=0)
+    many = LawSamples.from_logs(rows, failed=0)
     assert many is not None and many.without_optimum == pytest.approx(0.04) and many.interval(many.law.alpha) is None
-    assert Draws.from_logs(rows[:4]) is None
+    assert LawSamples.from_logs(rows[:4]) is None
 
 
 def test_constants_survive_the_way_through_logarithms() -> None:

@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from planning.planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
 from thrifty.composition.compose import compose, refuse_illegal
-from thrifty.core.errors import Infeasible, Refused
+from thrifty.core.errors import InfeasibleError, RefusedError
 from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
-from thrifty.planning.cost_estimates import COUNTED_HIGH, Timing
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.plan_search import NEAR, Search
-from thrifty.planning.planner import Wanted
-from thrifty.planning.probe_jobs import ProbeFailed
-from thrifty.planning.search_space import STRICTNESS
+from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import NEAR, PlanSearch
+from thrifty.planning.planner import PlanRequest
+from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.search_space import NUMERICS_ORDER
 
 
-def everything(search: Search) -> list[Candidate]:
+def everything(search: PlanSearch) -> list[PlanCandidate]:
     """All legal combinations that fit, by counting each."""
     found = []
     for candidate in search.combinations():
@@ -38,7 +38,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allo
     candidates = None
     try:
         best = search.run()
-    except Infeasible:
+    except InfeasibleError:
         assert not everything(search)
         return
     candidates = everything(search)
@@ -46,7 +46,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allo
     assert best.footprint is not None and best.footprint.memory * COUNTED_HIGH <= memory * MB
     least = min(candidate.relative for candidate in candidates)
     assert search.seconds(best) <= least * 1.06  # what cannot be told apart goes to what changes less
-    assert all(STRICTNESS.index(way.numerics) <= STRICTNESS.index(allow) for way in best.ways)
+    assert all(NUMERICS_ORDER.index(way.numerics) <= NUMERICS_ORDER.index(allow) for way in best.ways)
 
 
 @settings(max_examples=15)
@@ -56,7 +56,7 @@ def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> 
         search = searching(memory)
         try:
             return search.seconds(search.run())
-        except Infeasible:
+        except InfeasibleError:
             return math.inf
 
     assert seconds(memory * factor) <= seconds(memory) * 1.06
@@ -69,7 +69,7 @@ def test_a_recipe_that_fits_and_is_fast_is_left_as_it_is() -> None:
 
 
 def test_what_is_hoped_to_be_faster_is_run_and_left_out_when_it_is_not() -> None:
-    def no_faster(candidate: Candidate, bar: float) -> Timing:
+    def no_faster(candidate: PlanCandidate, bar: float) -> StepTiming:
         return replace(by_expectation(candidate), least=(1.0,), passes=(1.0,))
 
     search = searching(math.inf, Numerics.DIFFERENT, time=no_faster)
@@ -83,7 +83,7 @@ def test_what_is_measured_to_be_faster_is_taken() -> None:
 
 
 def test_noise_larger_than_the_gain_changes_nothing() -> None:
-    def noisy(candidate: Candidate, bar: float) -> Timing:
+    def noisy(candidate: PlanCandidate, bar: float) -> StepTiming:
         seconds = 1.0 if not candidate.ways else 0.9
         return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,), spread=0.5)
 
@@ -91,7 +91,7 @@ def test_noise_larger_than_the_gain_changes_nothing() -> None:
 
 
 def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
-    def heavy(candidate: Candidate, bar: float) -> Timing:
+    def heavy(candidate: PlanCandidate, bar: float) -> StepTiming:
         timing = by_expectation(candidate)
         return replace(timing, memory=timing.memory + 300 * MB)
 
@@ -102,9 +102,9 @@ def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
 
 
 def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
-    def fails(candidate: Candidate, bar: float) -> Timing:
+    def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
         if any("recompute" in way.label for way in candidate.ways):
-            raise ProbeFailed("its process was killed")
+            raise ProbeError("its process was killed")
         return by_expectation(candidate)
 
     search = searching(500.0, Numerics.EXACT, time=fails)
@@ -113,17 +113,17 @@ def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
 
 
 def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> None:
-    def fails(candidate: Candidate, bar: float) -> Timing:
-        raise ProbeFailed("the loss is nan")
+    def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
+        raise ProbeError("the loss is nan")
 
-    with pytest.raises(Infeasible, match="ran its steps: the loss is nan"):
+    with pytest.raises(InfeasibleError, match="ran its steps: the loss is nan"):
         searching(2000.0, Numerics.EXACT, time=fails).run()
 
 
 def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
         if any(technique.name == "memory.offload_optimizer" for technique in run.techniques):
-            raise Refused("memory.offload_optimizer: there is no disk")
+            raise RefusedError("memory.offload_optimizer: there is no disk")
         return formula(run)
 
     search = searching(300.0, count=refusing)
@@ -132,7 +132,7 @@ def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -
 
 
 def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
-    with pytest.raises(Infeasible, match="the least is about") as error:
+    with pytest.raises(InfeasibleError, match="the least is about") as error:
         searching(60.0, Numerics.EXACT).run()
     assert "--memory" in error.value.fix and "--allow anything" in error.value.fix
     named = float(error.value.fix.split("MB")[0].split()[-1])
@@ -171,7 +171,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
 def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
         if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
-            raise Refused("large_batch.gradient_accumulation: not in two")
+            raise RefusedError("large_batch.gradient_accumulation: not in two")
         return formula(run)
 
     search = searching(2000.0, Numerics.ROUNDING, count=refusing)
@@ -180,9 +180,9 @@ def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> No
 
 
 def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
-    run: list[Candidate] = []
+    run: list[PlanCandidate] = []
 
-    def as_promised(candidate: Candidate, bar: float) -> Timing:
+    def as_promised(candidate: PlanCandidate, bar: float) -> StepTiming:
         run.append(candidate)
         return by_expectation(candidate)
 
@@ -196,7 +196,7 @@ def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
 def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
     bars: list[float] = []
 
-    def noted(candidate: Candidate, bar: float) -> Timing:
+    def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
         bars.append(bar)
         return by_expectation(candidate)
 
@@ -205,19 +205,19 @@ def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
 
 
 def test_what_does_not_fit_the_disk_is_not_proposed_and_where_nothing_does_that_is_said() -> None:
-    def cramped(candidate: Candidate) -> str:
+    def cramped(candidate: PlanCandidate) -> str:
         return "" if "optimizer_state" in candidate.label else "does not fit the disk: 9 MB of checkpoints"
 
     assert "optimizer_state" in searching(2000.0, Numerics.DIFFERENT, no_room=cramped).run().label
-    with pytest.raises(Infeasible, match="what was counted does not fit the disk: 9 MB of checkpoints") as error:
+    with pytest.raises(InfeasibleError, match="what was counted does not fit the disk: 9 MB of checkpoints") as error:
         searching(2000.0, Numerics.EXACT, no_room=cramped).run()
     assert "--disk" in error.value.fix
 
 
 def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
-    run: list[Candidate] = []
+    run: list[PlanCandidate] = []
 
-    def noted(candidate: Candidate, bar: float) -> Timing:
+    def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
         run.append(candidate)
         return by_expectation(candidate)
 
@@ -232,9 +232,9 @@ def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
 
 
 def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None:
-    assert Wanted(flops=1050.0).budget(Budget(steps=3), 100.0) == Budget(steps=10)
-    assert Wanted(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
-    assert Wanted(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
-    assert Wanted().budget(Budget(steps=3), 100.0) == Budget(steps=3)
-    with pytest.raises(Infeasible, match="do not pay for one step"):
-        Wanted(flops=10.0).budget(Budget(steps=3), 100.0)
+    assert PlanRequest(flops=1050.0).budget(Budget(steps=3), 100.0) == Budget(steps=10)
+    assert PlanRequest(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
+    assert PlanRequest(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
+    assert PlanRequest().budget(Budget(steps=3), 100.0) == Budget(steps=3)
+    with pytest.raises(InfeasibleError, match="do not pay for one step"):
+        PlanRequest(flops=10.0).budget(Budget(steps=3), 100.0)

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.cli.recipe_options import put_together, read_budget
+from thrifty.cli.recipe_options import build_recipe, read_budget
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget
-from thrifty.recipes.recipe_layers import Layers, toml_value
+from thrifty.recipes.recipe_layers import RecipeLayers, toml_value
 from thrifty.techniques.adapters.lora import Lora
-from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.optimizers.adamw import AdamW
 
 
 def test_later_layers_win_and_each_value_knows_its_own() -> None:
-    layers = put_together(
+    layers = build_recipe(
         "kjv", data="mine.txt", budget="10min", seed=3, name="test", assignments=("data.batch=8", "seed=4")
     )
     recipe = layers.recipe()
@@ -30,19 +30,19 @@ def test_later_layers_win_and_each_value_knows_its_own() -> None:
 
 
 def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
-    assert put_together("text", model="gpt-nano").recipe().model.preset == "gpt-nano"
-    assert put_together("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
+    assert build_recipe("text", model="gpt-nano").recipe().model.preset == "gpt-nano"
+    assert build_recipe("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
 
 
 def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
-    layers = Layers().add_technique("parallelism.shard").arrange("replicate=2,shard=4,pipeline=1")
+    layers = RecipeLayers().add_technique("parallelism.shard").apply_mesh("replicate=2,shard=4,pipeline=1")
     recipe = layers.recipe()
     assert (recipe.mesh.replicate, recipe.mesh.shard, recipe.mesh.tensor) == (2, 4, 1)
     assert [technique.name for technique in recipe.techniques] == ["parallelism.shard"]
-    brought = Layers().arrange("replicate=2").recipe()
+    brought = RecipeLayers().apply_mesh("replicate=2").recipe()
     assert [technique.name for technique in brought.techniques] == ["parallelism.replicate"]
     with pytest.raises(UsageError, match=r"unknown key 'mesh\.tensr'") as refused:
-        Layers().arrange("tensr=2").recipe()
+        RecipeLayers().apply_mesh("tensr=2").recipe()
     assert "tensor" in refused.value.fix
 
 
@@ -59,13 +59,13 @@ def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
         ('adapters.lora:where="a=b, c",rank=2', Lora(where="a=b, c", rank=2)),
         ("adapters.lora:alpha=-1.5e-3", Lora(alpha=-1.5e-3)),
         ("adapters.lora:alpha=-inf", Lora(alpha=float("-inf"))),
-        ("growth.stacking:at=[10,0.5],moments=copy", Stacking(at=(10, 0.5), moments="copy")),
-        ("growth.stacking: at = [] , moments = copy", Stacking(at=(), moments="copy")),
+        ("growth.stacking:at=[10,0.5],moments=copy", ProgressiveStacking(at=(10, 0.5), moments="copy")),
+        ("growth.stacking: at = [] , moments = copy", ProgressiveStacking(at=(), moments="copy")),
         ("optimizers.adamw:betas=[0.8,0.9],lr=1e-3", AdamW(betas=(0.8, 0.9), lr=1e-3)),
     ],
 )
 def test_with_takes_a_name_and_settings(words: str, technique: object) -> None:
-    layers = Layers().add_technique(words)
+    layers = RecipeLayers().add_technique(words)
     assert layers.recipe().techniques == (technique,)
     assert set(layers.origins.values()) <= {"--with"}
 
@@ -73,21 +73,21 @@ def test_with_takes_a_name_and_settings(words: str, technique: object) -> None:
 @pytest.mark.parametrize("settings", ["rank", "rank=", "rank=4;alpha=3", "]"])
 def test_with_that_cannot_be_read_says_how_it_is_written(settings: str) -> None:
     with pytest.raises(UsageError, match="is not name:key=value") as error:
-        Layers().add_technique(f"adapters.lora:{settings}")
+        RecipeLayers().add_technique(f"adapters.lora:{settings}")
     assert "--with optimizers.adamw:lr=1e-3" in error.value.fix
 
 
 def test_with_of_an_unknown_technique_or_setting_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"no technique 'adapters\.lorra'") as error:
-        Layers().add_technique("adapters.lorra")
+        RecipeLayers().add_technique("adapters.lorra")
     assert "adapters.lora" in error.value.fix
     with pytest.raises(UsageError, match=r"techniques\.adapters\.lora\.rnak") as error:
-        Layers().add_technique("adapters.lora:rnak=3").recipe()
+        RecipeLayers().add_technique("adapters.lora:rnak=3").recipe()
     assert "rank" in error.value.fix
 
 
 def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> None:
-    layers = put_together("text", additions=("optimizers.adamw:weight_decay=0.3",))
+    layers = build_recipe("text", additions=("optimizers.adamw:weight_decay=0.3",))
     adamw = next(t for t in layers.recipe().techniques if isinstance(t, AdamW))
     assert (adamw.weight_decay, adamw.lr) == (0.3, 2e-3)
     assert layers.changed()["techniques.optimizers.adamw.weight_decay"] == "--with"
@@ -95,14 +95,14 @@ def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> No
 
 
 def test_without_takes_a_technique_and_its_origins_away() -> None:
-    layers = put_together("text", removals=("gradients.clip",))
+    layers = build_recipe("text", removals=("gradients.clip",))
     assert "gradients.clip" not in [t.name for t in layers.recipe().techniques]
     assert not any("clip" in path for path in layers.changed())
-    swapped = put_together("text", removals=("optimizers.adamw",), additions=("optimizers.lion",))
+    swapped = build_recipe("text", removals=("optimizers.adamw",), additions=("optimizers.lion",))
     names = [t.name for t in swapped.recipe().techniques]
     assert "optimizers.lion" in names and "optimizers.adamw" not in names
     with pytest.raises(UsageError, match="the recipe does not use it") as error:
-        put_together("text", removals=("optimizers.clipp",))
+        build_recipe("text", removals=("optimizers.clipp",))
     assert "gradients.clip" in error.value.fix
 
 
@@ -121,7 +121,7 @@ def test_without_takes_a_technique_and_its_origins_away() -> None:
     ],
 )
 def test_set_changes_any_value_by_its_path(assignment: str, path: str, value: object) -> None:
-    layers = put_together("text", assignments=(assignment,))
+    layers = build_recipe("text", assignments=(assignment,))
     found = layers.data
     for key in path.split("."):
         found = found[key]
@@ -133,23 +133,23 @@ def test_set_changes_any_value_by_its_path(assignment: str, path: str, value: ob
 @pytest.mark.parametrize("assignment", ["data.batch", "=3", ""])
 def test_set_without_a_path_or_a_value_says_how_it_is_written(assignment: str) -> None:
     with pytest.raises(UsageError, match="is not path=value"):
-        Layers().set(assignment)
+        RecipeLayers().set(assignment)
 
 
 def test_set_of_an_unknown_path_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"data\.bacth") as error:
-        put_together("text", assignments=("data.bacth=3",)).recipe()
+        build_recipe("text", assignments=("data.bacth=3",)).recipe()
     assert "batch" in error.value.fix
     with pytest.raises(UsageError, match="as a value and as a table"):
-        put_together("text", assignments=("seed.x=3",)).recipe()
+        build_recipe("text", assignments=("seed.x=3",)).recipe()
 
 
 def test_a_new_budget_takes_the_place_of_the_old_and_two_new_ones_are_refused(tmp_path: Path) -> None:
-    assert put_together("text", assignments=("budget.seconds=3",)).recipe().budget == Budget(seconds=3)
+    assert build_recipe("text", assignments=("budget.seconds=3",)).recipe().budget == Budget(seconds=3)
     both = tmp_path / "both.toml"
     both.write_text("[budget]\nsteps = 3\nseconds = 3\n")
     with pytest.raises(UsageError, match="both set"):
-        put_together(str(both)).recipe()
+        build_recipe(str(both)).recipe()
 
 
 def test_a_value_is_toml_or_else_text() -> None:
@@ -175,7 +175,7 @@ def test_a_value_is_toml_or_else_text() -> None:
 )
 def test_a_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]) -> None:
     assert read_budget(text) == budget
-    assert put_together("text", budget=text).data["budget"] == budget
+    assert build_recipe("text", budget=text).data["budget"] == budget
 
 
 @pytest.mark.parametrize("text", ["", "500", "steps", "-3steps", "3 parsecs", "1e-3 s", "ten steps", "5 steps 3"])

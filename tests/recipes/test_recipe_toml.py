@@ -17,7 +17,7 @@ from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.technique import Technique
 from thrifty.recipes import RECIPES, load_tables
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
@@ -29,7 +29,7 @@ def values_of(kind: Any) -> some.SearchStrategy:
     """Any value of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        bound = next((note for note in arguments[1:] if isinstance(note, Bound)), None)
+        bound = next((note for note in arguments[1:] if isinstance(note, SettingBound)), None)
         return bounded(arguments[0], bound) if bound else values_of(arguments[0])
     if origin in (Union, types.UnionType):
         return some.one_of(*(values_of(option) for option in arguments))
@@ -50,7 +50,7 @@ def values_of(kind: Any) -> some.SearchStrategy:
     }[kind]
 
 
-def bounded(kind: type, bound: Bound) -> some.SearchStrategy:
+def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
     if typing.get_origin(kind) is tuple:
         return some.tuples(*(bounded(part, bound) for part in typing.get_args(kind)))
     if kind is int:

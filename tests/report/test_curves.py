@@ -1,14 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.reporting.loss_curves import Point, curve, smooth, spans, thin
+from thrifty.reporting.loss_curves import CurvePoint, curve, smooth, spans, thin
 
 values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=400)
 limits = st.integers(4, 60)
 
 
-def points_of(numbers: list[float]) -> list[Point]:
-    return [Point(step, value) for step, value in enumerate(numbers, start=1)]
+def points_of(numbers: list[float]) -> list[CurvePoint]:
+    return [CurvePoint(step, value) for step, value in enumerate(numbers, start=1)]
 
 
 @given(values, limits)
@@ -45,4 +45,4 @@ def test_smoothing_quiets_noise():
 
 def test_values_that_are_not_finite_numbers_are_left_out():
     records = [{"step": step, "loss": loss} for step, loss in enumerate([1.0, float("nan"), None, "2", True, 3, 1e999])]
-    assert curve(records, "loss") == [Point(0, 1.0), Point(5, 3.0)]
+    assert curve(records, "loss") == [CurvePoint(0, 1.0), CurvePoint(5, 3.0)]

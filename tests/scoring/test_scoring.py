@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scoring.tiny_recipes import STEPS, digits, text
-from thrifty.core.batches import Choice
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.batches import ExampleSubset
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import Budget, DataSettings, ObjectiveSettings, Recipe
-from thrifty.core.score_file import Facts, Guesses, Scores, averaged, read_scores
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.core.score_file import ExampleScores, PredictedLabels, ScoreProvenance, average_scores, read_scores
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.experiments.scoring import scoring_methods
-from thrifty.experiments.scoring.example_scoring import Scoring, score
-from thrifty.experiments.scoring.scoring_methods import METHODS, Sight
+from thrifty.experiments.scoring.example_scoring import ScoringSettings, score
+from thrifty.experiments.scoring.scoring_methods import METHODS, ScoringContext
 from thrifty.experiments.scoring.scoring_run import computed_plainly, trained_and_scored
 from thrifty.models import export_model, shape_for
 from thrifty.techniques import find
-from thrifty.techniques.data_selection.prune import Prune
-from thrifty.training.run_setup import prepare
-from thrifty.training.trained_model import restore
+from thrifty.techniques.data_selection.prune import PrunedExamples
+from thrifty.training.run_setup import prepare_run
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 from tiny_runs import advance
 
@@ -38,24 +38,24 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def scored(recipe: Recipe, folder: Path, by: str = "el2n", name: str = "scores", **settings: object) -> Scores:
-    return score(recipe, Scoring(by, **settings), folder / name)[0]  # type: ignore[arg-type]
+def scored(recipe: Recipe, folder: Path, by: str = "el2n", name: str = "scores", **settings: object) -> ExampleScores:
+    return score(recipe, ScoringSettings(by, **settings), folder / name)[0]  # type: ignore[arg-type]
 
 
-def sight_of(recipe: Recipe, few: int = 0) -> Sight:
+def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
     """The recipe's model after some steps, looking at the recipe's examples, or the first few of them."""
-    prepared = prepare(recipe, quiet=True)
+    prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
     advance(prepared.run, state, 3)
     examples = prepared.data.train
-    assert isinstance(examples, Epochs)
+    assert isinstance(examples, EpochSource)
     if few:
-        examples = examples.only(Choice(torch.arange(few)))
+        examples = examples.only(ExampleSubset(torch.arange(few)))
     model, objective = computed_plainly(prepared.run, state)
-    return Sight(model, objective, examples, torch.device("cpu"), 0, 10)
+    return ScoringContext(model, objective, examples, torch.device("cpu"), 0, 10)
 
 
-def logits_of(sight: Sight) -> tuple[Tensor, Tensor]:
+def logits_of(sight: ScoringContext) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         batches = list(sight.batches())
         found = [sight.objective.predict(sight.model, batch).logits for batch in batches]
@@ -64,13 +64,13 @@ def logits_of(sight: Sight) -> tuple[Tensor, Tensor]:
 
 def test_el2n_loss_and_margin_are_what_their_formulas_say_of_the_trained_model(tmp_path: Path) -> None:
     recipe = digits()
-    prepared = prepare(recipe, quiet=True)
+    prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
     advance(prepared.run, state, 5)
     assert state.model is not None
     train_images = prepared.data.train
-    assert isinstance(train_images, Epochs)
-    (whole,) = train_images.one_by_one(2000)
+    assert isinstance(train_images, EpochSource)
+    (whole,) = train_images.sequential_batches(2000)
     with torch.no_grad():
         logits = prepared.run.objective.predict(state.model.eval(), whole).logits
     share, wanted = logits.softmax(-1), F.one_hot(whole["labels"], 10).float()
@@ -180,16 +180,16 @@ def test_a_scoring_that_was_cut_off_makes_only_what_is_missing(tmp_path: Path) -
             raise CutError
 
     with pytest.raises(CutError):
-        score(digits(), Scoring(runs=2), tmp_path / "scores", say=cut)
+        score(digits(), ScoringSettings(runs=2), tmp_path / "scores", say=cut)
     assert not (tmp_path / "scores").exists()
     told: list[str] = []
-    found, _ = score(digits(), Scoring(runs=3), tmp_path / "scores", say=told.append)
+    found, _ = score(digits(), ScoringSettings(runs=3), tmp_path / "scores", say=told.append)
     assert [line.split(": ")[1] for line in told] == ["kept from before", "2 steps", "2 steps"]
     others = digits(budget=Budget(steps=STEPS), name="another", evaluation=replace(digits().evaluation, every=3))
-    again, _ = score(others, Scoring(runs=3), tmp_path / "again", say=told.append)
+    again, _ = score(others, ScoringSettings(runs=3), tmp_path / "again", say=told.append)
     assert torch.equal(again.runs, found.runs) and told[-1].endswith("kept from before")
     changed = digits(model=replace(digits().model, width=32))
-    score(changed, Scoring(runs=1), tmp_path / "changed", say=told.append)
+    score(changed, ScoringSettings(runs=1), tmp_path / "changed", say=told.append)
     assert told[-1].endswith("2 steps")
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_run_in_the_cache_is_made_again(tmp_path: Path, cache: Path) -
 
 
 def test_all_examples_are_scored_whatever_the_recipe_prunes(tmp_path: Path) -> None:
-    pruned = digits(techniques=(*digits().techniques, Prune(order="random", keep=0.5)))
+    pruned = digits(techniques=(*digits().techniques, PrunedExamples(order="random", keep=0.5)))
     found = scored(pruned, tmp_path, runs=1)
     assert len(found) == 1300
     assert torch.equal(found.scores, scored(digits(), tmp_path, name="whole", runs=1).scores)
@@ -210,13 +210,13 @@ def test_all_examples_are_scored_whatever_the_recipe_prunes(tmp_path: Path) -> N
 def test_forgetting_is_counted_along_the_run(tmp_path: Path) -> None:
     recipe = digits(budget=Budget(steps=20))
     found = scored(recipe, tmp_path, "forgetting", runs=1, steps=20).scores
-    prepared = prepare(recipe, quiet=True)
+    prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
     right: list[Tensor] = []
     for step in range(2, 21, 2):
         advance(prepared.run, state, step)
-        assert state.model is not None and isinstance(prepared.data.train, Epochs)
-        (whole,) = prepared.data.train.one_by_one(2000)
+        assert state.model is not None and isinstance(prepared.data.train, EpochSource)
+        (whole,) = prepared.data.train.sequential_batches(2000)
         with torch.no_grad():
             logits = prepared.run.objective.predict(state.model.eval(), whole).logits
         right.append(logits.argmax(-1) == whole["labels"])
@@ -234,9 +234,9 @@ def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> N
     assert (named.scores >= 0).all() and (named.scores <= 2).all() and len(named.scores.unique()) > 1000
     own = scored(recipe, tmp_path, "prototype", "own", runs=1, steps=STEPS)
     torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # the same seed makes the same run
-    model, _ = restore(tmp_path / "runs" / "embedder")
-    ends = prepare(recipe, quiet=True).data.ends
-    assert isinstance(ends, ImageEnds)
+    model, _ = load_trained_model(tmp_path / "runs" / "embedder")
+    ends = prepare_run(recipe, quiet=True).data.ends
+    assert isinstance(ends, ImageModelSpec)
     export_model(model, shape_for(ends, recipe.model), tmp_path / "exported", images=ends)
     exported = scored(recipe, tmp_path, "prototype", "exported-scores", embed_with=str(tmp_path / "exported"))
     torch.testing.assert_close(exported.scores, named.scores, rtol=1e-3, atol=1e-5)
@@ -254,9 +254,9 @@ def test_texts_have_prototypes_when_their_number_is_given(tmp_path: Path) -> Non
 
 def test_the_controls_train_nothing(tmp_path: Path) -> None:
     by_norm = scored(digits(), tmp_path, "input_norm", "norm")
-    prepared = prepare(digits(), quiet=True)
-    assert isinstance(prepared.data.train, Epochs)
-    (whole,) = prepared.data.train.one_by_one(2000)
+    prepared = prepare_run(digits(), quiet=True)
+    assert isinstance(prepared.data.train, EpochSource)
+    (whole,) = prepared.data.train.sequential_batches(2000)
     torch.testing.assert_close(by_norm.scores, whole["inputs"].flatten(1).norm(dim=1))
     chance = scored(digits(), tmp_path, "random", "random")
     assert by_norm.facts.flops == chance.facts.flops == 0 and len(chance.runs) == 1
@@ -266,7 +266,7 @@ def test_the_controls_train_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", METHODS)
 def test_every_method_says_what_the_scores_are_of(by: str, tmp_path: Path) -> None:
     found = scored(digits(), tmp_path, by, runs=1)
-    prepared = prepare(digits(), quiet=True)
+    prepared = prepare_run(digits(), quiet=True)
     facts = found.facts
     assert facts.method == by and facts.fingerprint == prepared.data.train.inventory().fingerprint
     assert facts.label_names == tuple("0123456789") and facts.data == dict(prepared.data.identity)
@@ -275,16 +275,18 @@ def test_every_method_says_what_the_scores_are_of(by: str, tmp_path: Path) -> No
 
 
 def test_votes_of_several_runs() -> None:
-    def part(predicted: list[int], confidence: list[float], own: list[float]) -> Scores:
-        guesses = Guesses(torch.tensor(predicted), torch.tensor(confidence), torch.tensor(own))
-        return Scores(torch.zeros(2), torch.zeros(1, 2), Facts("el2n", "x", seeds=(len(predicted),)), None, guesses)
+    def part(predicted: list[int], confidence: list[float], own: list[float]) -> ExampleScores:
+        guesses = PredictedLabels(torch.tensor(predicted), torch.tensor(confidence), torch.tensor(own))
+        return ExampleScores(
+            torch.zeros(2), torch.zeros(1, 2), ScoreProvenance("el2n", "x", seeds=(len(predicted),)), None, guesses
+        )
 
     parts = [
         part([1, 0], [0.9, 0.5], [0.1, 0.5]),
         part([2, 0], [0.5, 0.7], [0.1, 0.7]),
         part([2, 1], [0.6, 0.9], [0.0, 0.0]),
     ]
-    found = averaged(parts).guesses
+    found = average_scores(parts).guesses
     assert found is not None and found.predicted.tolist() == [2, 0]
     assert found.confidence.tolist() == pytest.approx([1.1 / 3, 1.2 / 3])
     assert found.own.tolist() == pytest.approx([0.2 / 3, 0.4])
@@ -313,7 +315,7 @@ def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        Scoring(**settings)
+        ScoringSettings(**settings)
 
 
 def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +331,7 @@ def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest
     talk.write_text("".join(line % (number, number) for number in range(80)))
     data = DataSettings(source=str(talk), vocabulary=300, length=32, batch=4)
     answers = replace(text(tmp_path), data=data, objective=ObjectiveSettings("answer"))
-    with pytest.raises(Refused, match="no fixed numbers"):
+    with pytest.raises(RefusedError, match="no fixed numbers"):
         scored(answers, tmp_path)
     scored(digits(), tmp_path, "random")
     with pytest.raises(UsageError, match="exists already"):
@@ -340,9 +342,9 @@ def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thrifty.objectives.classification import Classify
+    from thrifty.objectives.classification import Classification
 
-    monkeypatch.setattr(Classify, "joint", True, raising=False)
+    monkeypatch.setattr(Classification, "joint", True, raising=False)
     with pytest.raises(UsageError, match="depends on the others"):
         scored(digits(), tmp_path)
 
@@ -350,6 +352,6 @@ def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, m
 def test_growing_models_are_scored_as_they_are_after_the_steps(tmp_path: Path) -> None:
     stacking = find("growth.stacking")(at=(1,))
     recipe = digits(model=replace(digits().model, depth=2), techniques=(*digits().techniques, stacking))
-    found, sight = trained_and_scored(prepare(recipe, quiet=True), "grand", 3, 0, 0, lambda text: None)
+    found, sight = trained_and_scored(prepare_run(recipe, quiet=True), "grand", 3, 0, 0, lambda text: None)
     assert len([name for name, _ in sight.model.named_parameters() if name.startswith("blocks.1.")]) > 0
     assert found.isfinite().all()

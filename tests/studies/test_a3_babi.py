@@ -12,7 +12,7 @@ from thrifty.experiments.studies.a3_babi import (
     PAPER_KEPT,
     PERCENT,
     SEARCHED,
-    Counting,
+    KeptSentenceCounter,
     approximated,
     measure,
 )
@@ -25,7 +25,7 @@ def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
     generator = torch.Generator().manual_seed(0)
     state, memories = torch.randn(4, 6, generator=generator), torch.randn(4, 9, 6, generator=generator)
     there = torch.arange(9) < torch.tensor([9, 5, 2, 1])[:, None]
-    counting = Counting()
+    counting = KeptSentenceCounter()
     found = approximated(0.5, 10.0, counting, state, memories, there)
     kept = 0
     for b in range(4):
@@ -45,7 +45,7 @@ def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
 def test_without_search_and_threshold_it_is_softmax() -> None:
     state, memories, there = torch.randn(3, 6), torch.randn(3, 9, 6), torch.rand(3, 9) < 0.7
     there[:, 0] = True
-    found = partial(approximated, 0.0, 0.0, Counting())(state, memories, there)
+    found = partial(approximated, 0.0, 0.0, KeptSentenceCounter())(state, memories, there)
     torch.testing.assert_close(found, softmax_weights(state, memories, there))
 
 

@@ -9,7 +9,7 @@ from thrifty.experiments.study import Cells
 from thrifty.experiments.study_summary import cells_of
 from thrifty.experiments.tasks.language_task import llama
 from thrifty.kernels.tiled_attention import causal_attention_reference
-from thrifty.techniques.attention.window import Window
+from thrifty.techniques.attention.window import WindowAttention
 
 LOSSES = {"plain": 2.0, "wide": 2.01, "narrow": 2.02}
 DENSITIES = {"plain": 100.0, "wide": 40.0, "narrow": 10.0}
@@ -38,7 +38,7 @@ def test_each_statement_can_hold_and_can_fail() -> None:
 
 
 def test_density_is_what_a_window_leaves() -> None:
-    model = Window(window=3, block=4).model(llama(1, 16, 12, 0))
+    model = WindowAttention(window=3, block=4).model(llama(1, 16, 12, 0))
     pairs = sum(min(i + 1, 3) for i in range(12))
     assert density_of(model, torch.zeros(2, 12, dtype=torch.int64)) == pytest.approx(pairs / 78)
     assert density_of(llama(1, 16, 12, 0), torch.zeros(2, 12, dtype=torch.int64)) == 1.0

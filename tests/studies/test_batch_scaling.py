@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from thrifty.composition.compose import Plain, compose
-from thrifty.data.images.digits import DigitImages, Digits
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.data.images.digits import DigitEpochs, DigitImages
 from thrifty.experiments import studies
 from thrifty.experiments.studies import batch_scaling
 from thrifty.experiments.studies.batch_scaling import LARS, METHODS, accuracy, measure, perceptron
-from thrifty.objectives.classification import Classify
+from thrifty.objectives.classification import Classification
 
 CASE = {"rate": 0.02, "coefficient": 0.01, "base_batch": 16, "hidden": [32]}
 PUBLISHED = {
@@ -27,7 +27,7 @@ PUBLISHED = {
 def test_the_rate_begins_and_ends_as_the_method_says(method: str, first: float, last: float) -> None:
     batch = 4 * 16
     found = batch_scaling.chosen(METHODS[method], 0.02, 0.01, base_batch=16, batch=batch)
-    plain = Plain(lambda: perceptron([8], 0), Digits("train", batch), Classify())
+    plain = BaseRun(lambda: perceptron([8], 0), DigitEpochs("train", batch), Classification())
     transform = compose(plain, found, 305).transform()
     epoch = 1300 // batch
     rates = [transform.rate(transform.numbers(step, step)) / 0.02 for step in (0, 5 * epoch + 2)]

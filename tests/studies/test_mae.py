@@ -4,14 +4,22 @@ import numpy as np
 import torch
 
 from thrifty.composition.compose import compose
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 from thrifty.experiments import studies
 from thrifty.experiments.studies.mae import BLANKS, LONGER, SCRATCH, dropping
 from thrifty.experiments.study import Cells
-from thrifty.experiments.tasks.autoencoder_task import Labelled, Paced, Sizes, adamw, masked, run_to_end, tuned
+from thrifty.experiments.tasks.autoencoder_task import (
+    AutoencoderSizes,
+    EncoderPace,
+    LabelledImages,
+    adamw,
+    masked,
+    run_to_end,
+    tuned,
+)
 from thrifty.techniques.adapters.head_only import HeadOnly
 
-TINY = Sizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_width=32)
+TINY = AutoencoderSizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_width=32)
 
 
 def cells(tuned: tuple[float, ...], probe: tuple[float, ...], gains: tuple[float, ...]) -> Cells:
@@ -33,17 +41,17 @@ def test_what_is_expected_can_hold_and_can_fail() -> None:
 
 
 def test_each_seed_has_labelled_images_of_its_own_and_all_cases_of_it_the_same() -> None:
-    one, again, other = (Labelled.of("digits", 40, 16, seed) for seed in (0, 0, 1))
+    one, again, other = (LabelledImages.of("digits", 40, 16, seed) for seed in (0, 0, 1))
     assert np.array_equal(one.train.contents.pixels, again.train.contents.pixels)
     assert not np.array_equal(one.train.contents.pixels, other.train.contents.pixels)
     assert len(one.train.contents) == 40 and one.train.batch == 16
-    whole = {image.tobytes() for image in one.images.parts[Part.TRAIN].pixels}
+    whole = {image.tobytes() for image in one.images.parts[DataSplit.TRAIN].pixels}
     assert {image.tobytes() for image in one.train.contents.pixels} <= whole
-    assert Labelled.of("digits", 40, 64, 0).train.batch == 40
+    assert LabelledImages.of("digits", 40, 64, 0).train.batch == 40
 
 
 def test_a_classifier_starts_from_the_encoder_and_leaves_the_autoencoder_as_it_is() -> None:
-    start, few = TINY.autoencoder(0, 8, 1), Labelled.of("digits", 20, 8, 0)
+    start, few = TINY.autoencoder(0, 8, 1), LabelledImages.of("digits", 20, 8, 0)
     before = {name: value.clone() for name, value in start.state_dict().items()}
     for _ in range(2):
         state, objective = tuned(start, few, [*adamw(1e-2), HeadOnly()], "patches", 2, 0)
@@ -67,7 +75,7 @@ def test_pre_training_learns_with_and_without_blanks() -> None:
 
 
 def test_paces_count_what_is_dropped_and_compare_by_turns() -> None:
-    whole, dropped = (Paced(TINY, 8, 2, 0.75, dropping(blanks)) for blanks in (True, False))
+    whole, dropped = (EncoderPace(TINY, 8, 2, 0.75, dropping(blanks)) for blanks in (True, False))
     one, other = whole.flops(), dropped.flops()
     assert other["encoder_flops"] < 0.4 * one["encoder_flops"]
     assert one["step_flops"] - one["encoder_flops"] < other["step_flops"] < one["step_flops"]

@@ -19,7 +19,7 @@ from thrifty.experiments.studies.masked_tokens import (
     measure,
 )
 from thrifty.experiments.study import Cells
-from thrifty.experiments.tasks.token_type_probe import KINDS, PLACES, kinds, places, probed
+from thrifty.experiments.tasks.token_type_probe import KINDS, PLACES, places, probe_accuracy, token_types
 
 SIZES = {"lr": 2e-3, "depth": 2, "width": 32, "length": 32, "batch": 4, "seed": 0}
 
@@ -62,14 +62,14 @@ def test_all_ways_are_paid_for_the_same_work() -> None:
 def test_bytes_are_of_the_kind_that_python_says(tmp_path: Path) -> None:
     source = "def f(x):  # why\n    return 'a\\n' + x\n"
     (tmp_path / "source.py").write_text(source)
-    text, kind = kinds(tmp_path / "source.py")
+    text, kind = token_types(tmp_path / "source.py")
     assert bytes(text).decode() == source
     found = {
         name: "".join(source[place] for place in (kind == number).nonzero()[0]) for number, name in enumerate(KINDS)
     }
     assert found == {"COMMENT": "# why", "STRING": "'a\\n'", "KEYWORD": "defreturn", "NAME": "fxx"}
     (tmp_path / "broken.py").write_text("x = (")
-    assert len(kinds(tmp_path / "broken.py")[0]) == 0
+    assert len(token_types(tmp_path / "broken.py")[0]) == 0
 
 
 def test_the_probe_is_tested_on_other_files_and_on_as_many_letters_of_each_kind() -> None:
@@ -85,4 +85,4 @@ def test_a_probe_of_states_that_say_nothing_is_right_by_chance() -> None:
     model = encoder(1, 16, 32, 0)
     with torch.no_grad():
         model.embedding.token.weight.fill_(0.1)
-    assert probed(model, 32, 0) == pytest.approx(100 / len(KINDS))
+    assert probe_accuracy(model, 32, 0) == pytest.approx(100 / len(KINDS))

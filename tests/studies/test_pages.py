@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 import pytest
 
 from studies.test_keeping import result
-from thrifty.experiments.study import Plot
+from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, chart, picture, points
 from thrifty.experiments.study_page import render
-from thrifty.experiments.study_summary import Estimate
+from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
 
 
@@ -27,16 +27,16 @@ def test_numbers_are_shown_to_four_digits(value: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (Estimate(2.2312, 0.01234, 3), "2.231 ± 0.012"),
-        (Estimate(16_812.0, 1234.0, 3), "16,812 ± 1,234"),
-        (Estimate(3e12, 2e10, 3), "3e+12 ± 2e+10"),
-        (Estimate(5.0, 0.0, 3), "5"),
-        (Estimate(2.5, math.nan, 1), "2.5"),
-        (Estimate(math.inf, math.nan, 3, never=3), "never"),
-        (Estimate(math.inf, math.nan, 3, never=2), "never in 2 of 3"),
+        (SeedMean(2.2312, 0.01234, 3), "2.231 ± 0.012"),
+        (SeedMean(16_812.0, 1234.0, 3), "16,812 ± 1,234"),
+        (SeedMean(3e12, 2e10, 3), "3e+12 ± 2e+10"),
+        (SeedMean(5.0, 0.0, 3), "5"),
+        (SeedMean(2.5, math.nan, 1), "2.5"),
+        (SeedMean(math.inf, math.nan, 3, never=3), "never"),
+        (SeedMean(math.inf, math.nan, 3, never=2), "never in 2 of 3"),
     ],
 )
-def test_a_mean_is_shown_with_two_digits_of_its_interval(found: Estimate, text: str) -> None:
+def test_a_mean_is_shown_with_two_digits_of_its_interval(found: SeedMean, text: str) -> None:
     assert interval(found) == text
 
 
@@ -64,14 +64,14 @@ def test_a_plot_has_a_point_for_each_case_and_says_what_it_cannot_draw() -> None
 
 
 def test_a_derived_row_is_drawn_where_it_has_both_numbers() -> None:
-    drawn, _ = points(result(), Plot("both", "Both", x="never", y="height"))
+    drawn, _ = points(result(), StudyPlot("both", "Both", x="never", y="height"))
     assert [row["case"] for row in drawn] == ["one", "two"]
-    drawn, _ = points(result(), Plot("all", "All", y="height"))
+    drawn, _ = points(result(), StudyPlot("all", "All", y="height"))
     assert [row["case"] for row in drawn] == ["one", "two", "three", "two over one"]
 
 
 def test_lines_have_colours_of_their_own_in_the_order_of_the_cases() -> None:
-    spec = chart(result(), Plot("lines", "Lines", x="never", y="height", by="level")).to_dict()
+    spec = chart(result(), StudyPlot("lines", "Lines", x="never", y="height", by="level")).to_dict()
     assert spec["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["1", "2"]
 
 

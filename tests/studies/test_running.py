@@ -15,7 +15,7 @@ import pytest
 from end_to_end.command_line import family, kill, wait_until
 from studies.tiny_studies import dying, failing, levels, noisy
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.experiments.study import Quantity, Study
+from thrifty.experiments.study import MeasuredQuantity, Study
 from thrifty.experiments.study_runner import read_folder, run_study
 
 
@@ -138,7 +138,7 @@ def test_a_measure_that_fails_is_named_with_its_cell_and_the_others_are_kept(tmp
 
 
 def one_case(measure: object) -> Study:
-    return Study("odd", "Odd.", measure, {"only": {}}, {"height": Quantity("how high")}, seeds=1)  # type: ignore[arg-type]
+    return Study("odd", "Odd.", measure, {"only": {}}, {"height": MeasuredQuantity("how high")}, seeds=1)  # type: ignore[arg-type]
 
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ import pytest
 from studies import tiny_studies
 from studies.tiny_studies import levels, measure
 from thrifty.core.errors import UsageError
-from thrifty.experiments.study import Quantity, Study, grid
+from thrifty.experiments.study import MeasuredQuantity, Study, grid
 
 
 def study(**changed: object) -> Study:
-    parts = {"measure": measure, "cases": {"one": {"level": 1.0}}, "quantities": {"height": Quantity("how high")}}
+    parts = {
+        "measure": measure,
+        "cases": {"one": {"level": 1.0}},
+        "quantities": {"height": MeasuredQuantity("how high")},
+    }
     return Study(name="mine", about="Mine.", **(parts | changed))  # type: ignore[arg-type]
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 from studies.tiny_studies import levels
 from thrifty.core.errors import UsageError
 from thrifty.experiments.study import Expectation
-from thrifty.experiments.study_summary import estimate, judge, summarize
+from thrifty.experiments.study_summary import estimate, judge_expectations, summarize
 
 
 @given(some.lists(some.floats(-1e6, 1e6), min_size=2, max_size=30))
@@ -51,7 +51,7 @@ MEASURED = {
 
 
 def test_expectations_are_reported_as_they_are_for_the_means_and_seed_by_seed() -> None:
-    higher, lower, unknown = judge(levels(), MEASURED)
+    higher, lower, unknown = judge_expectations(levels(), MEASURED)
     assert (higher.verdict, higher.held, higher.seeds) == ("holds", 2, 3)
     assert (lower.verdict, lower.held, lower.seeds) == ("does not hold", 1, 3)
     assert (unknown.verdict, unknown.held, unknown.seeds) == ("open", 0, 0)
@@ -62,7 +62,7 @@ def test_an_error_in_an_expectation_is_no_verdict() -> None:
 
     broken = replace(levels(), expect=[Expectation("is nothing", lambda c: 1 / 0 > 0)])
     with pytest.raises(ZeroDivisionError):
-        judge(broken, MEASURED)
+        judge_expectations(broken, MEASURED)
 
 
 def test_rows_are_derived_seed_by_seed_where_all_cases_are_there() -> None:

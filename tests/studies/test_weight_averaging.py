@@ -7,7 +7,7 @@ from thrifty.experiments import studies
 from thrifty.experiments.studies import weight_averaging
 from thrifty.experiments.studies.weight_averaging import measure, schedule_of
 from thrifty.experiments.tasks.language_task import llama, train_on_bytes
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 
 TINY = {"lr": 3e-3, "depth": 1, "width": 16, "length": 16, "batch": 2, "every": 1, "copies": 2, "decay": 0.5}
@@ -26,7 +26,7 @@ def test_the_mean_is_that_of_the_weights_along_the_run() -> None:
     ends = [
         train_on_bytes(
             lambda: llama(1, 16, length, seed),
-            [AdamW(lr=TINY["lr"]), Clip(), schedule_of("cosine", 100 // 50, 100)],
+            [AdamW(lr=TINY["lr"]), GradientClipping(), schedule_of("cosine", 100 // 50, 100)],
             steps=at, seed=seed, length=length, batch=batch,
         )
         for at in (3, 4)
@@ -48,7 +48,7 @@ def test_before_the_first_copy_the_weights_are_judged() -> None:
     ("name", "middle", "end"), [("constant", 1.0, 1.0), ("cosine", 0.5, pytest.approx(0, abs=1e-2))]
 )
 def test_the_rates_are_those_of_the_planned_run(name: weight_averaging.Schedule, middle: float, end: object) -> None:
-    transform = schedule_of(name, warmup=2, steps=102).update(weight_averaging.Transform())
+    transform = schedule_of(name, warmup=2, steps=102).update(weight_averaging.GradientTransform())
     rates = [transform.rate(transform.numbers(step, step)) for step in range(102)]
     assert rates[:2] == [0.5, 1.0]
     assert rates[52] == pytest.approx(middle, abs=0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 
 
 def measure(seed: int, level: float, log: str = "", seconds: float = 0.0, spread: float = 0.1) -> dict[str, float]:
@@ -53,9 +53,9 @@ def levels(seeds: int = 3, **settings: object) -> Study:
         measure=measure,
         cases={label: {"level": level, **settings} for label, level in (("one", 1.0), ("two", 2.0), ("three", 3.0))},
         quantities={
-            "height": Quantity("how high"),
-            "never": Quantity("steps to a goal that some never reach"),
-            "seconds": Quantity("a time", of_machine=True),
+            "height": MeasuredQuantity("how high"),
+            "never": MeasuredQuantity("steps to a goal that some never reach"),
+            "seconds": MeasuredQuantity("a time", of_machine=True),
         },
         seeds=seeds,
         derive=differences,
@@ -65,8 +65,8 @@ def levels(seeds: int = 3, **settings: object) -> Study:
             Expectation("four is highest", lambda c: c["four"]["height"] > c["two"]["height"]),
         ],
         plots=[
-            Plot("height", "Height <by> level", x="level", y="height"),
-            Plot("never", "Never", y="never", log_y=True),
+            StudyPlot("height", "Height <by> level", x="level", y="height"),
+            StudyPlot("never", "Never", y="never", log_y=True),
         ],
     )
 

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Infeasible
+from thrifty.core.errors import InfeasibleError
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.memory.planner.memory_milp import fastest_plan
-from thrifty.memory.planner.memory_plan import Way, is_whole, peak_of_ways, peak_when_kept
+from thrifty.memory.planner.memory_plan import TensorAction, is_whole, peak_of_ways, peak_when_kept
 from thrifty.memory.planner.plan_choice import least_peak
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.models.families import assemble
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory import activation_budget
-from thrifty.techniques.memory.activation_budget import ActivationBudget, Planner
+from thrifty.techniques.memory.activation_budget import ActivationBudget, ActivationPlanner
 from tiny_runs import (
     advance,
     assert_same,
@@ -41,21 +41,21 @@ from tiny_runs import (
 )
 
 
-def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> Plain:
+def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> BaseRun:
     """Blocks large enough that everything else hardly counts."""
 
     def build() -> nn.Module:
-        shape = Shape(style, depth, 64, 4, 4, 256, 256, 64, True)  # type: ignore[arg-type]
+        shape = ModelConfig(style, depth, 64, 4, 4, 256, 256, 64, True)  # type: ignore[arg-type]
         model = assemble(shape)
         initialize(model, 0, std=0.1)
         for block in model.blocks:
             block.mlp.activation = nn.Sequential(block.mlp.activation, nn.Dropout(dropout))
         return model
 
-    return Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    return BaseRun(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
 
 
-def run_of(plain: Plain, *names: str, **settings: Any) -> Composition:
+def run_of(plain: BaseRun, *names: str, **settings: Any) -> Run:
     budget = technique("memory.activation_budget", **settings)
     return compose(plain, with_optimizer([budget, *map(technique, names)]), 6)
 
@@ -69,7 +69,7 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
         hook.remove()
 
 
-def peak_of(run: Composition) -> tuple[float, Planner]:
+def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
     """Bytes at the peak of a real step beside parameters and gradients, and what had been planned."""
     model, batch = run.build_model(), run.source.at(0)
     run.backward(model, run.objective, batch)  # the plan is made
@@ -140,11 +140,13 @@ def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: 
     """Small blocks, whose single operations cost more to follow than to run."""
     _, planner = peak_of(run_of(plain_run(style="gpt"), costs=costs))
     ((blocks, _),) = planner.plans.values()
-    kept: list[dict[int, Way]] = [{n: Way.KEEP for n, item in b.tape.items.items() if item.saved} for b in blocks]
+    kept: list[dict[int, TensorAction]] = [
+        {n: TensorAction.KEEP for n, item in b.tape.items.items() if item.saved} for b in blocks
+    ]
     for every in (1, 2, 3):
         whole = [place < len(blocks) - 1 and place % every == 0 for place in range(len(blocks))]
         ways = [
-            dict.fromkeys(b.tape.items, Way.RECOMPUTE) if again else keep
+            dict.fromkeys(b.tape.items, TensorAction.RECOMPUTE) if again else keep
             for b, keep, again in zip(blocks, kept, whole, strict=True)
         ]
         seconds = sum(b.whole or math.inf for b, again in zip(blocks, whole, strict=True) if again)
@@ -193,14 +195,14 @@ def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> N
 
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     run = run_of(plain_run(), bytes=1e4)
-    with pytest.raises(Infeasible, match=r"4 blocks do not fit 0\.01 MB; .* made again they take") as refused:
+    with pytest.raises(InfeasibleError, match=r"4 blocks do not fit 0\.01 MB; .* made again they take") as refused:
         run.backward(run.build_model(), run.objective, run.source.at(0))
     assert "techniques.memory.activation_budget.bytes=" in refused.value.fix
 
 
 def test_without_anything_made_again_a_budget_that_is_too_small_says_so() -> None:
     run = run_of(plain_run(), bytes=0.1, bits=8, recompute=False)
-    with pytest.raises(Infeasible) as refused:
+    with pytest.raises(InfeasibleError) as refused:
         run.backward(run.build_model(), run.objective, run.source.at(0))
     assert "recompute=true" in refused.value.fix
 
@@ -242,7 +244,7 @@ def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: P
         torch.manual_seed(0)
         return transformers.GPT2LMHeadModel(replace_cache(configuration))
 
-    plain = Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    plain = BaseRun(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
     run = run_of(plain, bytes=0.5)
     _, counted = count(run, run.techniques)
     model, batch = run.build_model(), run.source.at(0)

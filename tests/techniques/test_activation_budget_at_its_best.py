@@ -13,49 +13,49 @@ from torch import nn
 from image_runs import image_run
 from rank_processes import on_ranks
 from recompute_work import same_on_ranks
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Infeasible
+from thrifty.core.errors import InfeasibleError
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.memory.op_trace import INPUT
-from thrifty.memory.planner.chain_plan import chain_of, schedule_plan
+from thrifty.memory.planner.chain_plan import chain_costs, schedule_plan
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 from thrifty.memory.planner.memory_plan import (
     BlockCosts,
-    Compression,
-    Link,
-    Way,
+    CompressionOption,
+    OffloadLink,
+    TensorAction,
     Ways,
     is_streamed,
     peak_of_ways,
     peak_when_kept,
     saved_items,
 )
-from thrifty.memory.planner.plan_choice import Allowed, best_plan, from_numbers, in_numbers, least_peak
+from thrifty.memory.planner.plan_choice import AllowedActions, best_plan, least_peak, plan_from_numbers, plan_to_numbers
 from thrifty.memory.planner.plan_storage import stored_bits
-from thrifty.memory.recompute_schedule import Do, Operation
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.memory.recompute_schedule import RecomputeAction, ScheduledOperation
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from tiny_runs import assert_same, corpus, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
-LINK, COMPRESSION = Link(2e9), Compression(stored_bits(4), 1e-9)
-EXACT = Allowed(link=LINK)
+LINK, COMPRESSION = OffloadLink(2e9), CompressionOption(stored_bits(4), 1e-9)
+EXACT = AllowedActions(link=LINK)
 
 
-def nano() -> Plain:
+def nano() -> BaseRun:
     def build() -> nn.Module:
-        model = assemble(Shape("gpt", 6, 64, 4, 4, 256, 256, 64, True))
+        model = assemble(ModelConfig("gpt", 6, 64, 4, 4, 256, 256, 64, True))
         initialize(model, 0, std=0.1)
         for block in model.blocks:
             block.mlp.activation = nn.Sequential(block.mlp.activation, nn.Dropout(0.1))
         return model
 
-    return Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    return BaseRun(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
 
 
-def theirs() -> Plain:
+def theirs() -> BaseRun:
     transformers = pytest.importorskip("transformers")
 
     def build() -> nn.Module:
@@ -64,13 +64,13 @@ def theirs() -> Plain:
         configuration = transformers.LlamaConfig(vocab_size=256, **settings, attention_dropout=0.1, use_cache=False)
         return transformers.LlamaForCausalLM(configuration)
 
-    return Plain(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    return BaseRun(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
 
 
 MODELS = {"gpt": nano, "llama of transformers": theirs, "vit": partial(image_run, batch=32, depth=6, dropout=0.1)}
 
 
-def run_of(plain: Plain, *names: str, **settings: Any) -> Composition:
+def run_of(plain: BaseRun, *names: str, **settings: Any) -> Run:
     return compose(plain, with_optimizer([*(technique(name) for name in names), *_budget(settings)]), 6)
 
 
@@ -88,18 +88,23 @@ def blocks_of(model: str) -> tuple[BlockCosts, ...]:
     return tuple(blocks)
 
 
-def by_blocks(blocks: Sequence[BlockCosts], operations: Sequence[Operation]) -> list[Operation]:
+def by_blocks(blocks: Sequence[BlockCosts], operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
     """A schedule of the blocks alone, with the stage for what is outside of them between forward and backward pass."""
-    end, turn = len(blocks) - 1, next(i for i, (do, _) in enumerate(operations) if do is Do.BACKWARD)
-    return [*operations[:turn], Operation(Do.KEEP_ALL, end), Operation(Do.BACKWARD, end), *operations[turn:]]
+    end, turn = len(blocks) - 1, next(i for i, (do, _) in enumerate(operations) if do is RecomputeAction.BACKWARD)
+    return [
+        *operations[:turn],
+        ScheduledOperation(RecomputeAction.KEEP_ALL, end),
+        ScheduledOperation(RecomputeAction.BACKWARD, end),
+        *operations[turn:],
+    ]
 
 
-def streamed(blocks: Sequence[BlockCosts], way: Way, last: int = 0) -> tuple[list[Ways], int]:
+def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> tuple[list[Ways], int]:
     """All that is saved waits elsewhere, but for the last blocks: the ways, and how many bytes."""
     ways, moved = list[Ways](), 0
     for place, block in enumerate(blocks):
         away = {n: sizes[way] for n, sizes in block.movable.items() if way in sizes and place < len(blocks) - 1 - last}
-        ways.append(dict.fromkeys(saved_items(block.tape), Way.KEEP) | dict.fromkeys(away, way))
+        ways.append(dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) | dict.fromkeys(away, way))
         moved += sum(away.values())
     return ways, moved
 
@@ -107,16 +112,16 @@ def streamed(blocks: Sequence[BlockCosts], way: Way, last: int = 0) -> tuple[lis
 def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, float]]:
     """Each single method that changes no value: its extra seconds and its peak, written down anew."""
     inside, count = blocks[:-1], len(blocks) - 1
-    kept: list[Ways] = [dict.fromkeys(saved_items(block.tape), Way.KEEP) for block in blocks]
+    kept: list[Ways] = [dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) for block in blocks]
     for every in range(1, count + 1):
         again = [place % every == 0 for place in range(count)]
         ways = [
-            dict.fromkeys(b.tape.items, Way.RECOMPUTE) if a else k
+            dict.fromkeys(b.tape.items, TensorAction.RECOMPUTE) if a else k
             for b, a, k in zip(inside, again, kept[:-1], strict=True)
         ]
         seconds = sum(block.whole or math.inf for block, a in zip(inside, again, strict=True) if a)
         yield f"recompute, every {every}", seconds, peak_of_ways(blocks, [*ways, kept[-1]])
-    chain = chain_of(blocks)
+    chain = chain_costs(blocks)
     assert chain is not None and len(chain) == len(blocks)
     alone = replace(chain, stages=chain.stages[:-1])
     plain, most = simulate(alone, periodic_schedule(count, count))
@@ -128,14 +133,16 @@ def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, fl
         seconds, peak = simulate(chain, by_blocks(blocks, operations))
         yield name, seconds - plain, peak
     for last in range(count):
-        ways, moved = streamed(blocks, Way.OFFLOAD, last)
+        ways, moved = streamed(blocks, TensorAction.OFFLOAD, last)
         passes = sum(block.forward for block in blocks), sum(block.backward for block in blocks)
         seconds = sum(max(moved / LINK.bytes_per_second - each, 0.0) for each in passes)
         seconds += sum(block.streaming for block, each in zip(blocks, ways, strict=True) if is_streamed(block, each))
         yield f"offload, the last {last} blocks stay", seconds, peak_of_ways(blocks, ways)
 
 
-def assert_best(blocks: Sequence[BlockCosts], singles: Sequence[tuple[str, float, float]], allowed: Allowed) -> None:
+def assert_best(
+    blocks: Sequence[BlockCosts], singles: Sequence[tuple[str, float, float]], allowed: AllowedActions
+) -> None:
     """At the budget of each single method a plan fits and none of them is faster."""
     for name, _, peak in singles:
         plan = best_plan(blocks, peak, allowed)
@@ -148,7 +155,7 @@ def assert_best(blocks: Sequence[BlockCosts], singles: Sequence[tuple[str, float
 def test_no_recomputation_is_faster_within_its_own_peak_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
     singles = [single for single in exact_methods(blocks) if "recompute" in single[0]]
-    assert_best(blocks, singles, Allowed())
+    assert_best(blocks, singles, AllowedActions())
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -166,16 +173,16 @@ def test_no_offload_is_faster_within_its_own_peak_or_reaches_lower(model: str) -
 @pytest.mark.parametrize("model", MODELS)
 def test_no_compression_is_faster_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
-    ways, moved = streamed(blocks, Way.COMPRESS)
+    ways, moved = streamed(blocks, TensorAction.COMPRESS)
     seconds = COMPRESSION.seconds_per_byte * moved + sum(block.streaming for block in blocks if block.movable)
     peak = peak_of_ways(blocks, ways, COMPRESSION.bits)
     for recompute in (False, True):
-        plan = best_plan(blocks, peak, Allowed(recompute, COMPRESSION))
+        plan = best_plan(blocks, peak, AllowedActions(recompute, COMPRESSION))
         assert plan is not None and plan.peak <= peak * (1 + 1e-9)
         assert plan.seconds <= seconds * (1 + max(plan.gap, 1e-6))
 
 
-def measured(run: Composition) -> tuple[int, Any]:
+def measured(run: Run) -> tuple[int, Any]:
     """Bytes at the peak of a real step beside parameters and their gradients, and what planned it."""
     model, batch = run.build_model().train(), run.source.at(0)
     run.backward(model, run.objective, batch)
@@ -257,7 +264,7 @@ def test_blocks_that_save_unlike_tensors_or_none_train_as_without_it(build: Call
 def test_the_refusal_says_what_may_be_given_up() -> None:
     for settings, words in (({}, "made again"), ({"offload": "simulated"}, "made again or moved")):
         run = run_of(nano(), bytes=1000, **settings)
-        with pytest.raises(Infeasible, match=f"6 blocks do not fit 0.00 MB; with everything {words} they take"):
+        with pytest.raises(InfeasibleError, match=f"6 blocks do not fit 0.00 MB; with everything {words} they take"):
             run.objective.predict(run.build_model().train(), run.source.at(0))
 
 
@@ -288,13 +295,13 @@ def test_an_input_that_somebody_else_holds_on_to_is_not_moved() -> None:
 
 def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> None:
     blocks = blocks_of("gpt")
-    chain = chain_of(blocks)
+    chain = chain_costs(blocks)
     assert chain is not None and len(chain) == len(blocks)
     for peak in (least_bytes(chain), 0.3 * peak_when_kept(blocks), 0.7 * peak_when_kept(blocks)):
         plan = schedule_plan(blocks, peak)
         assert plan is not None and plan.schedule is not None and plan.peak <= peak
-        assert from_numbers(in_numbers(plan.schedule, len(blocks)), len(blocks)) == plan.schedule
-    assert from_numbers(in_numbers(None, 5), 5) is None
+        assert plan_from_numbers(plan_to_numbers(plan.schedule, len(blocks)), len(blocks)) == plan.schedule
+    assert plan_from_numbers(plan_to_numbers(None, 5), 5) is None
 
 
 @pytest.mark.parametrize("strategy", ["parallelism.shard"])

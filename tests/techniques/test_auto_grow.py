@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import UsageError
 from thrifty.core.state import TrainState, read_log
@@ -20,14 +20,14 @@ THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
 """Small up to step 8, a search of 6 steps, a middle stage, and the full size from step 16 on."""
 
 
-def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Composition:
+def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Run:
     return compose(plain_run(depth=depth), [settings, technique("optimizers.adamw")], steps)
 
 
 class Watched:
     """What each step of a run trained: blocks computed and tokens of an example."""
 
-    def __init__(self, run: Composition):
+    def __init__(self, run: Run):
         self.run, self.state = run, run.start()
         self.steps: list[tuple[int, int]] = []
 
@@ -184,7 +184,7 @@ def test_evaluation_sees_the_blocks_there_are_and_whole_texts() -> None:
     for block in find_blocks(state.model)[1]:
         block.mlp.down.register_forward_hook(lambda module, args, output: calls.append(output.shape))
     with torch.no_grad():
-        run.judged_by.predict(state.model.eval(), run.plain.source.at(0))
+        run.eval_objective.predict(state.model.eval(), run.plain.source.at(0))
     assert [shape[1] for shape in calls] == [16] * 4
 
 

@@ -17,11 +17,11 @@ from thrifty.composition.explain import count
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.optim import chunked_update
-from thrifty.optim.fused_updates import Fused
+from thrifty.optim.fused_updates import FusedUpdate
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ClipByGlobalNorm, ScaleByAdam, global_norm, scale_by_learning_rate
 from thrifty.techniques.optimizers.adafactor import adafactor
@@ -34,15 +34,15 @@ from thrifty.techniques.optimizers.sgd import sgd
 from thrifty.techniques.optimizers.soap import soap
 from thrifty.techniques.precision.bfloat16_weights import (
     Bfloat16Weights,
-    InFloat32,
+    Float32Update,
     Rounding,
-    by_chance,
-    compensated,
-    in_float32,
+    round_stochastically,
+    round_with_compensation,
+    update_in_float32,
 )
-from thrifty.techniques.precision.optimizer_state import Bfloat16, stored
+from thrifty.techniques.precision.optimizer_state import Bfloat16Format, with_compact_state
 from thrifty.training.checkpoint import load
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
@@ -54,10 +54,10 @@ SHAPES = {
     "bias": (300,),
     "gain": (),
 }
-OPTIMIZERS: dict[str, Callable[[], Transform]] = {
+OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {
     "adafactor": lambda: adafactor(1e-2),
     "adamw": lambda: adamw(1e-2),
-    "adamw in bfloat16": lambda: stored(adamw(1e-2), Bfloat16, 1),
+    "adamw in bfloat16": lambda: with_compact_state(adamw(1e-2), Bfloat16Format, 1),
     "clipped": lambda: chain(ClipByGlobalNorm(1e6), lion(1e-2)),
     "lamb": lambda: lamb(1e-2),
     "muon": lambda: muon(1e-2, dtype=torch.float32),
@@ -67,7 +67,7 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
 }
 
 
-def made(transform: Transform, dtype: torch.dtype = torch.bfloat16) -> TransformOptimizer:
+def made(transform: GradientTransform, dtype: torch.dtype = torch.bfloat16) -> TransformOptimizer:
     """Parameters that bfloat16 can hold, in the given format."""
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
@@ -94,7 +94,7 @@ def test_a_weight_becomes_exactly_the_rounded_float32_sum(weights: Tensor, updat
     sums = held.float() + updates
     # beyond it the sum is lost in float32 already
     sums = torch.where(sums.abs() * 2**14 >= held.float().abs(), sums, held.float())
-    for target in (by_chance(sums, seed), sums.bfloat16()):
+    for target in (round_stochastically(sums, seed), sums.bfloat16()):
         added = held.clone()
         torch._foreach_add_([added], [target.float() - held], alpha=1.0)
         assert torch.equal(added, target)
@@ -102,25 +102,28 @@ def test_a_weight_becomes_exactly_the_rounded_float32_sum(weights: Tensor, updat
 
 @given(sums=numbers, seed=some.integers(-(2**15), 2**15 - 1))
 def test_two_halves_hold_16_bits_of_a_number(sums: Tensor, seed: int) -> None:
-    near, cut = compensated(sums, seed)
+    near, cut = round_with_compensation(sums, seed)
     assert torch.equal(near, sums.bfloat16())
     assert ((near.float() + cut - sums).abs() <= 2.0**-16 * sums.abs() + 1e-37).all()
 
 
 @given(sums=numbers, seed=some.integers(-(2**15), 2**15 - 1))
 def test_rounded_by_chance_a_number_goes_to_a_neighbour_whichever_rows_are_held(sums: Tensor, seed: int) -> None:
-    found = by_chance(sums, seed)
+    found = round_stochastically(sums, seed)
     assert ((found.float() - sums).abs() <= 2.0**-7 * sums.abs() + 1e-37).all()
-    assert torch.equal(by_chance(sums[1:], seed), found[1:])
+    assert torch.equal(round_stochastically(sums[1:], seed), found[1:])
     vector = sums.flatten()
-    assert torch.equal(by_chance(vector[2:], seed), by_chance(vector, seed)[2:])
-    assert torch.equal(by_chance(vector[3], seed), by_chance(vector, seed)[3])
+    assert torch.equal(round_stochastically(vector[2:], seed), round_stochastically(vector, seed)[2:])
+    assert torch.equal(round_stochastically(vector[3], seed), round_stochastically(vector, seed)[3])
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_first_step_is_the_float32_optimizers_rounded(name: str, rounding: Rounding) -> None:
-    plain, narrow = trained(made(OPTIMIZERS[name](), torch.float32), 1), made(in_float32(OPTIMIZERS[name](), rounding))
+    plain, narrow = (
+        trained(made(OPTIMIZERS[name](), torch.float32), 1),
+        made(update_in_float32(OPTIMIZERS[name](), rounding)),
+    )
     trained(narrow, 1)
     for wanted, found in zip(plain.parameters, narrow.parameters, strict=True):
         distance = 2.0**-8 if rounding != "stochastic" else 2.0**-7
@@ -135,7 +138,7 @@ def test_a_first_step_is_the_float32_optimizers_rounded(name: str, rounding: Rou
 def moved_by(rounding: Rounding, update: float, steps: int) -> tuple[Tensor, Tensor]:
     """Weights of 1 after so many equal updates, and how far they are from the exact sum, with what was cut off."""
     weight = nn.Parameter(torch.ones(1, 4096, dtype=torch.bfloat16))
-    optimizer = TransformOptimizer([("weight", weight)], in_float32(scale_by_learning_rate(1.0), rounding))
+    optimizer = TransformOptimizer([("weight", weight)], update_in_float32(scale_by_learning_rate(1.0), rounding))
     gradient = torch.full_like(weight, -update)
     for _ in range(steps):
         weight.grad = gradient.clone()
@@ -181,10 +184,12 @@ def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_
 def test_pieces_and_threads_change_nothing(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(chunked_update, "NUMBERS", size)
+        monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", size)
         torch.set_num_threads(threads)
         try:
-            found.append(trained(made(in_float32((OPTIMIZERS | {"lion": lambda: lion(1e-2)})[name](), rounding)), 3))
+            found.append(
+                trained(made(update_in_float32((OPTIMIZERS | {"lion": lambda: lion(1e-2)})[name](), rounding)), 3)
+            )
         finally:
             torch.set_num_threads(1)
     for other in found[1:]:
@@ -194,28 +199,28 @@ def test_pieces_and_threads_change_nothing(name: str, rounding: Rounding, monkey
 
 
 def test_nothing_but_what_looks_at_all_gradients_runs_on_the_whole_model_at_once() -> None:
-    optimizer = made(in_float32(chain(ClipByGlobalNorm(1.0), muon(1e-2))))
+    optimizer = made(update_in_float32(chain(ClipByGlobalNorm(1.0), muon(1e-2))))
     assert [type(element) for element in optimizer.site.head.elements.values()] == [ClipByGlobalNorm]
     assert {element.reach for element in optimizer.transform.elements.values()} == {
-        chunked_update.Reach.ALL,
-        chunked_update.Reach.TENSOR,
+        chunked_update.TransformScope.ALL,
+        chunked_update.TransformScope.TENSOR,
     }
     work = [piece.work for _, tail in optimizer.site.tail.tails for piece in tail.pieces]  # type: ignore[union-attr]
     chains = [element for each in work for element in each.chain.elements.values()]
-    assert chains and all(isinstance(element, InFloat32) for element in chains)
-    assert any(isinstance(element.kernel, Fused) for element in chains)
+    assert chains and all(isinstance(element, Float32Update) for element in chains)
+    assert any(isinstance(element.kernel, FusedUpdate) for element in chains)
 
 
 def test_an_optimizer_that_must_see_all_parameters_still_sees_float32() -> None:
     class Joint(ScaleByAdam):
-        reach = chunked_update.Reach.ALL
+        reach = chunked_update.TransformScope.ALL
 
         def update(self, updates: list[Tensor], *others) -> list[Tensor]:  # type: ignore[no-untyped-def, override]
             assert {tensor.dtype for tensor in (*updates, *others[1])} == {torch.float32}
             return super().update(updates, *others)
 
-    optimizer = trained(made(in_float32(chain(Joint(), scale_by_learning_rate(1e-2)))), 3)
-    reference = trained(made(in_float32(chain(ScaleByAdam(), scale_by_learning_rate(1e-2)))), 3)
+    optimizer = trained(made(update_in_float32(chain(Joint(), scale_by_learning_rate(1e-2)))), 3)
+    reference = trained(made(update_in_float32(chain(ScaleByAdam(), scale_by_learning_rate(1e-2)))), 3)
     for found, wanted in zip(optimizer.parameters, reference.parameters, strict=True):
         assert (found - wanted).abs().max() < 0.02
 
@@ -292,7 +297,7 @@ def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
     assert state.optimizer is not None
     values = state.optimizer.judged()
     assert values is not None and {value.dtype for value in values} == {torch.float32}
-    with state.optimizer.judging():
+    with state.optimizer.use_eval_weights():
         for parameter, value in zip(state.optimizer.parameters, values, strict=True):
             assert torch.equal(parameter, value.bfloat16())
 
@@ -300,7 +305,7 @@ def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
 def test_the_arithmetic_can_be_compiled() -> None:
     torch._dynamo.reset()
     for rounding in ROUNDINGS:
-        plain, compiled = (made(in_float32(lion(1e-2), rounding)) for _ in range(2))
+        plain, compiled = (made(update_in_float32(lion(1e-2), rounding)) for _ in range(2))
         compiled.compile(backend="aot_eager")
         for wanted, found in zip(trained(plain, 3).parameters, trained(compiled, 3).parameters, strict=True):
             assert torch.equal(found, wanted)
@@ -318,7 +323,7 @@ def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypat
     )
     assert train(recipe, tmp_path, quiet=True)["status"] == "finished"
     kept = load(tmp_path / "run" / "checkpoints").tensors
-    model, _ = restore(tmp_path / "run")
+    model, _ = load_trained_model(tmp_path / "run")
     for name, parameter in model.named_parameters():
         assert kept[f"parameters/{name}"].dtype == torch.bfloat16 and parameter.dtype == torch.float32
         assert torch.equal(parameter, kept[f"parameters/{name}"].float())

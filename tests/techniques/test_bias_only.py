@@ -7,8 +7,8 @@ import transformers
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import noting
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import collect_notes
 from thrifty.techniques.adapters.bias_only import BiasOnly, bias_names
 from tiny_runs import advance, plain_run, technique, tiny_model
 
@@ -31,7 +31,7 @@ def test_a_head_is_trained_when_asked() -> None:
 
 
 def test_a_model_without_biases_is_refused_or_given_some() -> None:
-    with pytest.raises(Refused, match="has no biases to train") as refused:
+    with pytest.raises(RefusedError, match="has no biases to train") as refused:
         BiasOnly().model(tiny_model())
     assert "adapters.bias_only.add = true" in refused.value.fix
     model = BiasOnly(add=True).model(tiny_model(depth=2))
@@ -67,7 +67,7 @@ def test_only_layers_whose_result_is_known_are_given_a_bias() -> None:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     before = model(input_ids=TOKENS).logits
-    with noting() as notes:
+    with collect_notes() as notes:
         model = BiasOnly(add=True).model(model)
     assert torch.equal(model(input_ids=TOKENS).logits, before)
     assert (

@@ -6,8 +6,8 @@ import torch
 from stacked_models import KINDS
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_stacks
-from thrifty.techniques.compile import Compile
-from thrifty.techniques.growth.stacking import Stacking
+from thrifty.techniques.compile import CompiledBlocks
+from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.memory.recompute import Recompute
 
 SIDES = ("our marian", "our t5", "t5", "marian")
@@ -36,14 +36,14 @@ def test_recomputed_blocks_of_both_sides_run_twice_and_give_the_same_gradients(n
 @pytest.mark.parametrize("name", ["our marian", "our t5"])
 def test_blocks_of_both_sides_are_compiled_and_give_the_same_loss(name: str) -> None:
     torch._dynamo.reset()
-    model = Compile(backend="aot_eager").model(KINDS[name].model())
+    model = CompiledBlocks(backend="aot_eager").model(KINDS[name].model())
     compiled = [block for blocks in find_stacks(model).values() for block in blocks if block._compiled_call_impl]
     assert len(compiled) == sum(KINDS[name].stacks.values())
     torch.testing.assert_close(KINDS[name].loss(model), KINDS[name].loss(KINDS[name].model()))
 
 
 def test_both_sides_grow() -> None:
-    change = Stacking(at=(2,)).changes(0, TrainState())
+    change = ProgressiveStacking(at=(2,)).changes(0, TrainState())
     assert change is not None
     shallow = change.restructure(KINDS["our t5"].model())  # 3 encoder and 2 decoder blocks
     assert {name: len(blocks) for name, blocks in find_stacks(shallow).items()} == {
@@ -51,7 +51,7 @@ def test_both_sides_grow() -> None:
         "decoder.blocks": 1,
     }
     state = TrainState(step=2, model=shallow)
-    grown = Stacking(at=(2,)).changes(2, state)
+    grown = ProgressiveStacking(at=(2,)).changes(2, state)
     assert grown is not None
     full = grown.restructure(KINDS["our t5"].model())
     origins = {grown.origin(name) for name, _ in full.named_parameters()}

@@ -11,9 +11,9 @@ from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
 from thrifty.modeling.residual_branches import find_branches
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
-from thrifty.techniques.adapters.bottleneck import PARTS, Bottleneck, through_bottleneck
+from thrifty.techniques.adapters.bottleneck import PARTS, BottleneckAdapter, apply_bottleneck
 from tiny_runs import advance, plain_run, technique, tiny_model
 
 
@@ -24,11 +24,11 @@ def trained(model: nn.Module) -> list[str]:
 def test_the_formula_is_the_papers_with_a_residual_of_its_own() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w1, b1, w2, b2 = (torch.randn(s, generator=generator) for s in ((2, 3, 8), (4, 8), (4,), (8, 4), (8,)))
-    torch.testing.assert_close(through_bottleneck(x, w1, b1, w2, b2), x + F.gelu(x @ w1.T + b1) @ w2.T + b2)
+    torch.testing.assert_close(apply_bottleneck(x, w1, b1, w2, b2), x + F.gelu(x @ w1.T + b1) @ w2.T + b2)
 
 
 def test_first_values_are_small_and_cut_off_and_biases_zero() -> None:
-    model = Bottleneck(width=64).model(tiny_model())
+    model = BottleneckAdapter(width=64).model(tiny_model())
     for name, parameter in model.named_parameters():
         if name.endswith(("adapter_down", "adapter_up")):
             assert parameter.abs().max() <= 2e-3 and 0.7e-3 < parameter.std() < 1e-3  # 0.88 of 1e-3 once cut at two
@@ -39,7 +39,7 @@ def test_first_values_are_small_and_cut_off_and_biases_zero() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_function_is_nearly_the_frozen_one_at_first_and_not_when_trained(kind: str) -> None:
     plain = KINDS[kind].loss(KINDS[kind].model())
-    model = Bottleneck(width=8).model(KINDS[kind].model())
+    model = BottleneckAdapter(width=8).model(KINDS[kind].model())
     loss = KINDS[kind].loss(model)
     assert abs(loss - plain) < 1e-3 * plain
     loss.backward()
@@ -58,7 +58,7 @@ def test_the_function_is_nearly_the_frozen_one_at_first_and_not_when_trained(kin
 def test_they_stand_behind_the_last_layer_of_each_branch(kind: str, placement: str, count: int) -> None:
     model = theirs(kind)
     seen: list[str] = []
-    Bottleneck(width=8, placement=placement).model(model)  # type: ignore[arg-type]
+    BottleneckAdapter(width=8, placement=placement).model(model)  # type: ignore[arg-type]
     owners = [name.rpartition(".")[0] for name in trained(model) if name.endswith("adapter_up")]
     assert len(owners) == count
     ends = {"gpt2": ("attn.c_proj", "mlp.c_proj"), "llama": ("self_attn.o_proj", "mlp.down_proj")}[kind]
@@ -73,9 +73,9 @@ def test_they_stand_behind_the_last_layer_of_each_branch(kind: str, placement: s
 
 
 def test_the_adapter_acts_before_the_sum_and_the_norm_of_a_post_norm_block() -> None:
-    model = assemble(Shape("bert", 1, 32, 4, 4, 64, 300, 32, True))
+    model = assemble(ModelConfig("bert", 1, 32, 4, 4, 64, 300, 32, True))
     initialize(model, 0)
-    Bottleneck(width=8).model(model)
+    BottleneckAdapter(width=8).model(model)
     with torch.no_grad():  # a constant added before a norm of the sum is taken out again by it
         model.blocks[0].mlp.down.adapter_up_bias.fill_(3.0)
     changed = model(TOKENS)
@@ -93,13 +93,13 @@ def test_the_adapter_acts_before_the_sum_and_the_norm_of_a_post_norm_block() -> 
     ],
 )
 def test_adapters_norms_and_head_are_trained_as_asked(settings: dict, others: Callable[[str], bool]) -> None:
-    model = Bottleneck(width=8, **settings).model(tiny_model(tied=False, style="gpt"))
+    model = BottleneckAdapter(width=8, **settings).model(tiny_model(tied=False, style="gpt"))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (name.endswith(PARTS) or others(name)), name
 
 
 def test_a_tied_head_stays_with_the_frozen_embedding() -> None:
-    model = Bottleneck(width=8, head=True).model(tiny_model())
+    model = BottleneckAdapter(width=8, head=True).model(tiny_model())
     assert "embedding.token.weight" not in trained(model)
 
 

@@ -7,22 +7,28 @@ from hypothesis import strategies as some
 from torch import Tensor, nn
 
 from stacked_models import KINDS
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.errors import Refused, UsageError
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.residual_branches import find_branches, in_width
-from thrifty.techniques.growth._token_pooling import pool, pooled, thinned
-from thrifty.techniques.growth._width_growth import copied_units, divided, duplicated, inner_parameters, narrow
-from thrifty.techniques.growth.compound import Compound, divisor_at
+from thrifty.techniques.growth._token_pooling import add_pooling, pool_targets, pool_tokens
+from thrifty.techniques.growth._width_growth import (
+    copied_units,
+    divide_outputs,
+    duplicate_units,
+    inner_parameters,
+    narrow_networks,
+)
+from thrifty.techniques.growth.compound import CompoundGrowth, divisor_at
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 
 
-def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Composition, TrainState, TrainState]:
+def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Run, TrainState, TrainState]:
     """A run that grows wider alone before step 2: the run, a copy of its state before, and its state after."""
     settings = {"at": (2,), "depth": 1, "length": 1, "width": 2} | changed
-    chosen = [Compound(**settings), *(others or [technique("optimizers.adamw")])]
+    chosen = [CompoundGrowth(**settings), *(others or [technique("optimizers.adamw")])]
     run = compose(plain_run(style=style), chosen, 4)
     state = run.start()
     advance(run, state, 2)
@@ -59,9 +65,9 @@ def widened(model: nn.Module, small: nn.Module) -> None:
         if value.shape != parameter.shape:
             path = next(path for path in inner if name.endswith(f".{path}"))
             dim = next(d for d in range(value.ndim) if value.shape[d] != parameter.shape[d])
-            value = duplicated(value, dim, parameter.shape[dim], inner[path].parts)
+            value = duplicate_units(value, dim, parameter.shape[dim], inner[path].parts)
             if inner[path].writes:
-                value = divided(value, dim, inner[path].units, 0.3, name)
+                value = divide_outputs(value, dim, inner[path].units, 0.3, name)
         parameter.copy_(value)
 
 
@@ -74,7 +80,7 @@ def inner_widths(model: nn.Module) -> list[int]:
 @pytest.mark.parametrize("divisor", [2, 3])
 def test_any_known_model_can_be_narrowed_and_widened(kind: str, divisor: int) -> None:
     small, full = KINDS[kind].model(), KINDS[kind].model()
-    narrow(small, divisor)
+    narrow_networks(small, divisor)
     assert inner_widths(small) == [units // divisor for units in inner_widths(full)] != []
     widened(full, small)
     torch.testing.assert_close(KINDS[kind].loss(full), KINDS[kind].loss(small), rtol=1e-5, atol=1e-6)
@@ -85,7 +91,7 @@ def test_any_known_model_can_be_narrowed_and_widened(kind: str, divisor: int) ->
 def test_shares_of_copies_sum_to_what_the_origin_wrote(old: int, more: int, spread: float) -> None:
     value = torch.randn(3, old, dtype=torch.float64)
     new = old + more
-    shares = divided(duplicated(value, 1, new), 1, old, spread, "key")
+    shares = divide_outputs(duplicate_units(value, 1, new), 1, old, spread, "key")
     total = torch.zeros_like(value)
     for unit, origin in enumerate(copied_units(old, new).tolist()):
         total[:, origin] += shares[:, unit]
@@ -94,7 +100,7 @@ def test_shares_of_copies_sum_to_what_the_origin_wrote(old: int, more: int, spre
 
 def test_gate_and_value_are_each_duplicated() -> None:
     rows = torch.arange(6.0)[:, None]
-    assert duplicated(rows, 0, 12, parts=2).flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
+    assert duplicate_units(rows, 0, 12, parts=2).flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
 
 
 def halves_apart(spread: float) -> float:
@@ -130,7 +136,7 @@ def test_an_average_of_weights_grows_as_the_weights_do(average: str) -> None:
         outputs = []
         for state in (before, after):
             assert state.model is not None and state.optimizer is not None
-            with state.optimizer.judging():
+            with state.optimizer.use_eval_weights():
                 outputs.append(state.model.eval()(tokens))
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
 
@@ -142,7 +148,7 @@ def test_optimizers_go_on_with_what_they_had(name: str) -> None:
 
 
 def test_state_that_does_not_show_its_units_is_refused_with_the_way_out() -> None:
-    with pytest.raises(Refused, match="inner units, so it cannot be copied") as refused:
+    with pytest.raises(RefusedError, match="inner units, so it cannot be copied") as refused:
         wider("gpt", technique("optimizers.soap"), moments="copy")
     assert 'moments="reset"' in refused.value.fix
     run, _, state = wider("gpt", technique("optimizers.soap"))
@@ -152,7 +158,7 @@ def test_state_that_does_not_show_its_units_is_refused_with_the_way_out() -> Non
 def test_masks_and_adapters_are_refused_with_the_reason() -> None:
     for other, reason in (("sparsity.rigl", "another density"), ("adapters.lora", "keep frozen")):
         with pytest.raises(UsageError, match=reason):
-            compose(plain_run(), [Compound(), technique(other), technique("optimizers.adamw")], 4)
+            compose(plain_run(), [CompoundGrowth(), technique(other), technique("optimizers.adamw")], 4)
 
 
 def test_sizes_double_up_to_the_last_growth() -> None:
@@ -163,7 +169,9 @@ def test_sizes_double_up_to_the_last_growth() -> None:
 
 
 def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
-    run = compose(plain_run(), [Compound(at=(1, 3), depth=4, width=4, length=4), technique("optimizers.adamw")], 5)
+    run = compose(
+        plain_run(), [CompoundGrowth(at=(1, 3), depth=4, width=4, length=4), technique("optimizers.adamw")], 5
+    )
     state, found = run.start(), []
     for step in range(5):
         advance(run, state, step + 1)
@@ -177,7 +185,7 @@ def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
 @given(some.integers(1, 20), some.integers(1, 5))
 def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(length: int, group: int) -> None:
     x, tokens = torch.randn(2, length, 3), torch.arange(length + 1).expand(2, -1)
-    means, targets = pooled(x, group), thinned(tokens, group)[:, 1:]
+    means, targets = pool_tokens(x, group), pool_targets(tokens, group)[:, 1:]
     assert means.shape[1] == targets.shape[1] == length // group
     for place in range(length // group):
         neighbours = range(place * group, (place + 1) * group)
@@ -187,7 +195,7 @@ def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(len
 
 def test_nothing_is_predicted_from_itself() -> None:
     model = tiny_model().train()
-    pool(model, 2)
+    add_pooling(model, 2)
     tokens = plain_run().source.at(0)["tokens"][:, :-1]
     changed = tokens.clone()
     changed[:, 6] += 1  # the target of the third group, and the first of the fourth
@@ -199,12 +207,12 @@ def test_nothing_is_predicted_from_itself() -> None:
 
 def test_a_pooling_model_learns_is_evaluated_whole_and_ends_whole() -> None:
     plain = plain_run(repeated=True)
-    chosen = [Compound(at=(15, 30), shorten="pool", depth=1, width=1), technique("optimizers.adamw")]
+    chosen = [CompoundGrowth(at=(15, 30), shorten="pool", depth=1, width=1), technique("optimizers.adamw")]
     records, state = run_through(plain, chosen, 40)
     found = losses(records)
     assert found[14] < found[0] - 0.3 and found[-1] < found[0] - 1
     assert state.model is not None and not hasattr(state.model, "pooled_in")
-    pool(state.model, 2)
+    add_pooling(state.model, 2)
     tokens = plain.source.at(0)["tokens"][:, :-1]
     with torch.no_grad():
         assert state.model.eval()(tokens).shape[1] == tokens.shape[1]
@@ -222,15 +230,15 @@ def test_what_cannot_be_shortened_is_refused() -> None:
 
     model = nn.Module()
     model.blocks = nn.ModuleList([Masked(), Masked()])
-    pool(model, 2)
-    with pytest.raises(Refused, match="a mask or positions"):
+    add_pooling(model, 2)
+    with pytest.raises(RefusedError, match="a mask or positions"):
         model.blocks[0](torch.zeros(1, 4, 4), torch.ones(1, 4, 4))
-    with pytest.raises(Refused, match="both have to be pooled"):
-        pool(KINDS["our t5"].model(), 2)
+    with pytest.raises(RefusedError, match="both have to be pooled"):
+        add_pooling(KINDS["our t5"].model(), 2)
 
 
 def test_an_encoder_decoder_grows_wider_on_both_sides() -> None:
     model = KINDS["our t5"].model()
     assert {path for path in inner_parameters(model)} == {"mlp.up.weight", "mlp.down.weight"}
-    narrow(model, 2)
+    narrow_networks(model, 2)
     assert KINDS["our t5"].loss(model).isfinite()

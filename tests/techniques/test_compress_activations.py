@@ -9,24 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel_work import STEPS
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.composition.step_footprint import CountedPasses
-from thrifty.core.backward import Backward, Outcome, plain_backward
+from thrifty.core.backward import Backward, BackwardResult, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.state import read_log
 from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
-from thrifty.kernels.quantized_tensors import Coded, CodedMask
-from thrifty.memory.quantized_store import InCodes, few_values
-from thrifty.memory.saved_tensor_hooks import kept_by
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.kernels.quantized_tensors import PackedMask, QuantizedTensor
+from thrifty.memory.quantized_store import QuantizedStore, few_values
+from thrifty.memory.saved_tensor_hooks import use_activation_store
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.techniques.memory._gradient_sensitivity import sensitivities
 from thrifty.techniques.memory.compress_activations import (
     CompressActivations,
-    Compressed,
-    Keeping,
+    QuantizingBackward,
+    QuantizingObjective,
 )
 from tiny_runs import (
     advance,
@@ -43,7 +43,7 @@ from tiny_runs import (
 DRAWS = 2000
 
 
-class Watching(InCodes):
+class Watching(QuantizedStore):
     """Remembers what it was handed and what became of it."""
 
     def __init__(self, *args, **options):
@@ -59,16 +59,16 @@ class Watching(InCodes):
         return [(shape, dtype) for shape, dtype, coded in self.seen if coded is None]
 
 
-def small_codes(seed: int, bits: Callable[[int], int] = lambda position: 4) -> InCodes:
-    return InCodes(seed, bits, smallest=1)
+def small_codes(seed: int, bits: Callable[[int], int] = lambda position: 4) -> QuantizedStore:
+    return QuantizedStore(seed, bits, smallest=1)
 
 
-def gradients_of(model: nn.Module, loss: Callable[[], Tensor], keeper: InCodes | None) -> list[Tensor]:
+def gradients_of(model: nn.Module, loss: Callable[[], Tensor], keeper: QuantizedStore | None) -> list[Tensor]:
     model.zero_grad()
     if keeper is None:
         value = loss()
     else:
-        with kept_by(keeper, smallest=1):
+        with use_activation_store(keeper, smallest=1):
             value = loss()
     value.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -121,9 +121,9 @@ def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:
     """Published code keeps a reference to running ranges, and decodes the first pass with those of the second."""
     net = nn.Linear(64, 16, bias=False)
     quiet, loud = torch.randn(32, 64), 1000 * torch.randn(32, 64)
-    with kept_by(small_codes(0), smallest=1):
+    with use_activation_store(small_codes(0), smallest=1):
         first = net(quiet).sum()
-    with kept_by(small_codes(1), smallest=1):
+    with use_activation_store(small_codes(1), smallest=1):
         second = net(loud).sum()
     (first + 0 * second).backward()
     assert net.weight.grad is not None
@@ -139,7 +139,7 @@ def test_the_same_pass_gives_the_same_codes_and_the_next_does_not() -> None:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_statistics_of_norms_and_of_attention_parameters_and_buffers_stay_exact(style: str, autocast: bool) -> None:
-    model = assemble(Shape(style, 2, 64, 4, 4, 128, 256, 32, True))  # type: ignore[arg-type]
+    model = assemble(ModelConfig(style, 2, 64, 4, 4, 128, 256, 32, True))  # type: ignore[arg-type]
     tokens = torch.arange(128).view(4, 32)
     alive = frozenset(buffer.untyped_storage()._cdata for buffer in model.buffers())
     keeper = Watching(0, alive=alive)
@@ -151,19 +151,19 @@ def test_statistics_of_norms_and_of_attention_parameters_and_buffers_stay_exact(
         assert not dtype.is_floating_point or is_table or shape.numel() in (rows, rows * 4), (shape, dtype)
     statistics = [shape for shape, _ in keeper.exact() if shape in (torch.Size([4, 4, 32]), torch.Size([4, 32, 4]))]
     assert len(statistics) == 2  # the normalisers of both attentions
-    coded = [entry for entry in keeper.seen if isinstance(entry[2], Coded)]
+    coded = [entry for entry in keeper.seen if isinstance(entry[2], QuantizedTensor)]
     assert len(coded) >= 2 * 8 and all(shape.numel() >= rows * 64 for shape, _, _ in coded)
 
 
 def test_masks_take_one_bit_exactly_as_truth_values_and_as_numbers() -> None:
     keeper = Watching(0)
     x = torch.randn(64, 64, requires_grad=True)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         dropped = F.dropout(x, 0.3)
         chosen = torch.where(torch.rand(64, 64) < 0.5, dropped, 0.0)
         chosen.sum().backward()
     kinds = [(dtype, type(coded)) for _, dtype, coded in keeper.seen]
-    assert (torch.float32, CodedMask) in kinds or (torch.bool, CodedMask) in kinds
+    assert (torch.float32, PackedMask) in kinds or (torch.bool, PackedMask) in kinds
     assert x.grad is not None
     values = set(x.grad.unique().tolist())
     assert values <= {0.0, torch.tensor(1 / 0.7).item()}
@@ -177,14 +177,14 @@ def test_an_additive_mask_with_infinities_passes_unharmed() -> None:
     scores = torch.randn(4, 64, 64, requires_grad=True)
     mask = torch.full((64, 64), -torch.inf).triu(1)
     keeper = Watching(0)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         weights = torch.randn(64, 64)
         result = ((scores + mask).softmax(-1) * (weights + mask)).nan_to_num(0.0, 0.0, 0.0).sum()
     result.backward()
-    assert not any(isinstance(coded, Coded) and coded.size == mask.shape for _, _, coded in keeper.seen)
+    assert not any(isinstance(coded, QuantizedTensor) and coded.size == mask.shape for _, _, coded in keeper.seen)
 
 
-def twelve_blocks() -> Plain:
+def twelve_blocks() -> BaseRun:
     return plain_run(batch=8, depth=12, style="gpt")
 
 
@@ -201,11 +201,13 @@ def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) 
     _, plain = count(bare, bare.techniques)
     held = 0
     keeper = Watching(0, lambda position: bits, smallest=512)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         prediction = run.objective.predict(model, run.source.at(1))
     for shape, dtype, coded in keeper.seen:
         parts = (
-            (coded.codes, coded.least, coded.step) if isinstance(coded, Coded) else (torch.empty(shape, dtype=dtype),)
+            (coded.codes, coded.least, coded.step)
+            if isinstance(coded, QuantizedTensor)
+            else (torch.empty(shape, dtype=dtype),)
         )
         held += sum(map(tensor_bytes, parts))
     assert prediction.hidden is not None
@@ -218,12 +220,12 @@ def test_memory_is_freed_while_the_forward_pass_goes_on() -> None:
     x = torch.randn(128, 256)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
     peaks = []
-    for keeper in (None, InCodes(0)):
+    for keeper in (None, QuantizedStore(0)):
         with StepTrace(x, *layers.parameters()) as live:
             if keeper is None:
                 loss = layers(x).sum()
             else:
-                with kept_by(keeper):
+                with use_activation_store(keeper):
                     loss = layers(x).sum()
             peaks.append(live.peak)
             del loss
@@ -236,12 +238,12 @@ def test_micro_batches_are_rounded_independently_and_evaluation_is_not_counted()
     plain = plain_run(repeated=True)
     seeds: list[int] = []
 
-    def inner(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def inner(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         with torch.no_grad():
             objective.predict(model, batch)
         return plain_backward(model, objective, batch) + plain_backward(model, objective, batch)
 
-    backward = Compressed(inner, settings)
+    backward = QuantizingBackward(inner, settings)
     made = backward.keeper
     backward.keeper = lambda *args: note_seed(made(*args), seeds)  # type: ignore[method-assign]
     model = plain.build()
@@ -250,7 +252,7 @@ def test_micro_batches_are_rounded_independently_and_evaluation_is_not_counted()
     assert len(seeds) == len(set(seeds)) == 4 and int(backward.state["calls"]) == 2
 
 
-def note_seed(keeper: InCodes, seeds: list[int]) -> InCodes:
+def note_seed(keeper: QuantizedStore, seeds: list[int]) -> QuantizedStore:
     seeds.append(keeper.seed)
     return keeper
 
@@ -312,7 +314,7 @@ def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_grad
 
     def run(disturbed: int | None, seed: int = 0) -> None:
         keeper = small_codes(seed, lambda position: 4 if position == disturbed else 8)
-        with kept_by(keeper, smallest=1):
+        with use_activation_store(keeper, smallest=1):
             loss = net(x).square().mean()
         loss.backward()
 
@@ -369,7 +371,7 @@ class MeanSquare(Objective):
 def test_adaptive_bits_disturb_the_gradient_less_than_equal_ones() -> None:
     model, objective = Lopsided(), MeanSquare()
     batch = Batch({"x": torch.randn(64, 64)}, torch.full((64,), 1 / 64))
-    backward = Compressed(plain_backward, adaptive())
+    backward = QuantizingBackward(plain_backward, adaptive())
 
     def gradients(objective: Objective) -> list[Tensor]:
         model.zero_grad()
@@ -380,7 +382,7 @@ def test_adaptive_bits_disturb_the_gradient_less_than_equal_ones() -> None:
 
     def variance(bits: Callable[[int], int]) -> float:
         keepers = (backward.keeper(model, batch, str(seed), bits) for seed in range(20))
-        draws = [gradients(Keeping(objective, lambda *_, keeper=keeper: keeper)) for keeper in keepers]
+        draws = [gradients(QuantizingObjective(objective, lambda *_, keeper=keeper: keeper)) for keeper in keepers]
         return sum((a - b).square().sum().item() for draw in draws for a, b in zip(draw, exact, strict=True)) / 20
 
     model.zero_grad()
@@ -435,13 +437,13 @@ def test_measuring_leaves_the_step_alone() -> None:
     heard: list[Tensor] = []
 
     def listening(inner: Backward) -> Backward:
-        def backward(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             heard.append(torch.get_rng_state())
             return inner(model, objective, batch)
 
         return backward
 
-    backward = Compressed(listening(plain_backward), adaptive(every=1))
+    backward = QuantizingBackward(listening(plain_backward), adaptive(every=1))
     model = plain.build()
     for step in range(3):
         torch.manual_seed(step)

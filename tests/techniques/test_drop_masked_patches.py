@@ -7,12 +7,12 @@ from torch import nn
 from autoencoder_work import STEPS, trained_along
 from image_runs import autoencoder_run, tiny_mae, tiny_vit
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.composition.explain import count
-from thrifty.core.errors import Refused, UsageError
-from thrifty.distributed.model_partition import parts_of
-from thrifty.objectives.masked_reconstruction import Reconstruct
-from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches, VisiblePatches
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.distributed.model_partition import partition_model
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
+from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches, VisiblePatchObjective
 from tiny_runs import advance, losses, run_through, technique, with_optimizer
 
 AXES = {
@@ -22,11 +22,11 @@ AXES = {
 }
 
 
-def composed(*chosen: str, **changed) -> Composition:
+def composed(*chosen: str, **changed) -> Run:
     return compose(autoencoder_run(**changed), with_optimizer([technique(name) for name in chosen]), 4)
 
 
-def tokens_through(run: Composition, blocks: nn.ModuleList, model: nn.Module) -> set[int]:
+def tokens_through(run: Run, blocks: nn.ModuleList, model: nn.Module) -> set[int]:
     """How many tokens of an image go through a stack in a step."""
     seen = set()
     hooks = [block.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1])) for block in blocks]
@@ -74,7 +74,9 @@ def test_patches_are_seen_where_they_stood() -> None:
 
 def test_held_out_losses_are_judged_without_blanks_too() -> None:
     run = composed("data_selection.drop_masked_patches")
-    assert isinstance(run.judged_by, VisiblePatches) and isinstance(composed().judged_by, Reconstruct)
+    assert isinstance(run.eval_objective, VisiblePatchObjective) and isinstance(
+        composed().eval_objective, MaskedReconstruction
+    )
 
 
 def test_the_trained_model_is_the_plain_architecture() -> None:
@@ -88,7 +90,7 @@ def test_the_trained_model_is_the_plain_architecture() -> None:
 
 
 def test_it_says_why_it_has_no_place_on_other_models() -> None:
-    with pytest.raises(Refused, match="VisionTransformer is no masked autoencoder") as refused:
+    with pytest.raises(RefusedError, match="VisionTransformer is no masked autoencoder") as refused:
         DropMaskedPatches().model(tiny_vit())
     assert "objective.name = reconstruct" in refused.value.fix
     with pytest.raises(UsageError, match="both decide what the encoder reads"):
@@ -104,5 +106,5 @@ def test_ranks_along_every_axis_are_the_single_process() -> None:
 
 
 def test_a_pipeline_says_that_there_are_two_stacks() -> None:
-    with pytest.raises(Refused, match=r"2 stacks of blocks, blocks and decoder\.blocks"):
-        parts_of(tiny_mae(), timed=False)
+    with pytest.raises(RefusedError, match=r"2 stacks of blocks, blocks and decoder\.blocks"):
+        partition_model(tiny_mae(), timed=False)

@@ -14,26 +14,26 @@ from torch.nn.functional import cross_entropy
 from masked_work import ALONG, SETTINGS, double, trained_along
 from rank_processes import on_ranks
 from runs_for import masked_run
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count, explain
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.kernels.token_gather import put_back, taken
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import Encoder, initialize
 from thrifty.models.weight_conversion import export_folder, import_folder
 from thrifty.objectives.masked_token import MaskedToken
-from thrifty.planning.allocator_trace import allocated
+from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.techniques.data_selection.drop_masked_tokens import (
-    CrossAttention,
+    DecoderCrossAttention,
     DropMaskedTokens,
 )
 from tiny_runs import VOCABULARY, corpus, losses, plain_run, run_through, technique, tiny_model, with_optimizer
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = Shape("bert", 3, 32, 4, 4, 48, VOCABULARY, 40, tied=True, norm_eps=1e-12)
+SHAPE = ModelConfig("bert", 3, 32, 4, 4, 48, VOCABULARY, 40, tied=True, norm_eps=1e-12)
 OBJECTIVE = MaskedToken(rate=0.5, mask=0, vocabulary=VOCABULARY, special=frozenset({0}))
 ATTEND = ["self", "cross"]
 
@@ -66,8 +66,8 @@ def test_what_is_put_back_is_where_it_was_taken_and_masks_are_everywhere_else(
     places = [sorted(data.draw(some.permutations(range(length)))[:kept]) for _ in range(2)]
     visible = torch.tensor(places, dtype=torch.int64).view(2, kept)
     states, absent = torch.randn(2, kept, 3), torch.randn(1, length, 3)
-    text = put_back(states, visible, absent, length)
-    assert torch.equal(taken(text, visible), states)
+    text = scatter_tokens(states, visible, absent, length)
+    assert torch.equal(gather_tokens(text, visible), states)
     for row in range(2):
         for place in range(length):
             wanted = states[row, places[row].index(place)] if place in places[row] else absent[0, place]
@@ -124,7 +124,7 @@ def as_transformers(model: nn.Module, stack: str, folder: Path) -> nn.Module:
 
 
 def test_attention_over_the_encoders_states_is_that_of_torch() -> None:
-    ours = CrossAttention(encoder().blocks[0].attention, "key")
+    ours = DecoderCrossAttention(encoder().blocks[0].attention, "key")
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     with torch.no_grad():
         for layer in (ours.q, ours.kv, ours.out):
@@ -188,7 +188,7 @@ def test_tokens_that_are_neither_hidden_nor_replaced_are_all_read() -> None:
 
 def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
     def flops(*chosen: DropMaskedTokens) -> float:
-        plain = Plain(long, PackedTokens(corpus(), 120, 2, seed=0), OBJECTIVE)
+        plain = BaseRun(long, PackedTokens(corpus(), 120, 2, seed=0), OBJECTIVE)
         run = compose(plain, with_optimizer(chosen), 2)
         return count(run, run.techniques)[1].flops
 
@@ -217,7 +217,7 @@ def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
 
 def test_memory_is_counted_as_the_allocator_finds_it() -> None:
     run = compose(masked_run(batch=8), with_optimizer([technique("data_selection.drop_masked_tokens")]), 3)
-    predicted, measured = explain(run).footprint, allocated(run)
+    predicted, measured = explain(run).footprint, measure_allocations(run)
     assert predicted.parameters == measured.parameters and predicted.optimizer == measured.optimizer
     assert predicted.memory == pytest.approx(measured.peak, rel=0.05)
 
@@ -242,12 +242,12 @@ def test_held_out_losses_are_judged_with_the_decoder() -> None:
     chosen = with_optimizer([technique("data_selection.drop_masked_tokens"), technique("losses.z_loss")])
     run = compose(masked_run(), chosen, 2)
     model, rows = run.build_model(), run.source.at(0)
-    judged = run.judged_by.predict(model, rows)
+    judged = run.eval_objective.predict(model, rows)
     assert torch.equal(judged.hidden, model(rows["tokens"], visible=rows["visible"], places=rows["places"]))
 
 
 def test_what_is_exported_is_the_encoder_and_loads_in_transformers(tmp_path: Path) -> None:
-    plain = Plain(encoder, PackedTokens(corpus(), 24, 4, seed=0), OBJECTIVE)
+    plain = BaseRun(encoder, PackedTokens(corpus(), 24, 4, seed=0), OBJECTIVE)
     dropping = DropMaskedTokens(blocks=1)
     _, state = run_through(plain, with_optimizer([dropping]), 3)
     assert state.model is not None
@@ -288,8 +288,8 @@ def test_two_ranks_are_the_single_process_along_the_data_and_inside_the_layers()
     ],
 )
 def test_what_it_cannot_work_on_is_refused_in_words(model, objective, what: str) -> None:
-    plain = Plain(model, PackedTokens(corpus(), 16, 2, seed=0), objective)
-    with pytest.raises(Refused, match=what) as refused:
+    plain = BaseRun(model, PackedTokens(corpus(), 16, 2, seed=0), objective)
+    with pytest.raises(RefusedError, match=what) as refused:
         run_through(plain, with_optimizer([DropMaskedTokens()]), 1)
     assert refused.value.fix
 
@@ -307,5 +307,5 @@ def test_an_encoder_of_transformers_is_refused() -> None:
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=20,
     )  # fmt: skip
-    with pytest.raises(Refused, match="no encoder whose embedding, blocks and head are known"):
+    with pytest.raises(RefusedError, match="no encoder whose embedding, blocks and head are known"):
         DropMaskedTokens().model(HuggingFaceMaskedLM(transformers.RobertaForMaskedLM(config)))

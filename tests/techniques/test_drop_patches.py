@@ -9,14 +9,14 @@ from torch import nn
 
 from image_runs import autoencoder_run, image_run, tiny_vit
 from pair_runs import pair_run, tiny_clip
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
-from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.techniques.data_selection.drop_patches import (
     FIELD,
     DropPatches,
-    dropping,
+    drop_patches,
     find_embedding,
     kept_patches,
     visible_patches,
@@ -113,7 +113,7 @@ def test_blocks_see_the_visible_patches_at_their_places_and_nothing_of_the_other
         hook = model.get_submodule(stack_of(model)).register_forward_pre_hook(
             lambda module, args: lengths.append(args[0].shape[1])
         )
-        with dropping(model, own, 0.5):
+        with drop_patches(model, own, 0.5):
             seen = model.logits(images)
             assert torch.allclose(model.logits(changed), seen, atol=1e-6)
         hook.remove()
@@ -137,7 +137,7 @@ def test_what_is_seen_is_what_our_models_see_when_told_which():
     images = torch.randn(3, 1, 8, 8)
     with torch.no_grad():
         wanted = model(images, visible_patches(own, 16, 0.25))
-        with dropping(DropPatches().model(model), own, 0.25):
+        with drop_patches(DropPatches().model(model), own, 0.25):
             assert torch.equal(model(images), wanted)
 
 
@@ -145,10 +145,10 @@ def test_what_is_seen_is_what_our_models_see_when_told_which():
 def test_patches_are_dropped_until_the_moment_and_never_of_what_is_held_out(plain):
     run = compose(plain(), with_optimizer([DropPatches(rate=0.75, until=0.5)]), STEPS)
     assert [FIELD in run.source.at(step).fields for step in range(STEPS)] == [True, True, False, False]
-    assert not isinstance(run.judged_by, type(run.objective))
+    assert not isinstance(run.eval_objective, type(run.objective))
     state, batch = run.start(), run.source.at(0)
     with torch.no_grad():
-        whole = run.judged_by.predict(state.model.eval(), batch).logits
+        whole = run.eval_objective.predict(state.model.eval(), batch).logits
         seen = run.objective.predict(state.model, batch).logits
         bare = Batch({name: batch[name] for name in batch.fields if name != FIELD}, batch.weight)
         assert torch.equal(run.objective.predict(state.model, bare).logits, whole)
@@ -200,12 +200,12 @@ def test_blocks_cost_what_they_see_while_patches_are_dropped():
 
 
 def test_who_has_masks_of_its_own_or_no_patches_is_refused():
-    with pytest.raises(Refused, match="say themselves which patches are visible"):
+    with pytest.raises(RefusedError, match="say themselves which patches are visible"):
         run = compose(autoencoder_run(), with_optimizer([DropPatches()]), STEPS)
         advance(run, run.start())
     with pytest.raises(UsageError, match="both decide what the encoder reads"):
         compose(autoencoder_run(), with_optimizer([DropPatches(), technique("data_selection.drop_masked_patches")]), 3)
-    with pytest.raises(Refused, match="no convolution that cuts images"):
+    with pytest.raises(RefusedError, match="no convolution that cuts images"):
         compose(plain_run(), with_optimizer([DropPatches()]), STEPS).start()
 
 
@@ -216,18 +216,18 @@ def test_a_model_that_adds_positions_elsewhere_is_refused():
             "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)),
         }
     )
-    with pytest.raises(Refused, match="positions are not added in cut"):
+    with pytest.raises(RefusedError, match="positions are not added in cut"):
         find_embedding(model)
 
 
-class WithoutKeys(Mapped):
+class WithoutKeys(MappedSource):
     def __init__(self, source: BatchSource):
         super().__init__(source, lambda step, batch: Batch({n: batch[n] for n in ("inputs", "labels")}, batch.weight))
 
 
 def test_data_without_keys_is_refused_with_what_to_add():
     plain = image_run()
-    run = compose(Plain(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
-    with pytest.raises(Refused, match="no keys") as refused:
+    run = compose(BaseRun(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
+    with pytest.raises(RefusedError, match="no keys") as refused:
         run.source.at(0)
     assert "int64" in refused.value.fix

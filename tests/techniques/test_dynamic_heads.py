@@ -12,12 +12,12 @@ from image_runs import image_run
 from rank_processes import on_ranks
 from runs_for import masked_run
 from sparsity_work import masks_of_each, masks_under_each
-from thrifty.composition.compose import Plain, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.run_notes import noting
-from thrifty.modeling.structured_pruning import find_pieces
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.structured_pruning import find_units
 from thrifty.models import export_model
-from thrifty.models.model_presets import Shape
+from thrifty.models.model_presets import ModelConfig
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.dynamic_heads import DynamicHeads, moved_pieces
 from tiny_runs import VOCABULARY, advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
@@ -26,7 +26,7 @@ MOVING = DynamicHeads(every=1, alpha=1.0, until=5)
 NAME = MOVING.name
 
 
-def run_of(one: DynamicHeads = MOVING, *others: str, plain: Plain | None = None, steps: int = 6):
+def run_of(one: DynamicHeads = MOVING, *others: str, plain: BaseRun | None = None, steps: int = 6):
     chosen = with_optimizer([one, *map(technique, others)])
     return compose(plain or plain_run(style="gpt", depth=2), chosen, steps)
 
@@ -117,7 +117,7 @@ def test_the_model_without_the_dropped_heads_computes_the_same(style: str) -> No
     given = image_run().source.at(9)["inputs"].double() if style == "vit" else torch.arange(12).view(1, 12)
     with torch.no_grad():
         assert float((smaller(given) - model(given)).abs().max()) < 1e-12
-    counts = {(pieces.kind, pieces.count) for pieces in find_pieces(smaller).values()}
+    counts = {(pieces.kind, pieces.count) for pieces in find_units(smaller).values()}
     assert counts == {("heads", 1 if style == "llama" else 2), ("neurons", 32)}
     parameters = [sum(p.numel() for p in each.parameters()) for each in (smaller, model)]
     assert parameters[0] < 0.8 * parameters[1]
@@ -128,7 +128,7 @@ def test_what_is_exported_loads_in_transformers(tmp_path: Path) -> None:
     run = run_of(one, plain=plain_run(style="llama", depth=2))
     state = run.start()
     advance(run, state)
-    export_model(finished(state.model, one), Shape("llama", 2, 32, 4, 2, 64, VOCABULARY, 24, True), tmp_path)
+    export_model(finished(state.model, one), ModelConfig("llama", 2, 32, 4, 2, 64, VOCABULARY, 24, True), tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert (loaded.config.num_attention_heads, loaded.config.intermediate_size) == (2, 32)
     tokens = torch.arange(12).view(1, 12)
@@ -162,7 +162,7 @@ def test_half_a_head_is_noticed() -> None:
 
 
 def test_what_never_moves_is_told() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         DynamicHeads(every=1, alpha=0.1, until=5).model(plain_run(style="gpt").build())
     assert "2 of 4 heads a block, which never move" in notes
 
@@ -182,5 +182,5 @@ def test_what_cannot_go_with_it_is_refused(other: str, reason: str) -> None:
 
 
 def test_a_model_whose_heads_cannot_be_told_apart_is_refused() -> None:
-    with pytest.raises(Refused, match="two stacks"):
+    with pytest.raises(RefusedError, match="two stacks"):
         MOVING.model(plain_run(style="t5").build())

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, read_log
-from thrifty.core.structural_change import Change
-from thrifty.modeling.structured_pruning import coefficients_of, find_pieces
+from thrifty.core.structural_change import StructuralChange
+from thrifty.modeling.structured_pruning import coefficients_of, find_units
 from thrifty.techniques.sparsity.early_bird import (
     EarlyBird,
     as_hex,
@@ -42,14 +42,14 @@ SCORES = some.lists(
 ).map(lambda rows: {f"layer {index}": torch.tensor(row) for index, row in enumerate(rows)})  # fmt: skip
 
 
-def run_of(steps: int = 8, style: str = "gpt", others: tuple[str, ...] = (), **changed: object) -> Composition:
+def run_of(steps: int = 8, style: str = "gpt", others: tuple[str, ...] = (), **changed: object) -> Run:
     bird = technique("sparsity.early_bird", **changed)
     return compose(plain_run(style=style), with_optimizer([bird, *map(technique, others)]), steps)
 
 
 def kept_in(state: TrainState) -> dict[str, int]:
     assert state.model is not None
-    return {name: pieces.count for name, pieces in find_pieces(state.model).items()}
+    return {name: pieces.count for name, pieces in find_units(state.model).items()}
 
 
 # what is kept
@@ -154,14 +154,14 @@ def test_the_run_goes_on_as_a_smaller_model_from_its_first_weights(style: str) -
     assert state.model is not None and state.optimizer is not None
     kept = changes[0].decision["kept"]
     whole = tiny_model(style=style)
-    for name, pieces in find_pieces(whole).items():
+    for name, pieces in find_units(whole).items():
         places = kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count)
         columns = [place * pieces.width + i for place in places for i in range(pieces.width)]
         now = state.model.get_submodule(name)
         assert torch.equal(now.weight, pieces.writer.weight[:, columns])
-    heads = [pieces for pieces in find_pieces(whole).values() if pieces.kind == "heads"]
+    heads = [pieces for pieces in find_units(whole).values() if pieces.kind == "heads"]
     assert all(kept_in(state)[each.name] == each.count - round(each.count / 3) for each in heads)
-    neurons = [pieces for pieces in find_pieces(whole).values() if pieces.kind == "neurons"]
+    neurons = [pieces for pieces in find_units(whole).values() if pieces.kind == "neurons"]
     total = sum(each.count for each in neurons)
     assert sum(kept_in(state)[each.name] for each in neurons) == total - round(0.4 * total)
     assert not any(tensor.any() for slot, tensors in state.optimizer.slots.items() for tensor in tensors)
@@ -216,7 +216,7 @@ def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: p
     advance(run, state, 4)
     saved = snapshot(state)
 
-    def never(*_: object) -> Change:
+    def never(*_: object) -> StructuralChange:
         raise AssertionError("decided anew")
 
     monkeypatch.setattr(EarlyBird, "_drawn", never)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stacked_models import KINDS, TOKENS, VOCABULARY, gpt
-from thrifty.core.run_notes import noting
+from thrifty.core.run_notes import collect_notes
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import scale_by_learning_rate
 from thrifty.techniques.initializations.fixup import Fixup, depth_factor, is_scalar
@@ -58,7 +58,7 @@ def test_fixup_draws_each_matrix_at_its_scale_and_ends_every_branch_at_zero() ->
 def test_fixup_counts_gate_and_value_apart_and_leaves_a_tied_head_to_the_embedding() -> None:
     plain = tiny_model(depth=4, style="llama")
     before = plain.embedding.token.weight.detach().clone()
-    with noting() as notes:
+    with collect_notes() as notes:
         model = Fixup().model(plain)
     for part in model.blocks[0].mlp.up.weight.chunk(2):
         assert_uniform(part, xavier(32, 64) * 8 ** (-1 / 4))
@@ -67,7 +67,7 @@ def test_fixup_counts_gate_and_value_apart_and_leaves_a_tied_head_to_the_embeddi
 
 
 def test_fixup_counts_two_branches_per_encoder_block_and_three_per_decoder_block() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         model = Fixup().model(KINDS["marian"].model())
     length = 2 * 2 + 3 * 3
     assert f"L is {length}" in notes
@@ -181,7 +181,7 @@ def test_t_fixup_takes_a_fused_matrix_apart() -> None:
 
 
 def test_t_fixup_of_a_decoder_alone_takes_the_encoders_factor_and_says_so() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         model = TFixup().model(gpt(4, tied=False))
     assert f"blocks takes the encoder's factor, {0.67 * 4**-0.25:.3g}" in notes
     assert_uniform(model.blocks[0].mlp.up.weight, xavier(32, 64) * 0.67 * 4**-0.25)

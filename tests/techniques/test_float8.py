@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from parallel_work import train_with_each
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.run_notes import noting
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.kernels.float8 import E4M3, E5M2, cast, decode
-from thrifty.kernels.float8_linear import Casting
+from thrifty.kernels.float8 import E4M3, E5M2, cast_float8, dequantize_float8
+from thrifty.kernels.float8_linear import CastRule
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.precision.float8 import Float8, put_on, roll, take_off
+from thrifty.techniques.precision.float8 import Float8, remove_float8, roll, use_float8
 from tiny_runs import (
     advance,
     assert_same,
@@ -42,7 +42,7 @@ def treated(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if hasattr(module, "float8_casting")]
 
 
-def started(*chosen: Technique, steps: int = 4, **plain: Any) -> tuple[Composition, TrainState, nn.Module]:
+def started(*chosen: Technique, steps: int = 4, **plain: Any) -> tuple[Run, TrainState, nn.Module]:
     run = compose(plain_run(**plain), with_optimizer(list(chosen)), steps)
     state = run.start()
     assert state.model is not None
@@ -54,7 +54,7 @@ def scales_of(model: nn.Module) -> Tensor:
 
 
 def test_layers_inside_blocks_are_treated_but_not_those_at_the_ends() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         model = Float8().model(tiny_model(depth=4))
     layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     assert treated(model) == [f"blocks.{block}.{layer}" for block in (1, 2) for layer in layers]
@@ -78,16 +78,16 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
         )
 
     model = nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(2))})
-    with noting() as notes:
+    with collect_notes() as notes:
         Float8().model(model)
     assert treated(model) == ["blocks.0.fits", "blocks.1.fits"]
     text = " ".join(notes)
     assert "blocks.0.narrow: its widths 40 and 32 are not both multiples of 16" in text
     assert "blocks.1.odd: what a Odd computes is not known" in text
     assert "blocks.0.a.out_proj: the attention that holds it reads its weight itself" in text
-    with pytest.raises(Refused, match="no list of equal blocks"):
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
         Float8().model(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
-    with pytest.raises(Refused, match="no module matches 'nowhere'"):
+    with pytest.raises(RefusedError, match="no module matches 'nowhere'"):
         Float8(where="nowhere").model(tiny_model(depth=2))
 
 
@@ -99,7 +99,7 @@ def test_rows_with_delayed_scales_are_refused_with_the_way_out() -> None:
 
 def test_a_layer_multiplies_the_numbers_that_its_codes_stand_for() -> None:
     layer, x = nn.Linear(32, 48), torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    put_on(layer, Casting(), history=4)
+    use_float8(layer, CastRule(), history=4)
     with torch.no_grad():
         layer.float8_scales.copy_(torch.tensor([30.0, 1000.0, 5.0]))
     given = x.clone().requires_grad_()
@@ -108,7 +108,7 @@ def test_a_layer_multiplies_the_numbers_that_its_codes_stand_for() -> None:
     found.backward(gradient)
     scales = layer.float8_scales
     a, w, g = (
-        decode(cast(numbers.detach(), scale, form), scale).double()
+        dequantize_float8(cast_float8(numbers.detach(), scale, form), scale).double()
         for numbers, scale, form in zip((x, layer.weight, gradient), scales, (E4M3, E4M3, E5M2), strict=True)
     )
     torch.testing.assert_close(found.double(), a @ w.T + layer.bias.double(), rtol=1e-5, atol=1e-5)
@@ -117,7 +117,7 @@ def test_a_layer_multiplies_the_numbers_that_its_codes_stand_for() -> None:
     torch.testing.assert_close(layer.weight.grad.double(), g.T @ a, rtol=1e-5, atol=1e-5)
     assert torch.equal(layer.bias.grad, gradient.sum(0))  # in high precision
     assert torch.equal(layer.eval()(x), nn.functional.linear(x, layer.weight, layer.bias))
-    take_off(layer)
+    remove_float8(layer)
     assert list(layer.state_dict()) == ["weight", "bias"] and "forward" not in vars(layer)
 
 
@@ -129,7 +129,7 @@ def test_conv1d_of_transformers_is_treated_too() -> None:
     with torch.no_grad():
         linear.weight.copy_(convolution.weight.T)
         linear.bias.copy_(convolution.bias)
-    put_on(linear, Casting())
+    use_float8(linear, CastRule())
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     assert torch.equal(convolution(x), linear(x))
     for layer in (convolution, linear):
@@ -177,7 +177,7 @@ def test_a_sudden_growth_is_clipped_by_delayed_scales_and_a_margin_or_current_sc
     errors = {}
     for name, margin, history in (("delayed", 0, 8), ("margin", 3, 8), ("current", 0, 0)):
         layer = nn.Linear(64, 64, bias=False)
-        put_on(layer, Casting(margin=margin), history)
+        use_float8(layer, CastRule(margin=margin), history)
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
         layer(x).sum().backward()
         if history:
@@ -291,7 +291,7 @@ def test_what_is_kept_for_the_backward_pass_is_counted() -> None:
 
 def final_loss(seed: int, *chosen: Technique) -> float:
     """After 80 steps of a tiny model on text, the mean over the last 20."""
-    plain = Plain(tiny_model, PackedTokens(corpus(), 16, 8, seed), NextToken())
+    plain = BaseRun(tiny_model, PackedTokens(corpus(), 16, 8, seed), NextToken())
     records, _ = run_through(plain, with_optimizer(list(chosen)), 80)
     return fmean(losses(records)[-20:])
 

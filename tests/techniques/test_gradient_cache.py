@@ -7,7 +7,7 @@ from pair_runs import pair_run
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.backward import plain_backward
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.techniques.large_batch.gradient_cache import GradientCache, cached
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
@@ -67,7 +67,7 @@ def test_it_goes_with_a_scaled_loss_and_patches_that_are_dropped():
 
 
 def test_losses_of_single_examples_are_left_to_accumulate():
-    with pytest.raises(Refused, match=r"large_batch\.gradient_cache") as refused:
+    with pytest.raises(RefusedError, match=r"large_batch\.gradient_cache") as refused:
         compose(plain_run(), with_optimizer([GradientCache()]), 3)
     assert "large_batch.gradient_accumulation" in refused.value.fix
     with pytest.raises(UsageError, match="both decide the micro-batches"):

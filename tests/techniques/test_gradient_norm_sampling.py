@@ -15,20 +15,20 @@ from rank_processes import on_ranks
 from runs_for import plain_for
 from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Outcome
-from thrifty.core.batches import Batch, BatchSource, Share
-from thrifty.core.errors import Infeasible, Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.backward import BackwardResult
+from thrifty.core.batches import Batch, BatchSource, RankShard
+from thrifty.core.errors import InfeasibleError, RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.recipe import Budget
 from thrifty.recipes import RECIPES
 from thrifty.techniques.data_selection.gradient_norm_sampling import (
-    Sampler,
+    GradientNormBackward,
     draw,
     shares,
     variance_reduction,
     weighted_scores,
 )
-from thrifty.training.run_setup import prepare
+from thrifty.training.run_setup import prepare_run
 from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 
@@ -135,16 +135,16 @@ class Heard:
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         self.batches.append(batch)
         losses: Tensor = objective.losses(objective.predict(model, batch), batch)
-        return Outcome((losses * batch.weight).sum().detach())
+        return BackwardResult((losses * batch.weight).sum().detach())
 
 
 def test_the_gate_opens_when_tau_exceeds_what_scoring_costs() -> None:
     plain = plain_run(batch=12)
     inner = Heard()
-    sampler = Sampler(inner, times=3, momentum=0.9)
+    sampler = GradientNormBackward(inner, times=3, momentum=0.9)
     assert sampler.threshold == 2.0  # 12 examples scored and 4 trained on cost as much as 8 trained on
     model, batch = plain.build(), plain.source.at(0)
     closed = sampler(model, plain.objective, batch)
@@ -191,7 +191,9 @@ def test_an_open_gate_is_resumed_bit_for_bit() -> None:
 
 
 def test_a_step_without_finite_scores_leaves_the_gate_as_it_was() -> None:
-    sampler = Sampler(lambda model, objective, batch: Outcome(objective.losses(None, batch).sum()), 2, 0.5)
+    sampler = GradientNormBackward(
+        lambda model, objective, batch: BackwardResult(objective.losses(None, batch).sum()), 2, 0.5
+    )
     sampler.state["tau"].fill_(9.0)
     broken = ScoredAs(torch.tensor([1.0, float("nan"), 1.0, 1.0]))
     batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
@@ -201,8 +203,10 @@ def test_a_step_without_finite_scores_leaves_the_gate_as_it_was() -> None:
 
 def test_a_share_that_cannot_be_divided_is_refused() -> None:
     batch = Batch({"tokens": torch.zeros(5, 3, dtype=torch.int64)}, torch.full((5,), 0.2))
-    with pytest.raises(Refused, match="not 3 times a whole number"):
-        Sampler(lambda *_: Outcome(torch.zeros(())), 3, 0.9)(torch.nn.Identity(), ScoredAs(torch.ones(5)), batch)
+    with pytest.raises(RefusedError, match="not 3 times a whole number"):
+        GradientNormBackward(lambda *_: BackwardResult(torch.zeros(())), 3, 0.9)(
+            torch.nn.Identity(), ScoredAs(torch.ones(5)), batch
+        )
 
 
 def dropped(seed: int = 0) -> tuple[nn.Module, Objective, Batch]:
@@ -228,7 +232,7 @@ def test_scores_are_the_same_however_many_are_taken_at_once() -> None:
         torch.testing.assert_close(weighted_scores(model, objective, batch, at_once), whole, rtol=1e-5, atol=1e-7)
 
 
-class Seeing(Around):
+class Seeing(WrappedObjective):
     """Another objective that keeps the sizes of the batches that are predicted, and whether for gradients."""
 
     def __init__(self, inner: Objective):
@@ -267,10 +271,10 @@ def test_a_weight_counts_like_a_score_in_what_is_drawn() -> None:
 def test_a_gradient_that_was_not_finite_and_is_answered_stays_answered() -> None:
     batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
 
-    def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
-        return Outcome((objective.losses(Prediction(), batch) * batch.weight).sum(), answered=True)
+    def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+        return BackwardResult((objective.losses(Prediction(), batch) * batch.weight).sum(), answered=True)
 
-    assert Sampler(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).answered
+    assert GradientNormBackward(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).answered
 
 
 class Contrasting(ScoredAs):
@@ -278,20 +282,20 @@ class Contrasting(ScoredAs):
 
 
 def test_losses_that_belong_to_several_examples_are_refused() -> None:
-    with pytest.raises(Refused, match="a loss of Contrasting is one of several"):
-        technique(NAME).objective(Around(Contrasting(torch.ones(2))))
+    with pytest.raises(RefusedError, match="a loss of Contrasting is one of several"):
+        technique(NAME).objective(WrappedObjective(Contrasting(torch.ones(2))))
 
 
 def test_an_objective_without_scores_is_refused_before_the_first_step() -> None:
-    with pytest.raises(Refused, match="Objective has no gradient-norm scores"):
-        technique(NAME).objective(Around(Objective()))
+    with pytest.raises(RefusedError, match="Objective has no gradient-norm scores"):
+        technique(NAME).objective(WrappedObjective(Objective()))
 
 
 def test_with_a_growing_batch_an_open_gate_draws_a_third_of_what_each_step_looks_at() -> None:
     chosen = [technique(NAME), technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)]
     run = compose(plain_run(batch=8), with_optimizer(chosen), 6)
     state, heard = run.start(), Heard()
-    sampler = Sampler(heard, times=3, momentum=0.9)
+    sampler = GradientNormBackward(heard, times=3, momentum=0.9)
     assert state.model is not None
     for step in (0, 3, 5):
         sampler.state["tau"].fill_(100.0)
@@ -309,7 +313,7 @@ def test_each_rank_draws_of_its_own_share_and_together_they_expect_the_whole_gra
     whole = Batch({"value": values, "row": torch.arange(6)}, source.at(0).weight.double())
     total = torch.zeros(2, dtype=torch.float64)
     for rank in (0, 1):
-        share = Share(Fixed(whole), rank, 2).at(0)
+        share = RankShard(Fixed(whole), rank, 2).at(0)
         mean, _ = expectation(share, scores[share["row"]], 2, "value", monkeypatch)
         total = total + mean
     torch.testing.assert_close(total, whole.weight @ values)
@@ -366,7 +370,7 @@ def test_a_score_without_a_number_on_one_rank_closes_the_gate_on_both() -> None:
 def test_a_budget_of_tokens_counts_what_is_looked_at() -> None:
     recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=400.0), device="cpu")
     sampling = replace(recipe, techniques=(*recipe.techniques, technique(NAME)))
-    assert prepare(recipe, quiet=True).run.steps == 6
-    assert prepare(sampling, quiet=True).run.steps == 2
-    with pytest.raises(Infeasible, match="does not fit one step of 192"):
-        prepare(replace(sampling, budget=Budget(tokens=100.0)), quiet=True)
+    assert prepare_run(recipe, quiet=True).run.steps == 6
+    assert prepare_run(sampling, quiet=True).run.steps == 2
+    with pytest.raises(InfeasibleError, match="does not fit one step of 192"):
+        prepare_run(replace(sampling, budget=Budget(tokens=100.0)), quiet=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as some
 from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.optim.weight_masks import masks_in
-from thrifty.techniques.sparsity.gradual import Gradual, cubic_density, magnitudes
+from thrifty.techniques.sparsity.gradual import GradualPruning, cubic_density, magnitudes
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
 
@@ -26,7 +26,7 @@ def test_the_schedule_is_the_paper_s_equation() -> None:
 def test_pruning_is_due_at_the_start_every_so_often_and_at_the_end(
     start: int, length: int, every: int, steps: int
 ) -> None:
-    sparse = Gradual(density=0.1, start=start, until=start + length, every=every)
+    sparse = GradualPruning(density=0.1, start=start, until=start + length, every=every)
     due = [step for step in range(steps) if sparse.due(step)]
     assert due == sorted({*range(start, start + length, every), start + length} & {*range(steps)})
     densities = [sparse.density_at(step) for step in due]
@@ -74,9 +74,9 @@ def test_the_density_falls_by_the_schedule_and_what_is_pruned_stays_pruned(distr
 )
 def test_moments_between_which_nothing_could_be_pruned_are_refused(moments: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Gradual(**moments)
+        GradualPruning(**moments)
 
 
 def test_an_initial_density_below_the_final_one_is_refused() -> None:
     with pytest.raises(UsageError, match=r"initial is 0\.1, below the density of 0\.5"):
-        Gradual(initial=0.1, density=0.5)
+        GradualPruning(initial=0.1, density=0.5)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Backward, Outcome, plain_backward
+from thrifty.core.backward import Backward, BackwardResult, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective, Prediction
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
@@ -107,7 +107,7 @@ def test_removing_the_weight_with_the_largest_score_takes_most_of_the_gradient_n
 def test_the_largest_signed_scores_over_all_layers_are_kept() -> None:
     model, batch = small()
     sparse = Grasp(density=0.3, where="weight", temperature=1.0)
-    optimizer = TransformOptimizer(model.named_parameters(), sparse.update(Transform()))
+    optimizer = TransformOptimizer(model.named_parameters(), sparse.update(GradientTransform()))
     sparse.backward(plain_backward)(model, Doubles(), batch)
     scores = torch.cat([(weight.detach() * weight.grad).flatten() for weight in matrices(model)])  # type: ignore[operator]
     optimizer.step()
@@ -174,7 +174,7 @@ def test_a_step_that_overflows_is_not_counted_as_scored() -> None:
 def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> None:
     calls = 0
 
-    def scaled(*args: object) -> Outcome:
+    def scaled(*args: object) -> BackwardResult:
         nonlocal calls
         calls += 1
         return replace(plain_backward(*args), answered=calls == overflowing)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from image_runs import image_run, tiny_vit
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import count
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.techniques.adapters.head_only import HeadOnly
 from thrifty.techniques.optimizers.sgd import Sgd
@@ -58,7 +58,7 @@ def test_what_was_trained_is_the_plain_model_with_all_of_it_free_again() -> None
 
 
 def test_a_head_that_is_also_the_embedding_is_refused() -> None:
-    with pytest.raises(Refused, match="no head of its own to train") as refused:
+    with pytest.raises(RefusedError, match="no head of its own to train") as refused:
         HeadOnly().model(tiny_model())
     assert "model.tied = false" in refused.value.fix
     free = HeadOnly().model(tiny_model(tied=False))

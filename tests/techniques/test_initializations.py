@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stacked_models import KINDS, TARGETS, THEIRS, TOKENS, VOCABULARY, WIDTH, Kind, gpt
 from thrifty.composition.compose import compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.modeling.embeddings import size_stream
@@ -95,7 +95,7 @@ def test_it_runs_keeps_names_and_learns(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), sorted(REFUSES))
 def test_it_refuses_with_the_reason(kind: str, name: str) -> None:
-    with pytest.raises(Refused, match=REFUSES[kind, name]) as refused:
+    with pytest.raises(RefusedError, match=REFUSES[kind, name]) as refused:
         ALL[name].model(kind_of(kind).model())
     assert refused.value.fix
 
@@ -127,7 +127,7 @@ def test_only_one_of_them_can_start_a_run_and_none_with_adapters() -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_NORMS)
 def test_without_norms_there_is_no_plain_model_to_export(name: str) -> None:
-    with pytest.raises(Refused, match="no weights of the plain architecture compute that") as refused:
+    with pytest.raises(RefusedError, match="no weights of the plain architecture compute that") as refused:
         ALL[name].finish(ALL[name].model(gpt()))
     assert "layer_scale" in refused.value.fix
 
@@ -268,7 +268,7 @@ def test_skip_init_multiplies_the_end_of_each_branch() -> None:
 def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
     assert largest_start(16) == 0.25
     SkipInit(start=0.5).model(gpt(4))
-    with pytest.raises(Refused, match=r"a start of 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
+    with pytest.raises(RefusedError, match=r"a start of 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
         SkipInit(start=0.6).model(gpt(4))
     assert refused.value.fix == "start at 0.5 or less"
 
@@ -308,5 +308,5 @@ def test_gains_that_a_norm_behind_them_would_undo_are_refused(kind: str, more: d
         before = model(input_ids=tokens).logits
         assert not torch.allclose(LayerScale(start=0.1).model(model)(input_ids=tokens).logits, before, atol=1e-3)
         return
-    with pytest.raises(Refused, match=r"has a norm behind model\.layers\.0\.self_attn\.o_proj: it would undo"):
+    with pytest.raises(RefusedError, match=r"has a norm behind model\.layers\.0\.self_attn\.o_proj: it would undo"):
         LayerScale().model(model)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from adapter_models import TOKENS
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.data.images.digits import digits
-from thrifty.techniques.adapters.intrinsic_dimension import Intrinsic, confine, through_subspace
+from thrifty.techniques.adapters.intrinsic_dimension import IntrinsicDimension, restrict_to_subspace, subspace_backward
 from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
 
 IDS = TOKENS % 256
@@ -20,11 +20,11 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def test_the_function_is_the_frozen_one_bit_for_bit_at_first() -> None:
-    assert torch.equal(Intrinsic(dimension=50).model(tiny_model())(IDS), tiny_model()(IDS))
+    assert torch.equal(IntrinsicDimension(dimension=50).model(tiny_model())(IDS), tiny_model()(IDS))
 
 
 def test_weights_are_where_z_says_in_every_forward_pass() -> None:
-    model = Intrinsic(dimension=50).model(tiny_model())
+    model = IntrinsicDimension(dimension=50).model(tiny_model())
     projection, origin = model.confined.projection, flat(model)
     with torch.no_grad():
         model.subspace.normal_()
@@ -45,7 +45,7 @@ def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
     for parts in (1, 2):  # found once for all micro-batches
         chosen = [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
-        run = compose(plain, with_optimizer([Intrinsic(dimension=50), *chosen]), 4)
+        run = compose(plain, with_optimizer([IntrinsicDimension(dimension=50), *chosen]), 4)
         state = run.start()
         assert state.model is not None
         run.backward(state.model, run.objective, batch)
@@ -55,18 +55,18 @@ def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
 
 
 def test_a_failing_backward_pass_leaves_the_weights_frozen() -> None:
-    model = Intrinsic(dimension=5).model(tiny_model())
+    model = IntrinsicDimension(dimension=5).model(tiny_model())
 
     def fails(*given: object) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        through_subspace(fails)(model, None, None)  # type: ignore[arg-type]
+        subspace_backward(fails)(model, None, None)  # type: ignore[arg-type]
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["subspace"]
 
 
 def test_finishing_leaves_what_was_trained_and_nothing_else() -> None:
-    one = Intrinsic(dimension=50)
+    one = IntrinsicDimension(dimension=50)
     run = compose(plain_run(), [one, technique("optimizers.adamw")], 4)
     state = run.start()
     advance(run, state)
@@ -81,8 +81,8 @@ def test_finishing_leaves_what_was_trained_and_nothing_else() -> None:
 
 
 def test_more_dimensions_than_weights_are_refused() -> None:
-    with pytest.raises(Refused, match="dimension 7 is more than the 6 weights"):
-        Intrinsic(dimension=7).model(nn.Linear(2, 2))
+    with pytest.raises(RefusedError, match="dimension 7 is more than the 6 weights"):
+        IntrinsicDimension(dimension=7).model(nn.Linear(2, 2))
 
 
 def trained_accuracy(dimension: int, seed: int) -> float:
@@ -93,7 +93,7 @@ def trained_accuracy(dimension: int, seed: int) -> float:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    confined = confine(model, dimension, seed)
+    confined = restrict_to_subspace(model, dimension, seed)
     optimizer = torch.optim.Adam([model.subspace], 0.03)
     for _ in range(150):
         with confined.gradients_of(model.subspace):

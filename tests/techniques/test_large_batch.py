@@ -9,11 +9,11 @@ from hypothesis import strategies as some
 
 from large_batch_work import averages, noise_scales, with_each_strategy
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.batches import Batch, Share
-from thrifty.core.errors import Refused
+from thrifty.composition.compose import Run, compose
+from thrifty.core.batches import Batch, RankShard
+from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
-from thrifty.optim.fused_updates import FusedAdamW, fused_tail
+from thrifty.optim.fused_updates import FusedAdamWUpdate, fused_tail
 from thrifty.techniques.large_batch.batch_ramp import BatchRamp, size_at
 from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
 from thrifty.techniques.optimizers.adamw import AdamW
@@ -54,7 +54,7 @@ def test_the_rate_of_a_run_is_scaled_by_its_own_batch_times_any_schedule_and_sta
     factors = [found.learning_rate / wanted.learning_rate for found, wanted in zip(records, plain, strict=True)]
     assert factors == pytest.approx([1.0, 2.5, 4.0, 4.0, 4.0])
     found = fused_tail(state.optimizer.transform)  # type: ignore[union-attr]
-    assert found is not None and isinstance(found[1], FusedAdamW)
+    assert found is not None and isinstance(found[1], FusedAdamWUpdate)
 
 
 def test_a_batch_given_outright_takes_the_place_of_the_runs_own() -> None:
@@ -83,7 +83,7 @@ def test_doublings_take_equally_long_and_a_linear_ramp_adds_equal_amounts() -> N
     assert [size_at(step, 8, 64, 14, 8, "linear") for step in range(5)] == [8, 8, 16, 16, 24]
 
 
-def ramped(*others: str, batch: int = 8) -> Composition:
+def ramped(*others: str, batch: int = 8) -> Run:
     ramp = technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)
     return compose(plain_run(batch=batch), with_optimizer([ramp, *map(technique, others)]), 7)
 
@@ -132,8 +132,8 @@ def test_a_step_of_the_ramp_is_a_plain_step_on_its_examples() -> None:
 
 
 def test_sizes_that_ranks_cannot_share_are_refused_when_they_share() -> None:
-    with pytest.raises(Refused, match="multiples of 2 examples cannot be shared equally by 4 ranks"):
-        Share(ramped().source, 0, 4)
+    with pytest.raises(RefusedError, match="multiples of 2 examples cannot be shared equally by 4 ranks"):
+        RankShard(ramped().source, 0, 4)
 
 
 def test_two_ranks_average_and_measure_what_one_process_does() -> None:

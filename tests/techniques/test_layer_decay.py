@@ -10,13 +10,18 @@ from image_runs import image_run, tiny_mae, tiny_vit
 from pair_runs import tiny_clip
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.gradient_transform import chain
 from thrifty.core.technique import Technique
-from thrifty.modeling.stage_placeholders import Elsewhere
+from thrifty.modeling.stage_placeholders import StagePlaceholder
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
-from thrifty.techniques.optimizers.layerwise_lr_decay import LayerDecay, ScaleEach, depth_factor, depths
+from thrifty.techniques.optimizers.layerwise_lr_decay import (
+    LayerwiseLearningRateDecay,
+    ScaleByParameterFactor,
+    depth_factor,
+    depths,
+)
 from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 
 
@@ -115,7 +120,7 @@ def test_training_is_that_of_torchs_adamw_with_a_group_for_each_depth() -> None:
         for name, p in theirs.named_parameters()
     ]
     wanted = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    transform = chain(adamw(3e-3), ScaleEach(lambda name, parameter: named[name]))
+    transform = chain(adamw(3e-3), ScaleByParameterFactor(lambda name, parameter: named[name]))
     optimizer = TransformOptimizer(ours.named_parameters(), transform)
     for _ in range(4):
         for model, stepper in ((ours, optimizer), (theirs, wanted)):
@@ -130,7 +135,7 @@ def test_training_is_that_of_torchs_adamw_with_a_group_for_each_depth() -> None:
 def moved(optimizer: Technique, decay: float) -> dict[str, float]:
     """How far each parameter is from where it started after one step, per unit of the plain run's way."""
     ways = []
-    for more in ([LayerDecay(decay=decay)], []):
+    for more in ([LayerwiseLearningRateDecay(decay=decay)], []):
         run = compose(plain_run(), [optimizer, *more], 1)
         state = run.start()
         assert state.model is not None
@@ -158,7 +163,7 @@ def test_a_step_of_a_run_goes_as_far_as_the_table_says(optimizer: str, settings:
 
 def test_a_decay_of_one_changes_nothing() -> None:
     plain, _ = run_through(plain_run(), with_optimizer([]), 3)
-    found, _ = run_through(plain_run(), with_optimizer([LayerDecay(decay=1.0)]), 3)
+    found, _ = run_through(plain_run(), with_optimizer([LayerwiseLearningRateDecay(decay=1.0)]), 3)
     assert losses(found) == pytest.approx(losses(plain), rel=1e-6)
 
 
@@ -166,13 +171,14 @@ def test_a_decay_of_one_changes_nothing() -> None:
 def test_an_optimizer_beside_the_device_knows_the_rates_too(delay: bool) -> None:
     away = technique("memory.offload_optimizer", to="simulated", delay=delay, after=2)
     here, there = (
-        run_through(plain_run(), with_optimizer([LayerDecay(decay=0.5), *more]), 2)[0] for more in ([], [away])
+        run_through(plain_run(), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), *more]), 2)[0]
+        for more in ([], [away])
     )
     assert losses(there) == pytest.approx(losses(here), rel=1e-6)
 
 
 def test_low_rank_updates_inside_a_block_have_the_blocks_rate() -> None:
-    run = compose(image_run(), with_optimizer([LayerDecay(decay=0.5), technique("adapters.lora")]), 2)
+    run = compose(image_run(), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), technique("adapters.lora")]), 2)
     model = run.build_model()
     rates = {name: p.own_factor for name, p in model.named_parameters() if "lora" in name}
     assert rates
@@ -183,14 +189,14 @@ def test_low_rank_updates_inside_a_block_have_the_blocks_rate() -> None:
 def test_a_stage_of_a_pipeline_counts_the_blocks_that_other_ranks_hold() -> None:
     model, whole = tiny_vit(depth=4), factors(tiny_vit(depth=4))
     for place in (0, 3):
-        model.blocks[place] = Elsewhere(model.blocks[place])
-    model.head = Elsewhere(model.head)
+        model.blocks[place] = StagePlaceholder(model.blocks[place])
+    model.head = StagePlaceholder(model.head)
     assert factors(model) == {name: whole[name] for name, _ in model.named_parameters()}
 
 
 def test_a_deeper_model_after_growth_has_the_rates_of_its_own_depth() -> None:
     growing = technique("growth.stacking", at=(1,))
-    run = compose(plain_run(depth=4), with_optimizer([LayerDecay(decay=0.5), growing]), 3)
+    run = compose(plain_run(depth=4), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), growing]), 3)
     state = run.start()
     rates = []
     for stop in (1, 3):
@@ -204,7 +210,7 @@ def test_a_deeper_model_after_growth_has_the_rates_of_its_own_depth() -> None:
 
 
 def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
-    run = compose(image_run(), with_optimizer([LayerDecay()]), 2)
+    run = compose(image_run(), with_optimizer([LayerwiseLearningRateDecay()]), 2)
     run.build_model()
     assert run.notes["optimizers.layerwise_lr_decay"] == [
         "before the blocks, at 0.237 of the rate: embedding, embedding.patch",
@@ -214,25 +220,27 @@ def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
 
 def test_a_parameter_that_came_after_its_depth_was_found_is_an_error_and_no_silent_rate() -> None:
     with pytest.raises(IntegrityError, match="layer_decay: weight is not the parameter"):
-        TransformOptimizer(nn.Linear(2, 2).named_parameters(), LayerDecay().update(adamw()))
+        TransformOptimizer(nn.Linear(2, 2).named_parameters(), LayerwiseLearningRateDecay().update(adamw()))
 
 
 def test_what_it_cannot_do_is_refused_in_words() -> None:
-    with pytest.raises(Refused, match="no list of equal blocks"):
-        LayerDecay().model(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
+        LayerwiseLearningRateDecay().model(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(UsageError, match="front is no pattern"):
-        LayerDecay(front="(")
+        LayerwiseLearningRateDecay(front="(")
     for decay in (0.0, 1.1):
         with pytest.raises(UsageError, match="decay must be above 0 and at most 1"):
-            LayerDecay(decay=decay)
+            LayerwiseLearningRateDecay(decay=decay)
     with pytest.raises(UsageError, match="has no depth of its own"):
-        compose(plain_run(), with_optimizer([LayerDecay(), technique("memory.share_parameters")]), 2)
+        compose(plain_run(), with_optimizer([LayerwiseLearningRateDecay(), technique("memory.share_parameters")]), 2)
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_it_is_arithmetic_that_can_be_used_alone_and_traced(traced: bool) -> None:
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
-    optimizer = TransformOptimizer(parameters.items(), ScaleEach(lambda name, _: -0.5 if name == "a" else -1.0))
+    optimizer = TransformOptimizer(
+        parameters.items(), ScaleByParameterFactor(lambda name, _: -0.5 if name == "a" else -1.0)
+    )
     if traced:
         optimizer.compile(backend="eager")
     for parameter in parameters.values():

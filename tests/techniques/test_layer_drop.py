@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, plain_backward
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.run_notes import noting
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
@@ -153,7 +153,7 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
 
 @pytest.mark.parametrize("style", ["gpt1", "bert"])
 def test_post_norm_models_are_refused(style: str) -> None:
-    with pytest.raises(Refused, match="has a norm behind its sums"):
+    with pytest.raises(RefusedError, match="has a norm behind its sums"):
         DROPPING.model(tiny_model(style=style))
 
 
@@ -172,10 +172,10 @@ def test_blocks_with_a_norm_behind_their_branches_are_refused(kind: str, more: d
         AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**THEIRS, **more))
     )
     if kind in ("Gemma2", "Olmo2"):
-        with pytest.raises(Refused, match=r"has a norm behind lm\.model\.layers\.0\.self_attn\.o_proj"):
+        with pytest.raises(RefusedError, match=r"has a norm behind lm\.model\.layers\.0\.self_attn\.o_proj"):
             DROPPING.model(model)
         return
-    with noting() as notes:
+    with collect_notes() as notes:
         DROPPING.model(model)
     assert not any("could not be tried" in text for text in notes)
 
@@ -200,7 +200,7 @@ def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
                 x = block(x, torch.zeros_like(x))
             return x
 
-    with pytest.raises(Refused, match="has a norm behind its sums"):
+    with pytest.raises(RefusedError, match="has a norm behind its sums"):
         DROPPING.model(Model())
 
 
@@ -226,7 +226,7 @@ def test_a_block_that_misses_what_its_model_gives_is_tried_on_that(error: str) -
                 x = block(x, places=torch.zeros_like(x))
             return x
 
-    with noting() as notes:
+    with collect_notes() as notes:
         DROPPING.model(Model())
     assert not any("could not be tried" in text for text in notes)
 
@@ -251,5 +251,5 @@ def test_a_block_that_gives_more_than_hidden_states_is_refused() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([Pair(), Pair()])
     DROPPING.model(model)
-    with pytest.raises(Refused, match="not hidden states"):
+    with pytest.raises(RefusedError, match="not hidden states"):
         model.blocks[0](torch.zeros(1, 2, 8))

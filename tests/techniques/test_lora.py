@@ -12,11 +12,20 @@ from tiny_models import FAMILIES, TWO_SIDED, random_model
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.run_notes import noting
-from thrifty.core.tensor_tracing import StepTrace, uncollected
-from thrifty.modeling.lora_layers import Factors, add_factors, factors_of
-from thrifty.modeling.lora_model import activate, activated, adapted, adapters, factor_names, merge, remove, unmerge
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.modeling.lora_layers import LoraFactors, add_factors, factors_of
+from thrifty.modeling.lora_model import (
+    activate,
+    active_adapters,
+    adapted_layers,
+    adapters,
+    factor_names,
+    merge,
+    remove,
+    unmerge,
+)
 from thrifty.techniques.adapters.lora import Lora
 from tiny_runs import advance, plain_run, technique, tiny_model
 
@@ -63,7 +72,7 @@ def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(fa
 def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero_and_normal() -> None:
     model = adapted_model("gpt2-untied", where="")
     tables = 0
-    for layer in adapted(model).values():
+    for layer in adapted_layers(model).values():
         a, b = layer.lora_a, layer.lora_b
         if isinstance(layer, nn.Embedding):
             tables += 1
@@ -79,7 +88,7 @@ def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has
     model = adapted_model(family, where="")
     output(model).square().sum().backward()
     factors = factor_names(model)
-    for layer in adapted(model).values():
+    for layer in adapted_layers(model).values():
         started, zero = (
             (layer.lora_b, layer.lora_a) if isinstance(layer, nn.Embedding) else (layer.lora_a, layer.lora_b)
         )
@@ -101,7 +110,7 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
 def test_outputs_and_gradients_are_pefts(family: str, stabilised: bool) -> None:
     ours = randomized(adapted_model(family, alpha=6.0, stabilised=stabilised, where="", slices="", rank=2).double())
-    layers = adapted(ours)
+    layers = adapted_layers(ours)
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=stabilised)
     theirs = peft.get_peft_model(frozen(family).double(), config)
     pairs = {name: (a, b) for name, a, b in with_pefts_names(theirs.base_model.model)}
@@ -125,7 +134,7 @@ def test_dropout_falls_on_what_a_is_given_and_on_nothing_else() -> None:
         nn.Linear(6, 5), "default", peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.5), r=2, lora_alpha=4
     )
     theirs.base_layer.load_state_dict(linear.state_dict())
-    add_factors(linear, Factors(2, 4.0, dropout=0.5))
+    add_factors(linear, LoraFactors(2, 4.0, dropout=0.5))
     nn.init.normal_(linear.lora_b)
     with torch.no_grad():
         theirs.lora_A["default"].weight.copy_(linear.lora_a)
@@ -142,7 +151,7 @@ def test_dropout_falls_on_what_a_is_given_and_on_nothing_else() -> None:
 def test_slices_of_a_fused_layer_are_adapted_as_layers_of_their_own_would_be(slices: str) -> None:
     """Our Llama fuses what that of transformers keeps apart."""
     model = randomized(adapted_model(where="qkv", slices=slices, rank=2))
-    for path, layer in adapted(model).items():
+    for path, layer in adapted_layers(model).items():
         x = torch.randn(3, layer.in_features)
         a, b, scale = factors_of(layer)
         assert layer.lora_a.shape == (2 * len(slices), layer.in_features) and scale == 8.0
@@ -161,12 +170,14 @@ def test_slices_of_a_fused_layer_are_adapted_as_layers_of_their_own_would_be(sli
 
 
 def test_slices_choose_among_layers_that_are_apart_as_well() -> None:
-    names = {name.rpartition(".")[2] for name in adapted(adapted_model("llama", where="attn", slices="qv"))}
+    names = {name.rpartition(".")[2] for name in adapted_layers(adapted_model("llama", where="attn", slices="qv"))}
     assert names == {"q_proj", "v_proj", "o_proj"}
-    with noting() as notes:
+    with collect_notes() as notes:
         adapted_model("llama", where="attn", slices="qv")
     assert "model.layers.0.self_attn.k_proj: slices=qv leaves it out" in notes[0]
-    gates = adapted(adapted_model(where="up", slices="q"))  # gate and value are no part of attention: each its own A
+    gates = adapted_layers(
+        adapted_model(where="up", slices="q")
+    )  # gate and value are no part of attention: each its own A
     assert {layer.lora_a.shape[0] for layer in gates.values()} == {8}
 
 
@@ -177,7 +188,7 @@ def test_heads_that_take_turns_are_adapted_as_a_whole_or_not_at_all() -> None:
     model = random_model(config)
     whole = Lora(rank=2, where="query_key_value").attach(model)
     assert whole.gpt_neox.layers[0].attention.query_key_value.lora_a.shape == (2, 16)
-    with pytest.raises(Refused, match=r"which part of .*query_key_value makes queries"):
+    with pytest.raises(RefusedError, match=r"which part of .*query_key_value makes queries"):
         Lora(rank=2, slices="qv").attach(random_model(config))
     with pytest.raises(UsageError, match="slices is 'qx'"):
         Lora(slices="qx")
@@ -191,9 +202,9 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
 
     x, names = torch.randn(2, 5, 16, dtype=torch.float64), list(dict(encoder().named_parameters()))
     model = randomized(Lora(rank=2, where="").attach(encoder()))
-    assert len(adapted(model)) == 8
+    assert len(adapted_layers(model)) == 8
     dense = encoder()
-    for path, layer in adapted(model).items():
+    for path, layer in adapted_layers(model).items():
         a, b, scale = factors_of(layer)
         name = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
         dense.get_submodule(path).get_parameter(name).add_(scale * b.detach() @ a.detach()).requires_grad_()
@@ -209,7 +220,7 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
     assert model.layers[0].self_attn.in_proj_weight.grad is None
     plain = [name for name, _ in model.named_parameters() if name not in factor_names(model)]
     assert plain == names
-    with noting() as notes:
+    with collect_notes() as notes:
         Lora(rank=2, where="", dropout=0.1).attach(encoder())
     assert "layers.0.self_attn: dropout cannot come before A" in notes[0]
 
@@ -242,7 +253,7 @@ def test_a_merged_weight_is_rounded_once_and_subtracting_would_not_undo_it() -> 
     for dtype in (torch.float32, torch.bfloat16):
         linear = nn.Linear(256, 256, bias=False, dtype=dtype)
         nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        add_factors(linear, Factors(8, 8.0))
+        add_factors(linear, LoraFactors(8, 8.0))
         nn.init.normal_(linear.lora_b, std=4e-4 / math.sqrt(8 / 3 / 256), generator=generator)
         base = linear.weight.detach().clone()
         product = (linear.lora_b.double() @ linear.lora_a.double()).detach()
@@ -264,14 +275,14 @@ def test_a_tied_weight_is_passed_over_and_never_merged() -> None:
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         f"blocks.{i}.mlp.up.lora_{x}" for i in (0, 1) for x in "ab"
     ]
-    with pytest.raises(Refused, match="its weight is tied"):
+    with pytest.raises(RefusedError, match="its weight is tied"):
         adapted_model(where="head")
     model = frozen()
-    add_factors(model.embedding.token, Factors(2, 2.0))
+    add_factors(model.embedding.token, LoraFactors(2, 2.0))
     weight = model.embedding.token.weight.clone()
-    with pytest.raises(Refused, match="shared with another layer"):
+    with pytest.raises(RefusedError, match="shared with another layer"):
         merge(model)
-    assert torch.equal(model.embedding.token.weight, weight) and "blocks.0.mlp.up" not in adapted(model)
+    assert torch.equal(model.embedding.token.weight, weight) and "blocks.0.mlp.up" not in adapted_layers(model)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -296,9 +307,9 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
     assert bytes_of(model) == alone + 4 * factors
     assert adapters(model) == ["default", "french", "verse"]
     assert "model.layers.0.self_attn.q_proj.lora_a_french" in factor_names(model)
-    with activated(model):
+    with active_adapters(model):
         assert torch.equal(output(model), base)
-        with activated(model, "french"):
+        with active_adapters(model, "french"):
             assert torch.equal(output(model), outputs["french"])
         assert torch.equal(output(model), base)
     assert torch.equal(output(model), outputs["verse"])
@@ -316,7 +327,7 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
     for name in ("french", "default", "verse"):
         remove(model, name)
     plain = frozen("llama")
-    assert torch.equal(output(model), base) and not adapted(model)
+    assert torch.equal(output(model), base) and not adapted_layers(model)
     assert list(model.state_dict()) == list(plain.state_dict())
     assert not any("forward" in vars(module) or "lora_adapters" in vars(module) for module in model.modules())
 
@@ -336,7 +347,7 @@ def test_names_of_adapters_are_checked() -> None:
 def test_what_was_wrapped_before_is_wrapped_again_when_the_adapter_is_gone() -> None:
     linear = nn.Linear(4, 4)
     linear.forward = lambda x: x * 2
-    add_factors(linear, Factors(2, 2.0))
+    add_factors(linear, LoraFactors(2, 2.0))
     nn.init.normal_(linear.lora_b)
     x = torch.randn(3, 4)
     assert not torch.equal(linear(x), x * 2)
@@ -358,7 +369,7 @@ def test_also_names_parameters_that_are_trained_as_they_are() -> None:
     trained["blocks.0.mlp.up.weight"].requires_grad_(True)
     with pytest.raises(IntegrityError, match=r"blocks\.0\.mlp\.up\.weight"):
         run.verify(state)
-    with pytest.raises(Refused, match="no parameter matches also='nrom'"):
+    with pytest.raises(RefusedError, match="no parameter matches also='nrom'"):
         adapted_model(also="nrom")
 
 
@@ -372,13 +383,13 @@ def test_merging_in_the_middle_of_training_is_noticed() -> None:
 
 
 def test_an_oversized_rank_is_refused_and_what_cannot_be_adapted_is_named() -> None:
-    with pytest.raises(Refused, match="rank 33 is larger than a weight of shape") as refused:
+    with pytest.raises(RefusedError, match="rank 33 is larger than a weight of shape") as refused:
         adapted_model(rank=33, where="out")
     assert "at most 32" in refused.value.fix
-    with noting() as notes:
+    with collect_notes() as notes:
         adapted_model("t5-1.1", where="SelfAttention")
     assert "relative_attention_bias: it holds scores" in notes[0]
-    with noting() as notes:
+    with collect_notes() as notes:
         adapted_model("marian", where="embed_positions|fc1")
     assert "what a MarianSinusoidalPositionalEmbedding computes is not known" in notes[0]
 
@@ -398,7 +409,7 @@ def test_a_table_that_multiplies_what_it_gives_multiplies_the_addition_too() -> 
 def test_a_training_step_holds_no_more_than_pefts() -> None:
     def peak(model: Any) -> tuple[int, int]:
         parameters = list(model.parameters())
-        with uncollected(), StepTrace(*parameters, TOKENS) as trace:
+        with gc_disabled(), StepTrace(*parameters, TOKENS) as trace:
             result = output(model)
             kept = trace.now
             result.square().mean().backward()
@@ -454,7 +465,7 @@ def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -
         linear = nn.Linear(32, 24, bias=False)
         with torch.no_grad():
             linear.weight.copy_(base)
-        add_factors(linear, Factors(rank, float(rank)), generator=torch.Generator().manual_seed(rank))
+        add_factors(linear, LoraFactors(rank, float(rank)), generator=torch.Generator().manual_seed(rank))
         optimizer = torch.optim.Adam([linear.lora_a, linear.lora_b], lr=0.02)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 800)
         for _ in range(800):

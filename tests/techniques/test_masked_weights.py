@@ -9,10 +9,10 @@ from torch import nn
 from rank_processes import on_ranks
 from sparsity_work import masks_of_each, masks_under_each
 from thrifty import techniques
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, full_value
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.optim.mask_selection import global_count
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -42,7 +42,7 @@ def density(state: TrainState) -> float:
     return kept / sum(mask.numel() for mask in masks.values())
 
 
-def assert_everything_is_inside(run: Composition, state: TrainState) -> None:
+def assert_everything_is_inside(run: Run, state: TrainState) -> None:
     """By this test's own eyes, and by the technique's."""
     run.verify(state)
     optimizer = state.optimizer
@@ -127,13 +127,13 @@ def test_stacks_that_grow_in_another_proportion_break_no_promise(name: str) -> N
     """2 and 5 blocks start as 1 and 2: ERK gives the small model other shares than the whole one."""
 
     def build() -> nn.Module:
-        model = assemble(Shape("t5", 2, 32, 4, 4, 64, VOCABULARY, 24, True, decoder_depth=5))
+        model = assemble(ModelConfig("t5", 2, 32, 4, 4, 64, VOCABULARY, 24, True, decoder_depth=5))
         initialize(model, 0)
         return model
 
     plain = plain_run()
     chosen = with_optimizer([technique(name, density=0.3), technique("growth.stacking", at=(2,))])
-    run = compose(Plain(build, plain.source, plain.objective), chosen, 6)
+    run = compose(BaseRun(build, plain.source, plain.objective), chosen, 6)
     state = run.start()
     state.step = 2
     run.changes(state)

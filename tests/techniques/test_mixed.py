@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from overflow_work import Overflowing, float16, train_with_overflows
 from precision_work import CASES
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Technique
-from thrifty.techniques.precision.mixed import LossScale, Mixed, next_scale, unscale
+from thrifty.techniques.precision.mixed import LossScale, MixedPrecision, next_scale, unscale
 from thrifty.training import checkpoint
 from thrifty.training.loop import PATIENCE
 from thrifty.training.trainer import _matrix_type
@@ -74,7 +74,7 @@ def test_gradients_are_divided_exactly_and_one_number_that_is_not_finite_is_foun
     assert unscale(gradients, 1 / 1024) == 1
 
 
-def run_of(*chosen: Technique, steps: int = 6) -> Composition:
+def run_of(*chosen: Technique, steps: int = 6) -> Run:
     return compose(plain_run(), with_optimizer(chosen), steps)
 
 
@@ -173,19 +173,19 @@ def test_at_the_least_scale_the_run_stops_and_says_what_to_do() -> None:
 def test_settings_that_make_no_scale_are_refused() -> None:
     for wrong in (1000.0, 0.0, -2.0, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="init_scale") as refused:
-            Mixed("float16", init_scale=wrong)
+            MixedPrecision("float16", init_scale=wrong)
         assert "power of two" in refused.value.fix
     with pytest.raises(UsageError, match="above the init_scale of 2"):
-        Mixed("float16", init_scale=2.0, min_scale=4.0)
+        MixedPrecision("float16", init_scale=2.0, min_scale=4.0)
 
 
 def test_bfloat16_needs_no_scale_and_notes_none() -> None:
-    assert Mixed().backward(plain_backward) is plain_backward
+    assert MixedPrecision().backward(plain_backward) is plain_backward
     records, state = run_through(plain_run(), with_optimizer([technique("precision.mixed")]), 2)
     assert all("loss_scale" not in record.notes for record in records) and not state.techniques
 
 
-def gradients_of(name: str, mixed: Mixed | None) -> tuple[float, Tensor]:
+def gradients_of(name: str, mixed: MixedPrecision | None) -> tuple[float, Tensor]:
     model, objective, batch = CASES[name]()
     model.eval()  # without dropout
     backward = plain_backward
@@ -204,7 +204,7 @@ def test_every_kind_of_model_has_nearly_the_gradients_of_float32(name: str) -> N
     loss, wanted = gradients_of(name, None)
     errors = {}
     for number_format in ("bfloat16", "float16"):
-        found, gradient = gradients_of(name, Mixed(number_format, init_scale=2.0**12))  # type: ignore[arg-type]
+        found, gradient = gradients_of(name, MixedPrecision(number_format, init_scale=2.0**12))  # type: ignore[arg-type]
         assert found == pytest.approx(loss, rel=2e-3)
         errors[number_format] = float((gradient - wanted).norm() / wanted.norm())
     assert errors["float16"] < 0.01 and errors["float16"] < 0.5 * errors["bfloat16"] < 0.05
@@ -216,7 +216,7 @@ def test_what_is_too_small_for_float16_is_kept_by_the_scale() -> None:
     kept = {}
     for scale in (1.0, 2.0**16):
         model.zero_grad()
-        mixed = Mixed("float16", init_scale=scale)
+        mixed = MixedPrecision("float16", init_scale=scale)
         mixed.backward(plain_backward)(model, mixed.objective(objective), small)
         up = model.blocks[0].mlp.up.weight.grad
         kept[scale] = int(up.count_nonzero()) / up.numel()
@@ -252,6 +252,6 @@ def test_who_measures_gradients_inside_is_told_nothing_of_the_scale() -> None:
 
 
 def test_the_share_of_peak_is_that_of_the_runs_own_format() -> None:
-    for technique_, wanted in ((Mixed(), torch.bfloat16), (Mixed("float16"), torch.float16)):
+    for technique_, wanted in ((MixedPrecision(), torch.bfloat16), (MixedPrecision("float16"), torch.float16)):
         assert _matrix_type(Recipe(techniques=(technique_,))) == wanted
     assert _matrix_type(Recipe()) == torch.float32

@@ -7,15 +7,15 @@ import torch
 from tiny_models import FAMILIES, random_model
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.run_notes import noting
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
-from thrifty.kernels.n_of_m_linear import Products
-from thrifty.kernels.n_of_m_masks import Pattern, n_of_m_mask
+from thrifty.kernels.n_of_m_linear import NOfMProducts
+from thrifty.kernels.n_of_m_masks import NOfMPattern, n_of_m_mask
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, put_on, remake, take_off
+from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, remake, remove_masked_product, use_masked_product
 from tiny_runs import (
     advance,
     assert_same,
@@ -37,7 +37,7 @@ def treated(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if hasattr(module, MASK)}
 
 
-def started(*chosen: Technique, steps: int = 6, **plain: Any) -> tuple[Composition, TrainState, nn.Module]:
+def started(*chosen: Technique, steps: int = 6, **plain: Any) -> tuple[Run, TrainState, nn.Module]:
     run = compose(plain_run(**plain), with_optimizer(list(chosen)), steps)
     state = run.start()
     assert state.model is not None
@@ -55,14 +55,14 @@ def acting(layer: nn.Module) -> Tensor:
 
 
 def test_linear_layers_in_blocks_are_treated_and_nothing_else() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         model = NOfM().model(tiny_model(depth=2))
     assert list(treated(model)) == [f"blocks.{block}.{layer}" for block in range(2) for layer in LAYERS]
     text = " ".join(notes)
     assert "8 of 9 modules" in text and "skipped head: it is in no block" in text
     assert "dense products of masked weights" in text
     assert len(treated(NOfM(where="mlp").model(tiny_model(depth=2)))) == 4
-    with pytest.raises(Refused, match="no module matches 'nowhere'"):
+    with pytest.raises(RefusedError, match="no module matches 'nowhere'"):
         NOfM(where="nowhere").model(tiny_model(depth=2))
 
 
@@ -79,13 +79,13 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(2))})
 
-    with noting() as notes:
+    with collect_notes() as notes:
         assert list(treated(NOfM().model(model()))) == ["blocks.0.fits", "blocks.1.fits"]
     text = " ".join(notes)
     assert "blocks.0.narrow: its 30 inputs and 32 outputs are no whole groups of 4" in text
     assert "blocks.1.odd: what this Odd computes is not known" in text
     assert "blocks.0.a.out_proj: the attention that holds it reads its weight itself" in text
-    with pytest.raises(Refused, match="its 32 inputs and 6 outputs are no whole groups of 4"):
+    with pytest.raises(RefusedError, match="its 32 inputs and 6 outputs are no whole groups of 4"):
         NOfM(transposable=True, where="fits").model(model())
 
 
@@ -152,7 +152,7 @@ def gradients(*chosen: Technique) -> tuple[dict[str, Tensor], nn.Module]:
 @pytest.mark.parametrize("transposable", [False, True])
 def test_gradients_are_those_of_a_model_of_masked_weights(transposable: bool) -> None:
     found, model = gradients(NOfM(decay=0.0, transposable=transposable))
-    pattern, plain = Pattern(transposable=transposable), compose(plain_run(), with_optimizer([]), 6)
+    pattern, plain = NOfMPattern(transposable=transposable), compose(plain_run(), with_optimizer([]), 6)
     masked = plain.start().model
     assert masked is not None
     with torch.no_grad():
@@ -345,7 +345,7 @@ def test_conv1d_of_transformers_is_masked_along_its_inputs(transposable: bool) -
         linear.bias.copy_(convolution.bias)
     x, found = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), []
     for layer in (convolution, linear):
-        put_on(layer, Products(Pattern(transposable=transposable)))
+        use_masked_product(layer, NOfMProducts(NOfMPattern(transposable=transposable)))
         result = layer(x)
         result.square().sum().backward()
         found.append(result.detach())
@@ -357,7 +357,7 @@ def test_conv1d_of_transformers_is_masked_along_its_inputs(transposable: bool) -
         convolution.weight[0] *= 100
     changed, places = remake([convolution]).tolist()
     assert 0 < changed < places == 16 * 24
-    take_off(convolution)
+    remove_masked_product(convolution)
     assert list(convolution.state_dict()) == ["weight", "bias"] and "forward" not in vars(convolution)
     assert bool(((convolution.weight != 0).T.unflatten(-1, (-1, 4)).sum(-1) == 2).all())
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction
 from thrifty.techniques.measure.noise_scale import (
-    Measuring,
     NoiseScale,
-    held_down,
+    NoiseScaleBackward,
+    clamp_signal_and_noise,
     measured_in_halves,
     signal_and_noise,
 )
@@ -91,7 +91,7 @@ def test_what_is_left_is_the_gradient_and_the_loss_of_the_whole_batch(rows: int)
 
 
 def test_the_note_is_the_ratio_of_two_running_averages() -> None:
-    measuring, model, signal, noise, scales = Measuring(plain_backward, 1, 0.98), Weights(), 0.0, 0.0, []
+    measuring, model, signal, noise, scales = NoiseScaleBackward(plain_backward, 1, 0.98), Weights(), 0.0, 0.0, []
     for seed in range(400):
         model.zero_grad()
         _, found = measured_in_halves(plain_backward, model, Projected(), drawn(64, seed))
@@ -108,7 +108,7 @@ def test_one_huge_gradient_is_soon_forgotten() -> None:
     huge = Batch({"x": 1000 * MEAN.expand(64, 6)}, torch.full((64,), 1 / 64, dtype=torch.float64))
     scales = []
     for spoiled in (None, 100):
-        measuring, model = Measuring(plain_backward, 1, 0.98), Weights()
+        measuring, model = NoiseScaleBackward(plain_backward, 1, 0.98), Weights()
         for seed in range(200):
             model.zero_grad()
             notes = measuring(model, Projected(), huge if seed == spoiled else drawn(64, seed)).notes
@@ -117,10 +117,10 @@ def test_one_huge_gradient_is_soon_forgotten() -> None:
 
 
 def test_nothing_is_held_down_at_the_first_measurement_nor_of_the_usual_size() -> None:
-    assert held_down(3.0, 8.0, 4, usual=0.5) == (3.0, 8.0)
-    assert held_down(300.0, 800.0, 4, usual=5.0) == pytest.approx((30.0, 80.0))
-    assert held_down(-1.0, 2.0, 4, usual=0.01) == (-1.0, 2.0)
-    measuring = Measuring(plain_backward, 3, 0.9)
+    assert clamp_signal_and_noise(3.0, 8.0, 4, usual=0.5) == (3.0, 8.0)
+    assert clamp_signal_and_noise(300.0, 800.0, 4, usual=5.0) == pytest.approx((30.0, 80.0))
+    assert clamp_signal_and_noise(-1.0, 2.0, 4, usual=0.01) == (-1.0, 2.0)
+    measuring = NoiseScaleBackward(plain_backward, 3, 0.9)
     assert measuring.usual(8) == 0.0
     measuring.state["signal"].fill_(1 - 0.9**2)
     for calls in (5, 6, 7):  # the fifth comes after two measurements, at the first and the fourth; so does the seventh
@@ -139,13 +139,13 @@ def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
 
 def test_a_negative_signal_is_no_noise_scale() -> None:
     opposed = Batch({"x": torch.cat([torch.eye(6)[:1], -torch.eye(6)[:1]]).double()}, torch.full((2,), 0.5).double())
-    measuring = Measuring(plain_backward, 1, 0.5)
+    measuring = NoiseScaleBackward(plain_backward, 1, 0.5)
     assert measuring(Weights(), Projected(), opposed).notes == {}
     assert float(measuring.state["signal"]) < 0
 
 
 def test_a_step_that_is_not_finite_leaves_the_averages_as_they_were() -> None:
-    measuring = Measuring(plain_backward, 1, 0.5)
+    measuring = NoiseScaleBackward(plain_backward, 1, 0.5)
     first = measuring(Weights(), Projected(), drawn(8, 0)).notes
     broken = drawn(8, 1)
     broken["x"][0] = float("nan")
@@ -153,8 +153,8 @@ def test_a_step_that_is_not_finite_leaves_the_averages_as_they_were() -> None:
 
 
 def test_one_example_cannot_be_halved() -> None:
-    with pytest.raises(Refused, match="cannot be halved"):
-        Measuring(plain_backward, 1, 0.5)(Weights(), Projected(), drawn(1, 0))
+    with pytest.raises(RefusedError, match="cannot be halved"):
+        NoiseScaleBackward(plain_backward, 1, 0.5)(Weights(), Projected(), drawn(1, 0))
 
 
 @pytest.mark.parametrize(("batch", "is_more"), [(2, True), (64, False)])
@@ -167,7 +167,7 @@ def test_a_measured_step_holds_no_more_than_is_claimed_and_that_is_more_only_whe
         passes = CountedPasses(plain.build(), plain.objective, backward, plain.source.at(0))
         return passes.followed_by(adamw(), 1)
 
-    unmeasured, measured = counted(plain_backward), counted(Measuring(plain_backward, 1, 0.9))
+    unmeasured, measured = counted(plain_backward), counted(NoiseScaleBackward(plain_backward, 1, 0.9))
     claimed = NoiseScale().footprint(unmeasured)
     assert (claimed.memory > unmeasured.memory) == is_more
     assert measured.memory <= 1.02 * claimed.memory

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from offload_work import differences
 from rank_processes import on_ranks
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.memory.host_tier import Where, tier_for
-from thrifty.memory.saved_tensor_hooks import kept_by
-from thrifty.memory.simulated_tier import Link, Simulated
-from thrifty.techniques.memory.offload_activations import Offloading
+from thrifty.memory.saved_tensor_hooks import use_activation_store
+from thrifty.memory.simulated_tier import SimulatedLink, SimulatedTier
+from thrifty.techniques.memory.offload_activations import OffloadingStore
 from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
@@ -61,10 +61,10 @@ def test_so_it_is_on_two_ranks(strategy: str) -> None:
     ]
 
 
-def saved_products(keeper: Offloading, weights: list[Tensor]) -> Tensor:
+def saved_products(keeper: OffloadingStore, weights: list[Tensor]) -> Tensor:
     """A chain of products, each of which saves its input; the input itself is a parameter and stays."""
     x = torch.ones(len(weights[0]), requires_grad=True)
-    with kept_by(keeper, smallest=1):
+    with use_activation_store(keeper, smallest=1):
         for weight in weights:
             x = x * weight
     return x.sum()
@@ -76,8 +76,8 @@ def chain_of(length: int, size: int = 100) -> list[Tensor]:
 
 
 def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
-    tier, weights = Simulated(Link()), chain_of(20)
-    loss = saved_products(Offloading(tier, ahead=2, keep_last=5), weights)
+    tier, weights = SimulatedTier(SimulatedLink()), chain_of(20)
+    loss = saved_products(OffloadingStore(tier, ahead=2, keep_last=5), weights)
     assert tier.account.sent == (19 - 5) * 400  # the first product saves parameters alone
     loss.backward()
     assert tier.account.returned == (19 - 5 - 2) * 400  # two were still on their way out
@@ -86,22 +86,22 @@ def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
 
 def test_a_graph_may_be_gone_through_twice() -> None:
     weights = chain_of(8)
-    loss = saved_products(Offloading(Simulated(Link()), ahead=1), weights)
+    loss = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), ahead=1), weights)
     first = torch.autograd.grad(loss, weights, retain_graph=True)
     second = torch.autograd.grad(loss, weights)
-    plain = saved_products(Offloading(Simulated(Link()), keep_last=100), weights)
+    plain = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), keep_last=100), weights)
     for mine, again, expected in zip(first, second, torch.autograd.grad(plain, weights), strict=True):
         assert torch.equal(mine, expected) and torch.equal(again, expected)
 
 
 def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
-    tier = Simulated(Link())
-    loss = saved_products(Offloading(tier, ahead=1), chain_of(8))
+    tier = SimulatedTier(SimulatedLink())
+    loss = saved_products(OffloadingStore(tier, ahead=1), chain_of(8))
     assert tier.account.now > 0
     del loss
     assert tier.account.now == 0
     with torch.no_grad():
-        saved_products(Offloading(tier, ahead=1), chain_of(8))
+        saved_products(OffloadingStore(tier, ahead=1), chain_of(8))
     assert tier.account.sent == 7 * 400
 
 
@@ -109,10 +109,10 @@ STAGES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size
 WINDOWS = (st.integers(1, 4), st.integers(0, 3))
 
 
-def seconds_taken(stages: list[tuple[int, float]], link: Link, ahead: int, keep_last: int) -> float:
+def seconds_taken(stages: list[tuple[int, float]], link: SimulatedLink, ahead: int, keep_last: int) -> float:
     """Of a forward and a backward pass, twice as long, over stages of so many bytes and seconds."""
-    tier = Simulated(link)
-    keeper = Offloading(tier, ahead, keep_last)
+    tier = SimulatedTier(link)
+    keeper = OffloadingStore(tier, ahead, keep_last)
     saved = []
     for size, seconds in stages:
         tier.clock.compute(seconds)
@@ -124,7 +124,7 @@ def seconds_taken(stages: list[tuple[int, float]], link: Link, ahead: int, keep_
     return tier.clock.now
 
 
-def seconds_predicted(stages: list[tuple[int, float]], link: Link, ahead: int, keep_last: int) -> float:
+def seconds_predicted(stages: list[tuple[int, float]], link: SimulatedLink, ahead: int, keep_last: int) -> float:
     """The same on paper: when each tensor is gone, when each is back."""
     now, line_out, line_back = 0.0, 0.0, 0.0
     gone: list[float] = []
@@ -154,7 +154,7 @@ def seconds_predicted(stages: list[tuple[int, float]], link: Link, ahead: int, k
 def test_waits_are_those_that_the_model_of_the_link_predicts(
     stages: list[tuple[int, float]], bandwidth: float, latency: float, ahead: int, keep_last: int
 ) -> None:
-    link = Link(bandwidth, latency)
+    link = SimulatedLink(bandwidth, latency)
     found = seconds_taken(stages, link, ahead, keep_last)
     assert found == pytest.approx(seconds_predicted(stages, link, ahead, keep_last))
     sent = sum(size for size, _ in stages[: max(len(stages) - keep_last - ahead, 0)])
@@ -166,8 +166,8 @@ def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endle
     stages: list[tuple[int, float]], bandwidth: float, ahead: int, keep_last: int
 ) -> None:
     keeping = 3 * sum(seconds for _, seconds in stages)
-    assert seconds_taken(stages, Link(bandwidth), ahead, keep_last) >= keeping * (1 - 1e-9)
-    assert seconds_taken(stages, Link(math.inf), ahead, keep_last) == pytest.approx(keeping)
+    assert seconds_taken(stages, SimulatedLink(bandwidth), ahead, keep_last) >= keeping * (1 - 1e-9)
+    assert seconds_taken(stages, SimulatedLink(math.inf), ahead, keep_last) == pytest.approx(keeping)
 
 
 def test_most_activations_are_not_in_the_devices_memory() -> None:
@@ -182,7 +182,7 @@ def test_most_activations_are_not_in_the_devices_memory() -> None:
 
 
 def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
-    run = Composition(plain_run(), (technique("memory.offload_activations", to="host"),), 2)
-    with pytest.raises(Refused, match="the host's memory is where") as refused:
+    run = Run(plain_run(), (technique("memory.offload_activations", to="host"),), 2)
+    with pytest.raises(RefusedError, match="the host's memory is where") as refused:
         run.build_model()
     assert 'to="disk"' in refused.value.fix

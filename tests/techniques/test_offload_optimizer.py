@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
 from thrifty import techniques
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.gradient_transform import chain
 from thrifty.core.technique import Numerics
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.memory.host_tier import Where, tier_for
-from thrifty.memory.simulated_tier import Simulated
+from thrifty.memory.simulated_tier import SimulatedTier
 from thrifty.objectives.next_token import NextToken
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ClipByGlobalNorm, scale_by_learning_rate
 from thrifty.techniques.memory import offload_optimizer
-from thrifty.techniques.memory.offload_optimizer import OffloadOptimizer, OnCopies, offloaded, tiles
+from thrifty.techniques.memory.offload_optimizer import HostCopyUpdate, OffloadOptimizer, offloaded, tiles
 from thrifty.techniques.optimizers.adamw import adamw
 from tiny_runs import (
     advance,
@@ -59,7 +59,7 @@ def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch:
     assert_same(snapshot(offloaded), snapshot(state))
     assert offloaded.optimizer is not None
     site = offloaded.optimizer.site
-    assert len(site.tiles) > 2 if isinstance(site, OnCopies) else to == "disk"
+    assert len(site.tiles) > 2 if isinstance(site, HostCopyUpdate) else to == "disk"
 
 
 def test_so_it_is_under_compile() -> None:
@@ -128,9 +128,9 @@ def test_tiles_are_neighbours_of_a_certain_size_and_leave_nothing_out() -> None:
 def test_gradients_and_values_cross_the_link_once_each_way() -> None:
     weight = nn.Parameter(torch.randn(100, 10))
     tier = tier_for("simulated", weight)
-    assert isinstance(tier, Simulated)
+    assert isinstance(tier, SimulatedTier)
     optimizer = TransformOptimizer([("w", weight)], offloaded(chain(ClipByGlobalNorm(1.0), adamw(0.1)), "simulated"))
-    assert isinstance(optimizer.site, OnCopies) and not optimizer.site.head_remembers
+    assert isinstance(optimizer.site, HostCopyUpdate) and not optimizer.site.head_remembers
     for _ in range(3):
         sent, returned, waited = tier.account.sent, tier.account.returned, tier.clock.waited
         weight.grad = torch.ones_like(weight)
@@ -205,7 +205,7 @@ def test_only_a_delay_is_another_algorithm() -> None:
 def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
     ends = []
     for delay in (False, True):
-        plain = Plain(tiny_model, PackedTokens(corpus(), 16, 16, seed=0), NextToken())
+        plain = BaseRun(tiny_model, PackedTokens(corpus(), 16, 16, seed=0), NextToken())
         offload = technique("memory.offload_optimizer", to="simulated", delay=delay, after=40)
         records, _ = run_through(plain, [offload, technique("optimizers.adamw", lr=1e-3)], 150)
         ends.append(statistics.mean(losses(records)[-20:]))
@@ -223,7 +223,7 @@ def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> 
 
 def test_there_is_nothing_to_delay_for_on_a_disk() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", to="disk", delay=True)])
-    with pytest.raises(Refused, match="nothing to delay it for") as refused:
+    with pytest.raises(RefusedError, match="nothing to delay it for") as refused:
         compose(plain_run(), chosen, 2).start()
     assert "delay=false" in refused.value.fix
 
@@ -235,6 +235,6 @@ def test_a_delayed_update_that_talks_to_other_ranks_is_refused() -> None:
 
 
 def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
-    with pytest.raises(Refused, match="runs on the processor") as refused:
+    with pytest.raises(RefusedError, match="runs on the processor") as refused:
         compose(plain_run(), with_optimizer([technique("memory.offload_optimizer", to="host")]), 2).start()
     assert 'to="disk"' in refused.value.fix

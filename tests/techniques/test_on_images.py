@@ -9,7 +9,7 @@ from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
 from thrifty.training.evaluation import evaluate
 from tiny_runs import advance, assert_same, losses, restored, snapshot, technique, with_optimizer
@@ -41,7 +41,7 @@ def test_every_technique_learns_from_images_or_says_why_not(name: str) -> None:
         run = compose(image_run(batch=8, repeated=True), chosen, 4)
         state = run.start()
         records = advance(run, state)
-    except Refused as refused:
+    except RefusedError as refused:
         assert OF_TEXT[name] in str(refused)
         return
     assert name not in OF_TEXT
@@ -84,7 +84,7 @@ def test_two_ranks_are_the_single_process_along_every_axis() -> None:
     state = run.start()
     alone = losses(advance(run, state))
     batches = [run.plain.source.at(step) for step in (10, 11)]
-    measured = evaluate(state.model, run.judged_by, batches, torch.device("cpu"))
+    measured = evaluate(state.model, run.eval_objective, batches, torch.device("cpu"))
     for rank in on_ranks(2, trained_along, AXES):
         for name, (found, seen) in rank.items():
             assert found == pytest.approx(alone, rel=1e-4), name

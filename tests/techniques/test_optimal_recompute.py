@@ -10,14 +10,14 @@ from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Infeasible, Refused, UsageError
+from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
 from thrifty.core.tensor_tracing import StepTrace
-from thrifty.memory.block_recompute import Chain
+from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
-from thrifty.memory.recompute_schedule import Schedule
+from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks
-from thrifty.models.model_presets import Shape, assemble
-from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, Planned
+from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, ScheduledRecompute
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 SETTINGS: list[dict[str, Any]] = [
@@ -57,7 +57,7 @@ def test_any_architecture_keeps_its_gradients(kind: str, share: float) -> None:
 
 def deep(style: str) -> nn.Module:
     torch.manual_seed(0)
-    return assemble(Shape(style, 12, 128, 4, 4, 512, 256, 64, True)).train()  # type: ignore[arg-type]
+    return assemble(ModelConfig(style, 12, 128, 4, 4, 512, 256, 64, True)).train()  # type: ignore[arg-type]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -70,7 +70,7 @@ def test_the_measured_peak_is_within_the_budget_and_near_it(style: str) -> None:
     for share in (0.9, 0.7, 0.5, 0.35, 0.25):
         budget = int(share * plain)
         model = deep(style)
-        Planned(model, blocks_of(model), budget)
+        ScheduledRecompute(model, blocks_of(model), budget)
         _, peak = live_bytes(model, TOKENS)
         assert peak <= budget
         assert peak >= budget - 0.1 * plain  # what one block holds is a twelfth
@@ -89,7 +89,7 @@ def test_the_measured_peak_of_models_of_transformers_is_within_the_budget(name: 
     plain = loss(model_of_kind(name))
     for share in (0.9, 0.7, 0.6):
         model = model_of_kind(name)
-        Planned(model, blocks_of(model), share)
+        ScheduledRecompute(model, blocks_of(model), share)
         head = 2 * 32 * 48 * 4 * 3  # logits of 32 tokens, their gradient and the loss come on top
         assert loss(model) <= share * plain + head
 
@@ -106,10 +106,12 @@ def test_no_periodic_schedule_does_less_work_in_the_same_memory() -> None:
     activation = 8 * 64 * 128 * 4
     for every in (1, 2, 3, 4, 6):
         model = deep("gpt")
-        Chain(blocks_of(model), Schedule.of(periodic_schedule(12, every)))
+        BlockChain(blocks_of(model), RecomputeSchedule.of(periodic_schedule(12, every)))
         work, needed = cost_of(model)
         model = deep("gpt")
-        Planned(model, blocks_of(model), needed + 2 * activation)  # its count is about one above what is measured
+        ScheduledRecompute(
+            model, blocks_of(model), needed + 2 * activation
+        )  # its count is about one above what is measured
         found, peak = cost_of(model)
         assert peak <= needed + 2 * activation
         assert found <= work
@@ -145,7 +147,7 @@ def test_unequal_blocks_are_told_apart() -> None:
     x = torch.randn(4096, 512)
     _, plain = live_bytes(Alternating(), x)
     model = Alternating()
-    planned = Planned(model, list(model.blocks), int(0.7 * plain))
+    planned = ScheduledRecompute(model, list(model.blocks), int(0.7 * plain))
     _, peak = live_bytes(model, x)
     assert peak <= 0.7 * plain
     (schedule,) = planned.schedules.values()
@@ -154,7 +156,7 @@ def test_unequal_blocks_are_told_apart() -> None:
 
 def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
     run = compose(plain_run(depth=6), with_optimizer([OptimalRecompute(bytes=1000)]), 2)
-    with pytest.raises(Infeasible, match="6 stages cannot be trained with 1,000 bytes") as infeasible:
+    with pytest.raises(InfeasibleError, match="6 stages cannot be trained with 1,000 bytes") as infeasible:
         advance(run, run.start(), 1)
     least = int(infeasible.value.fix.split()[-2].replace(",", ""))
     run = compose(plain_run(depth=6), with_optimizer([OptimalRecompute(bytes=least)]), 2)
@@ -180,15 +182,15 @@ def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() 
     model = nn.Sequential()
     model.blocks = nn.ModuleList([Routed(), Routed()])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))
-    Planned(model, list(model.blocks), 0.5)
-    with pytest.raises(Refused, match="what Routed costs cannot be counted by shapes alone") as refused:
+    ScheduledRecompute(model, list(model.blocks), 0.5)
+    with pytest.raises(RefusedError, match="what Routed costs cannot be counted by shapes alone") as refused:
         model(torch.randn(4, 8, requires_grad=True))
     assert "memory.recompute" in refused.value.fix
 
 
 def test_each_shape_of_a_batch_has_its_own_schedule() -> None:
     model = deep("gpt")
-    planned = Planned(model, blocks_of(model), 20_000_000)
+    planned = ScheduledRecompute(model, blocks_of(model), 20_000_000)
     for rows in (8, 2, 8):
         model(TOKENS[:rows]).sum().backward()
     assert len(planned.schedules) == 2

@@ -99,7 +99,7 @@ def test_schedule_free_is_schedulefree_in_training_and_in_evaluation(
     reference.train()
     assert largest_difference(take_steps(ours, held), take_steps(reference, theirs)) < 1e-12
     reference.eval()
-    with ours.judging():
+    with ours.use_eval_weights():
         assert largest_difference(held, theirs) < 1e-12
 
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import Refused
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.errors import RefusedError
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.technique import Technique
-from thrifty.kernels.blockwise_quantization import code_book, decode, encode
+from thrifty.kernels.blockwise_quantization import code_book, dequantize, quantize
 from thrifty.optim import chunked_update
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -24,11 +24,17 @@ from thrifty.techniques.optimizers.muon import muon
 from thrifty.techniques.optimizers.schedule_free import schedule_free
 from thrifty.techniques.optimizers.sgd import sgd
 from thrifty.techniques.optimizers.soap import soap
-from thrifty.techniques.precision.optimizer_state import FORMATS, Bfloat16, Int8, OptimizerState, stored
+from thrifty.techniques.precision.optimizer_state import (
+    FORMATS,
+    Bfloat16Format,
+    Int8Format,
+    OptimizerState,
+    with_compact_state,
+)
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 SHAPES = {"embedding.weight": (40, 32), "blocks.0.up.weight": (24, 300), "kernel": (6, 4, 3, 3), "bias": (300,)}
-OPTIMIZERS: dict[str, Callable[[], Transform]] = {
+OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {
     "adafactor": lambda: adafactor(1e-2),
     "adamw": lambda: adamw(1e-2),
     "lamb": lambda: lamb(1e-2),
@@ -40,7 +46,7 @@ OPTIMIZERS: dict[str, Callable[[], Transform]] = {
 }
 
 
-def made(transform: Transform, shapes: dict[str, tuple[int, ...]] = SHAPES) -> TransformOptimizer:
+def made(transform: GradientTransform, shapes: dict[str, tuple[int, ...]] = SHAPES) -> TransformOptimizer:
     generator = torch.Generator().manual_seed(0)
     named = [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in shapes.items()]
     return TransformOptimizer(named, transform)
@@ -75,7 +81,7 @@ def test_ten_steps_stay_near_those_with_float32_moments(name: str, form: str) ->
     make = OPTIMIZERS[name]
     start = joined(made(make()).parameters)
     plain = joined(trained(made(make()), 10).parameters)
-    found = joined(trained(made(stored(make(), FORMATS[form], 1)), 10).parameters)
+    found = joined(trained(made(with_compact_state(make(), FORMATS[form], 1)), 10).parameters)
     assert (found - plain).norm() <= {"int8": 0.12, "bfloat16": 0.008}[form] * (plain - start).norm()
     assert (found == plain).all() == (name == "adafactor")
 
@@ -89,7 +95,7 @@ def test_only_large_moments_are_stored_in_fewer_bits(form: str) -> None:
         "thin": (1024, 8),
         "conv": (64, 4, 4, 4),
     }
-    optimizer = made(stored(adamw(), FORMATS[form]), shapes)
+    optimizer = made(with_compact_state(adamw(), FORMATS[form]), shapes)
     packed = {"int8": torch.uint8, "bfloat16": torch.bfloat16}[form]
     for slot in ("mean", "square"):
         found = dict(zip(optimizer.names, optimizer.slots[f"scale_by_adam.{slot}"], strict=True))
@@ -99,7 +105,7 @@ def test_only_large_moments_are_stored_in_fewer_bits(form: str) -> None:
 
 
 def test_8_bits_cost_a_byte_and_a_scale_for_each_block() -> None:
-    optimizer = made(stored(lion()), {"matrix": (64, 512)})
+    optimizer = made(with_compact_state(lion()), {"matrix": (64, 512)})
     assert sum(tensor.nbytes for tensors in optimizer.slots.values() for tensor in tensors) == 64 * 512 + 64 * 2 * 4
 
 
@@ -110,7 +116,7 @@ def test_weights_averages_bases_and_factors_are_left_alone() -> None:
         "soap": ("scale_by_soap.left_axes", "scale_by_soap.right_spread"),
     }
     for name, slots in kept.items():
-        optimizer = trained(made(stored(OPTIMIZERS[name](), Int8, 1)), 2)
+        optimizer = trained(made(with_compact_state(OPTIMIZERS[name](), Int8Format, 1)), 2)
         assert all(tensor.dtype == torch.float32 for slot in slots for tensor in optimizer.slots[slot])
     run = compose(plain_run(), [technique(n) for n in ("optimizers.adamw", "averaging.ema")], 2)
     packed = [*run.techniques, technique("precision.optimizer_state")]
@@ -121,7 +127,8 @@ def test_weights_averages_bases_and_factors_are_left_alone() -> None:
 
 def test_what_is_judged_and_the_rate_are_the_elements_own() -> None:
     plain, packed = (
-        trained(made(chosen), 5) for chosen in (schedule_free(1e-2), stored(schedule_free(1e-2), Bfloat16, 1))
+        trained(made(chosen), 5)
+        for chosen in (schedule_free(1e-2), with_compact_state(schedule_free(1e-2), Bfloat16Format, 1))
     )
     assert plain.learning_rate() == packed.learning_rate() == 1e-2
     found, wanted, current = packed.judged(), plain.judged(), packed.parameters
@@ -129,11 +136,11 @@ def test_what_is_judged_and_the_rate_are_the_elements_own() -> None:
     assert (joined(found) - joined(wanted)).norm() < 0.1 * (joined(found) - joined(current)).norm()
 
 
-class CountingMean(Transform):
+class CountingMean(GradientTransform):
     """An element of somebody else's: a mean it follows up on, an integer, and a float64 moment."""
 
     name = "counting_mean"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {
@@ -142,24 +149,24 @@ class CountingMean(Transform):
             "wide": [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters],
         }
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         torch._foreach_add_(slots["count"], 1)
         return [tensor.clone() for tensor in slots["mean"]]
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         torch._foreach_mul_(slots["mean"], 2.0)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_any_element_can_be_wrapped(form: str) -> None:
-    optimizer = trained(made(stored(CountingMean(), FORMATS[form], 1), {"matrix": (8, 32)}), 3)
+    optimizer = trained(made(with_compact_state(CountingMean(), FORMATS[form], 1), {"matrix": (8, 32)}), 3)
     assert {slot: tensors[0].dtype for slot, tensors in optimizer.slots.items() if "scales" not in slot} == {
         "counting_mean.mean": {"int8": torch.uint8, "bfloat16": torch.bfloat16}[form],
         "counting_mean.count": torch.int32,
         "counting_mean.wide": torch.float64,
     }
     assert (optimizer.slots["counting_mean.count"][0] == 3).all()
-    start = made(Transform(), {"matrix": (8, 32)}).parameters[0]
+    start = made(GradientTransform(), {"matrix": (8, 32)}).parameters[0]
     torch.testing.assert_close(optimizer.parameters[0], start + 1 + 2 + 4)
 
 
@@ -168,7 +175,7 @@ def test_members_of_a_partition_are_stored_each_in_its_place() -> None:
         ("wide", lambda name, parameter: parameter.shape[-1] == 300, lion(1e-2)),
         ("rest", lambda name, parameter: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1))),
     )
-    optimizer = trained(made(stored(mixed, Int8, 1)), 3)
+    optimizer = trained(made(with_compact_state(mixed, Int8Format, 1)), 3)
     momentum = dict(zip(optimizer.names, optimizer.slots["partition.wide.scale_by_lion.momentum"], strict=True))
     square = dict(zip(optimizer.names, optimizer.slots["partition.rest.scale_by_adam.square"], strict=True))
     assert momentum["blocks.0.up.weight"].dtype == torch.uint8 and momentum["embedding.weight"].numel() == 0
@@ -180,10 +187,10 @@ def test_members_of_a_partition_are_stored_each_in_its_place() -> None:
 def test_pieces_and_threads_change_nothing(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
-        monkeypatch.setattr(chunked_update, "NUMBERS", size)
+        monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", size)
         torch.set_num_threads(threads)
         try:
-            found.append(trained(made(stored(OPTIMIZERS[name](), FORMATS[form], 1)), 3))
+            found.append(trained(made(with_compact_state(OPTIMIZERS[name](), FORMATS[form], 1)), 3))
         finally:
             torch.set_num_threads(1)
     for other in found[1:]:
@@ -191,7 +198,7 @@ def test_pieces_and_threads_change_nothing(name: str, form: str, monkeypatch: py
             assert all(torch.equal(*pair) for pair in zip(other.slots[slot], tensors, strict=True)), slot
 
 
-def roots_after_a_fall(transform: Transform) -> Tensor:
+def roots_after_a_fall(transform: GradientTransform) -> Tensor:
     """Roots of second moments over what they should be, 2.5 time constants after half of the gradients fell to a
     tenth; the others keep the scales of the blocks where they are."""
     parameter = nn.Parameter(torch.zeros(16, 256))
@@ -208,17 +215,17 @@ def roots_after_a_fall(transform: Transform) -> Tensor:
         optimizer.step()
     codes = optimizer.slots["scale_by_adam.square"][0]
     if codes.dtype == torch.uint8:
-        codes = decode(codes, optimizer.slots["scale_by_adam.square.scales"][0], code_book(signed=False))
+        codes = dequantize(codes, optimizer.slots["scale_by_adam.square.scales"][0], code_book(signed=False))
     return (codes.float() / exact).sqrt()[falling]
 
 
 class Nearest8Bits(ScaleByAdam):
     """Adam whose second moment is rounded to the nearest code after each step."""
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         updates = super().update(updates, slots, parameters, numbers)
         for square in slots["square"]:
-            square.copy_(decode(*encode(square, self.book), self.book))
+            square.copy_(dequantize(*quantize(square, self.book), self.book))
         return updates
 
     book = code_book(signed=False)
@@ -226,7 +233,9 @@ class Nearest8Bits(ScaleByAdam):
 
 @pytest.mark.parametrize(("form", "near"), [("int8", 0.15), ("bfloat16", 0.03)])
 def test_a_slow_second_moment_follows_gradients_that_fall(form: str, near: float) -> None:
-    assert abs(float(roots_after_a_fall(stored(ScaleByAdam(0.9, 0.999), FORMATS[form])).median()) - 1) < near
+    assert (
+        abs(float(roots_after_a_fall(with_compact_state(ScaleByAdam(0.9, 0.999), FORMATS[form])).median()) - 1) < near
+    )
 
 
 def test_rounded_to_the_nearest_of_256_values_it_would_stall() -> None:
@@ -301,7 +310,7 @@ def test_where_a_mask_moved_away_no_moment_stays(form: str) -> None:
 
 
 def test_a_model_without_large_matrices_is_refused_with_the_setting_that_takes_it() -> None:
-    with pytest.raises(Refused, match="no matrix of the model has 4096 numbers") as refused:
+    with pytest.raises(RefusedError, match="no matrix of the model has 4096 numbers") as refused:
         OptimizerState().model(nn.Linear(63, 64))
     assert "--set precision.optimizer_state.smallest=1" in refused.value.fix
     OptimizerState(smallest=1).model(nn.Linear(63, 64))

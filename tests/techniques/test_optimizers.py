@@ -22,7 +22,7 @@ from optimizer_runs import (
 )
 from pair_runs import pair_run
 from rank_processes import on_ranks
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.optim import chunked_update
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -31,7 +31,7 @@ from thrifty.techniques.optimizers.lamb import lamb
 from thrifty.techniques.optimizers.lars import lars
 from thrifty.techniques.optimizers.lion import lion
 from thrifty.techniques.optimizers.muon import muon, orthogonalized
-from thrifty.techniques.optimizers.schedule_free import ScheduleFree, schedule_free
+from thrifty.techniques.optimizers.schedule_free import ScheduleFreeTransform, schedule_free
 from thrifty.techniques.optimizers.sgd import sgd
 from thrifty.techniques.optimizers.soap import soap
 from tiny_runs import run_through, technique
@@ -238,20 +238,20 @@ def test_schedule_free_keeps_its_three_sequences(power: float, rate_power: float
     assert_close(held, wanted)
     assert_close(dict(zip(optimizer.names, optimizer.judged(), strict=True)), averages)
     before = {name: parameter.detach().clone() for name, parameter in held.items()}
-    with optimizer.judging():
+    with optimizer.use_eval_weights():
         assert_close(held, averages)
     assert_close(held, before, 0.0)
 
 
 def test_the_shares_of_an_average_do_not_depend_on_where_a_run_was_resumed() -> None:
-    straight, resumed = ScheduleFree(1.0, warmup=7, power=0.5), ScheduleFree(1.0, warmup=7, power=0.5)
+    straight, resumed = ScheduleFreeTransform(1.0, warmup=7, power=0.5), ScheduleFreeTransform(1.0, warmup=7, power=0.5)
     numbers = [straight.numbers(step, step) for step in range(30)]
     assert [resumed.numbers(step, step) for step in range(20, 30)] == numbers[20:]
     grown = [straight.numbers(step, step - 20)["share"] for step in range(20, 30)]
     assert grown[0] == 1.0 and grown == sorted(grown, reverse=True)
 
 
-def one_step(transform: Transform, values: Tensors, given: Tensors) -> Tensors:
+def one_step(transform: GradientTransform, values: Tensors, given: Tensors) -> Tensors:
     """By how much each parameter moves in the first step."""
     held = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
     optimizer = TransformOptimizer(held.items(), transform)
@@ -268,7 +268,9 @@ def one_step(transform: Transform, values: Tensors, given: Tensors) -> Tensors:
 )
 @settings(max_examples=20)
 @given(factor=some.floats(1e-4, 1e4), layer=some.sampled_from(MATRICES))
-def test_larger_weights_take_steps_larger_by_as_much(make: Callable[[], Transform], factor: float, layer: str) -> None:
+def test_larger_weights_take_steps_larger_by_as_much(
+    make: Callable[[], GradientTransform], factor: float, layer: str
+) -> None:
     values = random_tensors(0)
     before = one_step(make(), values, gradients(0))
     after = one_step(make(), values | {layer: values[layer] * factor}, gradients(0))
@@ -346,7 +348,7 @@ def apart(tensor: Tensor) -> Tensor:
 def test_it_does_not_matter_how_parameters_and_gradients_lie_in_memory(
     name: str, lie: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_update, "NUMBERS", 16)  # rows of a matrix in pieces of their own
+    monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", 16)  # rows of a matrix in pieces of their own
     held = {key: nn.Parameter(lie[0](value)) for key, value in random_tensors(0).items()}
     optimizer = TransformOptimizer(held.items(), OPTIMIZERS[name]())
     for step in range(STEPS):

@@ -9,7 +9,7 @@ from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predi
 from rank_processes import on_ranks
 from thrifty import techniques
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
 from tiny_runs import plain_run, technique, with_optimizer
 
@@ -94,7 +94,7 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can
 
 
 def test_sharding_one_process_without_a_group_is_refused_with_the_command_that_starts_more() -> None:
-    with pytest.raises(Refused, match="there is only one process") as refused:
+    with pytest.raises(RefusedError, match="there is only one process") as refused:
         compose(plain_run(), with_optimizer([technique("parallelism.shard")]), 2).start()
     assert "torchrun" in refused.value.fix
 

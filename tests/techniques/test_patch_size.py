@@ -9,16 +9,16 @@ from torch import nn
 
 from image_runs import PIXELS, autoencoder_run, image_run
 from pair_runs import pair_run
-from thrifty.composition.compose import Plain, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.kernels.image_resizing import resized_patches
-from thrifty.techniques.curriculum.patch_size import PatchSize
+from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
-HALVING = PatchSize(at=(1, 3))
+HALVING = PatchSizeCurriculum(at=(1, 3))
 
 
-def run_of(*others: str, plain: Plain | None = None, one: PatchSize = HALVING):
+def run_of(*others: str, plain: BaseRun | None = None, one: PatchSizeCurriculum = HALVING):
     return compose(plain or image_run(depth=2), with_optimizer([one, *map(technique, others)]), 5)
 
 
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple
 
 
 def test_the_image_tower_of_a_contrastive_model_has_patches_too() -> None:
-    run = run_of(plain=pair_run(), one=PatchSize(at=(2,)))
+    run = run_of(plain=pair_run(), one=PatchSizeCurriculum(at=(2,)))
     state = run.start()
     first = advance(run, state, 1)[-1]
     assert state.model.image.embedding.patch_size == 2 * pair_run().build().image.embedding.patch_size
@@ -99,12 +99,12 @@ def test_the_image_tower_of_a_contrastive_model_has_patches_too() -> None:
 
 
 def test_what_has_no_patches_to_change_is_refused() -> None:
-    with pytest.raises(Refused, match="texts have no patches"):
+    with pytest.raises(RefusedError, match="texts have no patches"):
         run_of(plain=plain_run()).objective  # noqa: B018
-    with pytest.raises(Refused, match="no model of ours that reads images"):
+    with pytest.raises(RefusedError, match="no model of ours that reads images"):
         run_of(plain=autoencoder_run()).start()
-    with pytest.raises(Refused, match="8 x 8 pixels cannot be cut into patches of 16 x 16"):
-        run_of(one=PatchSize(at=(1, 2, 3))).start()
+    with pytest.raises(RefusedError, match="8 x 8 pixels cannot be cut into patches of 16 x 16"):
+        run_of(one=PatchSizeCurriculum(at=(1, 2, 3))).start()
 
 
 def test_patches_of_another_size_than_the_log_says_are_noticed() -> None:

@@ -14,8 +14,8 @@ from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, r
 from rank_processes import on_ranks
 from runs_for import RUNS
 from thrifty import techniques
-from thrifty.core.errors import Refused
-from thrifty.distributed.model_partition import balanced, parts_of
+from thrifty.core.errors import RefusedError
+from thrifty.distributed.model_partition import balanced_partition, partition_model
 from thrifty.techniques.parallelism import pipeline
 from thrifty.techniques.parallelism.pipeline import stage_places
 from thrifty.training import checkpoint
@@ -270,22 +270,22 @@ def test_every_other_technique_goes_through_stages_or_is_refused(with_each: dict
 
 
 def test_blocks_are_divided_by_what_they_cost() -> None:
-    assert balanced([0, 1, 1, 1, 1, 0], 2) == [2, 2]
-    assert balanced([0, 1, 1, 1, 1, 2], 2) == [3, 1]
-    assert balanced([2, 1, 1, 1, 1, 1, 1, 0], 2) == [2, 4]
-    assert balanced([0, *[1] * 8, 9], 4) == [2, 2, 3, 1]
-    with pytest.raises(Refused, match="3 blocks do not make 4 stages"):
-        balanced([0, 1, 1, 1, 0], 4)
+    assert balanced_partition([0, 1, 1, 1, 1, 0], 2) == [2, 2]
+    assert balanced_partition([0, 1, 1, 1, 1, 2], 2) == [3, 1]
+    assert balanced_partition([2, 1, 1, 1, 1, 1, 1, 0], 2) == [2, 4]
+    assert balanced_partition([0, *[1] * 8, 9], 4) == [2, 2, 3, 1]
+    with pytest.raises(RefusedError, match="3 blocks do not make 4 stages"):
+        balanced_partition([0, 1, 1, 1, 0], 4)
 
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_stage_with_a_heavy_head_has_fewer_blocks(timed: bool) -> None:
     model = tiny_model(depth=8)
     model.head = nn.Linear(32, 30_000, bias=False)
-    parts = parts_of(model, timed)
+    parts = partition_model(model, timed)
     assert (parts.stack, parts.front, parts.back) == ("blocks", ("embedding.token",), ("norm", "head"))
     assert len(set(parts.costs[1:-1])) == 1  # blocks that are alike cost alike
-    first, last = balanced(parts.costs, 2)
+    first, last = balanced_partition(parts.costs, 2)
     assert first > last
 
 

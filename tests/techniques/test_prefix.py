@@ -13,22 +13,22 @@ from torch import nn
 
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import full_attention
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.peft_format import save_adapter
 from thrifty.techniques.adapters.prefix_tuning import (
-    Prefix,
+    PrefixTuning,
     attend_with_prefix,
     body_of,
     collapse,
     keys_and_values,
     prefix_of,
 )
-from thrifty.techniques.adapters.prompt_tuning import Prompt
+from thrifty.techniques.adapters.prompt_tuning import PromptTuning
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, plain_run, run_through, technique, tiny_model
 
@@ -72,7 +72,7 @@ def test_its_outputs_and_gradients_are_pefts(kind: str, hidden: int, tmp_path: P
     wanted = wanted_model(input_ids=TOKENS).logits
     next_token_loss(wanted, TOKENS).backward()
     for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
-        model = Prefix(tokens=COUNT, hidden=hidden).model(model).eval()
+        model = PrefixTuning(tokens=COUNT, hidden=hidden).model(model).eval()
         pairs = take_theirs(model, encoder)
         found = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
@@ -88,7 +88,7 @@ def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
     keep[0, :4] = 0
     labels = TOKENS.masked_fill(keep == 0, -100)
     wanted_model = pefts(theirs(kind), 0)
-    model = Prefix(tokens=COUNT, hidden=0).model(theirs(kind))
+    model = PrefixTuning(tokens=COUNT, hidden=0).model(theirs(kind))
     take_theirs(model, wanted_model.prompt_encoder["default"])
     wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
     positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
@@ -135,7 +135,7 @@ def test_of_encoders_and_of_two_sided_models_too(kind: str, hidden: int) -> None
     encoder = wanted_model.prompt_encoder["default"]
     wanted = wanted_model(**inputs)[0]
     wanted.square().mean().backward()
-    model = Prefix(tokens=COUNT, hidden=hidden).model(two_ended(kind)).eval()
+    model = PrefixTuning(tokens=COUNT, hidden=hidden).model(two_ended(kind)).eval()
     pairs = take_theirs(model, encoder, [0, 2, 1] if two_sided else ())
     found = model(**inputs)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
@@ -155,7 +155,7 @@ def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
     config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=299)
     model = transformers.LlavaForConditionalGeneration(config).eval()
     before = model(input_ids=TOKENS).logits
-    model = Prefix(tokens=3, hidden=0).model(model)
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [
         f"model.language_model.layers.{block}.prefix" for block in range(2)
     ]
@@ -167,7 +167,7 @@ def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
 def test_encoders_and_two_sided_models_compute_their_blocks_again(kind: str) -> None:
     gradients, texts = [], (TOKENS, TOKENS[:, :5]) if kind != "bert" else (TOKENS,)
     for again in (False, True):
-        model = Prefix(tokens=4, hidden=8).model(two_ended(kind))
+        model = PrefixTuning(tokens=4, hidden=8).model(two_ended(kind))
         model = Recompute().model(model) if again else model
         model(*texts[:1], **({"decoder_input_ids": texts[1]} if texts[1:] else {}))[0].square().mean().backward()
         gradients.append(body_of(model).prefix_in.grad)
@@ -176,7 +176,7 @@ def test_encoders_and_two_sided_models_compute_their_blocks_again(kind: str) -> 
 
 def test_a_model_that_computes_its_blocks_again_itself_is_refused() -> None:
     """It would leave out its cache, and the prefix with it."""
-    model = Prefix(tokens=3).model(theirs("gpt2"))
+    model = PrefixTuning(tokens=3).model(theirs("gpt2"))
     model.gradient_checkpointing_enable()
     model.eval()(input_ids=TOKENS)
     with pytest.raises(UsageError, match="computes its blocks again itself"):
@@ -190,10 +190,10 @@ def test_what_neither_it_nor_peft_reaches_is_refused(tmp_path: Path) -> None:
         transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4)
     )
     for model in (vit, distilbert):
-        with pytest.raises(Refused, match="nor a cache of keys and values"):
-            Prefix().model(model)
-    t5 = Prefix(tokens=3, hidden=0).model(two_ended("t5"))
-    with pytest.raises(Refused, match="prefixes for the blocks of a decoder"):
+        with pytest.raises(RefusedError, match="nor a cache of keys and values"):
+            PrefixTuning().model(model)
+    t5 = PrefixTuning(tokens=3, hidden=0).model(two_ended("t5"))
+    with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
         save_adapter(t5, tmp_path / "adapter")
 
 
@@ -223,11 +223,11 @@ def test_a_mask_leaves_the_prefix_in_sight() -> None:
 
 @pytest.mark.parametrize("style", ["bert", "t5", "marian"])
 def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str) -> None:
-    model = assemble(Shape(style, 2, 32, 4, 4, 64, 300, 32, True))  # type: ignore[arg-type]
+    model = assemble(ModelConfig(style, 2, 32, 4, 4, 64, 300, 32, True))  # type: ignore[arg-type]
     initialize(model, 0)
     inputs = (TOKENS,) if style == "bert" else (TOKENS, TOKENS[:, :5])
     before = model.eval().logits(*inputs)
-    model = Prefix(tokens=3, hidden=0).model(model)
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert len([n for n, p in model.named_parameters() if p.requires_grad]) == (2 if style == "bert" else 6)
     found = model.logits(*inputs)
     assert found.shape == before.shape and (found - before).abs().max() > 1e-3
@@ -236,7 +236,7 @@ def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str
 
 
 def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
-    model = Prefix(tokens=4, hidden=8).model(tiny_model(depth=2)).eval()
+    model = PrefixTuning(tokens=4, hidden=8).model(tiny_model(depth=2)).eval()
     before = model(TOKENS % 256)
     made = [prefix_of(block.attention, body_of(model)) for block in model.blocks]
     collapse(model)
@@ -250,7 +250,7 @@ def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
 def test_its_gradient_is_the_same_through_recomputed_blocks(build: Any) -> None:
     gradients = []
     for again in (False, True):
-        model = Prefix(tokens=4, hidden=8).model(build())
+        model = PrefixTuning(tokens=4, hidden=8).model(build())
         model = Recompute().model(model) if again else model
         next_token_loss(model.logits(TOKENS % 256), TOKENS % 256).backward()
         gradients.append(body_of(model).prefix_in.grad)
@@ -277,7 +277,7 @@ def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> N
     config = transformers.AutoConfig.for_model(kind, **sizes, **more.get(kind, {}))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     plain, random = model(input_ids=TOKENS).logits, torch.get_rng_state()
-    model = Prefix(tokens=3, hidden=0).model(model)
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert torch.equal(torch.get_rng_state(), random)
     found = model(input_ids=TOKENS).logits
     assert found.shape == plain.shape and not torch.allclose(found, plain, atol=1e-3)
@@ -287,7 +287,7 @@ def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> N
 
 
 def test_what_it_cannot_work_with_is_refused() -> None:
-    model = Prefix(tokens=2).model(theirs("gpt2"))
+    model = PrefixTuning(tokens=2).model(theirs("gpt2"))
     with pytest.raises(UsageError, match="64 positions, 2 of them virtual tokens', and was given 63"):
         model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
     cache = transformers.DynamicCache()
@@ -331,9 +331,9 @@ def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not
 ) -> None:
     found = {}
     choices = {
-        "prefix": Prefix(4, hidden=0, seed=seed),
-        "network": Prefix(4, seed=seed),
-        "prompt": Prompt(4, seed=seed),
+        "prefix": PrefixTuning(4, hidden=0, seed=seed),
+        "network": PrefixTuning(4, seed=seed),
+        "prompt": PromptTuning(4, seed=seed),
     }
     rates = {"prefix": 0.1, "network": 1e-3, "prompt": 0.1}  # near the best of each
     for name, adapter in choices.items():
@@ -364,6 +364,6 @@ def test_a_model_in_training_says_what_it_keeps_and_stays_in_training(kind: str)
         model.gradient_checkpointing_enable()
     model.base_model.get_input_embeddings().eval()
     modes = [module.training for module in model.modules()]
-    model = Prefix(tokens=3, hidden=0).model(model)
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert sum(hasattr(module, "prefix") for module in model.modules()) == 4
     assert [module.training for module in model.modules()] == modes

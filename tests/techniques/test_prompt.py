@@ -11,10 +11,10 @@ from torch import nn
 
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.models.text_generation import generate
-from thrifty.techniques.adapters.prompt_tuning import Prompt, embed, first_values, lengthen
+from thrifty.techniques.adapters.prompt_tuning import PromptTuning, embed, initial_prompt, lengthen
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, plain_run, technique, tiny_model
 
@@ -44,11 +44,11 @@ def test_virtual_tokens_are_numbered_below_zero_and_stand_for_rows_of_the_prompt
 
 def test_it_starts_from_rows_of_the_vocabulary_or_from_small_numbers() -> None:
     table, generator = torch.randn(40, 8), torch.Generator().manual_seed(0)
-    words = first_values(table, 12, "words", generator)
+    words = initial_prompt(table, 12, "words", generator)
     rows = [next(i for i, row in enumerate(table) if torch.equal(row, word)) for word in words]
     assert len(set(rows)) == 12
-    assert first_values(table, 100, "words", generator).shape == (100, 8)
-    drawn = first_values(table, 100, "random", generator)
+    assert initial_prompt(table, 100, "words", generator).shape == (100, 8)
+    drawn = initial_prompt(table, 100, "random", generator)
     assert drawn.abs().max() <= 0.5 and drawn.std() > 0.25
 
 
@@ -59,7 +59,7 @@ def test_its_outputs_and_gradients_are_pefts(kind: str, tmp_path: Path) -> None:
     wanted = wanted_model(input_ids=TOKENS).logits[:, COUNT:]
     next_token_loss(wanted, TOKENS).backward()
     for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
-        prompt = set_prompt(Prompt(tokens=COUNT).model(model).eval(), wanted_prompt)
+        prompt = set_prompt(PromptTuning(tokens=COUNT).model(model).eval(), wanted_prompt)
         found = model(input_ids=TOKENS).logits if not hasattr(model, "task") else model.logits(TOKENS)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
         next_token_loss(found, TOKENS).backward()
@@ -73,7 +73,7 @@ def test_masks_and_labels_account_for_virtual_tokens_as_pefts_do(kind: str) -> N
     labels = TOKENS.masked_fill(keep == 0, -100)
     labels[:, 0] = -100  # peft's last virtual token predicts the first real one; here nothing does, as without a prompt
     wanted_model = pefts(theirs(kind))
-    model = Prompt(tokens=COUNT).model(theirs(kind))
+    model = PromptTuning(tokens=COUNT).model(theirs(kind))
     set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
     wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels)
     found = model(input_ids=TOKENS, attention_mask=keep, labels=labels)
@@ -94,7 +94,7 @@ def test_the_encoder_of_an_encoder_decoder_gets_the_prompt_as_pefts_does() -> No
     keep[1, 8:] = 0
     inputs = {"input_ids": TOKENS, "attention_mask": keep, "decoder_input_ids": TOKENS[:, :5]}
     wanted = wanted_model(**inputs).logits
-    model = Prompt(tokens=COUNT).model(base)
+    model = PromptTuning(tokens=COUNT).model(base)
     set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
     torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-4, atol=1e-5)
 
@@ -114,7 +114,7 @@ def test_only_the_prompt_is_trained_and_what_the_model_gives_is_as_long_as_the_t
 def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
     gradients = []
     for again in (False, True):
-        model = Prompt(tokens=4).model(tiny_model(depth=2))
+        model = PromptTuning(tokens=4).model(tiny_model(depth=2))
         model = Recompute().model(model) if again else model
         next_token_loss(model.logits(TOKENS % 256), TOKENS % 256).backward()
         gradients.append(model.embedding.token.prompt.grad)
@@ -122,14 +122,14 @@ def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
 
 
 def test_text_is_sampled_behind_the_prompt() -> None:
-    model = Prompt(tokens=4).model(tiny_model(depth=2)).eval()
+    model = PromptTuning(tokens=4).model(tiny_model(depth=2)).eval()
     tokens = generate(model, TOKENS[:1, :3] % 256, 3, greedy=True)
     for length in (3, 4, 5):
         assert tokens[0, length] == model.logits(tokens[:, :length])[0, -1].argmax()
 
 
 def test_the_room_that_is_left_for_text_is_what_the_model_has_beyond_the_prompt() -> None:
-    model = Prompt(tokens=4).model(theirs("gpt2"))
+    model = PromptTuning(tokens=4).model(theirs("gpt2"))
     fitting = torch.zeros(1, LENGTH - 4, dtype=torch.long)
     model(input_ids=fitting)
     with pytest.raises(UsageError, match="64 positions, 4 of them virtual tokens', and was given 61") as refused:
@@ -138,9 +138,9 @@ def test_the_room_that_is_left_for_text_is_what_the_model_has_beyond_the_prompt(
 
 
 def test_what_it_cannot_work_with_is_refused() -> None:
-    with pytest.raises(Refused, match="no table of tokens"):
-        Prompt().model(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])))
-    model = Prompt(tokens=2).model(theirs("llama"))
+    with pytest.raises(RefusedError, match="no table of tokens"):
+        PromptTuning().model(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])))
+    model = PromptTuning(tokens=2).model(theirs("llama"))
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
     with pytest.raises(UsageError, match="cannot go on from a cache"):

@@ -11,25 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from image_runs import image_run
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.core.score_file import Facts, Guesses, Scores, read_scores, scores_bytes
-from thrifty.techniques.data_selection.prune import Prune, kept_examples, order_by_abundance
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.score_file import ExampleScores, PredictedLabels, ScoreProvenance, read_scores, scores_bytes
+from thrifty.techniques.data_selection.prune import PrunedExamples, kept_examples, order_by_abundance
 from tiny_runs import plain_run, run_through, with_optimizer
 
 FEW = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.6])
 
 
-def scored(plain: Plain, **facts: object) -> Scores:
+def scored(plain: BaseRun, **facts: object) -> ExampleScores:
     """Scores that rise with an example's number."""
     there = plain.source.inventory()
     scores = torch.arange(there.count).float()
-    told = Facts(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
-    return Scores(scores, scores[None], told, there.labels)
+    told = ScoreProvenance(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
+    return ExampleScores(scores, scores[None], told, there.labels)
 
 
-def written(scores: Scores, path: Path) -> dict[str, str]:
+def written(scores: ExampleScores, path: Path) -> dict[str, str]:
     """The settings that name a file of scores."""
     path.write_bytes(scores_bytes(scores))
     return {"scores": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
@@ -65,7 +65,7 @@ def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) ->
     scores, labels = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     count, left_out = max(round(keep * len(rows)), 1), round(offset * len(rows))
     if keep + offset > 1 or left_out == len(rows):
-        with pytest.raises(Refused, match="more than all"):
+        with pytest.raises(RefusedError, match="more than all"):
             kept_examples(scores, labels, keep, order, offset, floor)
         return
     kept, count = kept_examples(scores, labels, keep, order, offset, floor), min(count, len(rows) - left_out)
@@ -94,11 +94,11 @@ def test_abundance_decides_the_order() -> None:
     assert order_by_abundance(100, labels, 50) == "hard"
     assert order_by_abundance(99, labels, 50) == "easy"
     assert order_by_abundance(60, None, 50) == "hard"
-    assert Prune(keep=0.5, order="auto").chosen_order(100, None) == "hard"
-    assert Prune(keep=0.5, order="auto").chosen_order(90, None) == "easy"
+    assert PrunedExamples(keep=0.5, order="auto").chosen_order(100, None) == "hard"
+    assert PrunedExamples(keep=0.5, order="auto").chosen_order(90, None) == "easy"
 
 
-def seen(plain: Plain, technique: Prune, steps: int) -> list[Batch]:
+def seen(plain: BaseRun, technique: PrunedExamples, steps: int) -> list[Batch]:
     source = compose(plain, with_optimizer([technique]), 6).source
     return [source.at(step) for step in range(steps)]
 
@@ -106,7 +106,7 @@ def seen(plain: Plain, technique: Prune, steps: int) -> list[Batch]:
 def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) -> None:
     plain = image_run(batch=50)
     scores = scored(plain)
-    technique = Prune(**written(scores, tmp_path / "scores"), keep=0.25, offset=0.1, floor=0)
+    technique = PrunedExamples(**written(scores, tmp_path / "scores"), keep=0.25, offset=0.1, floor=0)
     kept = np.arange(1300 - 130 - 325, 1300 - 130)
     contents = plain.source.contents  # type: ignore[attr-defined]
     wanted = {image.numpy().tobytes() for image in contents.fields(kept)["inputs"]}
@@ -121,7 +121,7 @@ def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) 
 def test_texts_are_pruned_alike(tmp_path: Path) -> None:
     plain = plain_run()
     count = plain.source.inventory().count
-    technique = Prune(**written(scored(plain), tmp_path / "scores"), keep=0.1, order="easy")
+    technique = PrunedExamples(**written(scored(plain), tmp_path / "scores"), keep=0.1, order="easy")
     source = compose(plain, with_optimizer([technique]), 6).source
     assert source.choice is not None and source.choice.kept.tolist() == list(range(round(0.1 * count)))
     records, _ = run_through(plain, with_optimizer([technique]), 3)
@@ -131,7 +131,7 @@ def test_texts_are_pruned_alike(tmp_path: Path) -> None:
 def test_it_tells_what_is_kept_of_each_class_and_what_scoring_cost(tmp_path: Path) -> None:
     plain = image_run()
     named = {"label_names": tuple(map(str, range(10)))}
-    technique = Prune(**written(scored(plain, **named), tmp_path / "scores"), keep=0.5)
+    technique = PrunedExamples(**written(scored(plain, **named), tmp_path / "scores"), keep=0.5)
     run = compose(plain, with_optimizer([technique]), 3)
     run.build_model()
     first, by_class, cost = run.notes["data_selection.prune"]
@@ -148,13 +148,13 @@ def test_scores_of_other_data_are_refused_by_hash(tmp_path: Path) -> None:
     other = replace(scored(images).facts, fingerprint="0" * 64)
     wrong = written(replace(scored(images), facts=other), tmp_path / "scores")
     with pytest.raises(
-        Refused, match=r"data_selection.prune: .* scores of 1,300 other examples than the 1,300"
+        RefusedError, match=r"data_selection.prune: .* scores of 1,300 other examples than the 1,300"
     ) as error:
-        compose(images, with_optimizer([Prune(**wrong)]), 3).source.at(0)
+        compose(images, with_optimizer([PrunedExamples(**wrong)]), 3).source.at(0)
     assert "thrifty data score" in error.value.fix
     right = written(scored(images), tmp_path / "right")
-    with pytest.raises(Refused, match="other examples"):
-        compose(plain_run(), with_optimizer([Prune(**right)]), 3).source.at(0)
+    with pytest.raises(RefusedError, match="other examples"):
+        compose(plain_run(), with_optimizer([PrunedExamples(**right)]), 3).source.at(0)
 
 
 def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> None:
@@ -166,23 +166,23 @@ def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> N
         ({}, UsageError, "no file says how hard"),
         ({"order": "random", "offset": 0.1}, UsageError, "no file says which are the hardest"),
     ):
-        run = compose(image_run(), with_optimizer([Prune(**settings)]), 3)
+        run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
         with pytest.raises(kind, match=told) as error:
             run.source.at(0)
         assert error.value.fix
     with pytest.raises(UsageError, match=named["sha256"]):
-        compose(image_run(), with_optimizer([Prune(scores=named["scores"])]), 3).source.at(0)
+        compose(image_run(), with_optimizer([PrunedExamples(scores=named["scores"])]), 3).source.at(0)
 
 
 def test_a_trained_model_is_used_without_the_file() -> None:
-    run = compose(image_run(), with_optimizer([Prune(scores="gone", sha256="a" * 64)]), 3)
+    run = compose(image_run(), with_optimizer([PrunedExamples(scores="gone", sha256="a" * 64)]), 3)
     run.build_model()
     assert "there is no scores file gone" in run.notes["data_selection.prune"][0]
 
 
 def test_a_file_of_scores_is_read_as_it_was_written(tmp_path: Path) -> None:
     scores = scored(image_run(), seeds=(3, 4), label_names=("a", "b"), recipe={"seed": 3}, steps=7)
-    scores = replace(scores, guesses=Guesses(scores.labels, scores.scores / 1300, scores.scores / 2600))  # type: ignore[arg-type]
+    scores = replace(scores, guesses=PredictedLabels(scores.labels, scores.scores / 1300, scores.scores / 2600))  # type: ignore[arg-type]
     path = tmp_path / "scores"
     path.write_bytes(scores_bytes(scores))
     found = read_scores(path)
@@ -212,5 +212,5 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
 
 
 def test_suspicion_is_how_much_more_another_label_is_believed() -> None:
-    guesses = Guesses(torch.tensor([1, 1, 0]), torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.9, 0.3]))
+    guesses = PredictedLabels(torch.tensor([1, 1, 0]), torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.9, 0.3]))
     assert guesses.suspicion(torch.tensor([0, 1, 1])).tolist() == pytest.approx([0.8, 0.0, 0.3])

@@ -13,9 +13,9 @@ from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
-from thrifty.memory.block_recompute import Chain
+from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
-from thrifty.memory.recompute_schedule import Schedule
+from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import plain_run, technique, with_optimizer
 
@@ -68,7 +68,7 @@ class Deep(nn.Module):
 def test_segments_keep_an_input_each_and_the_last_one_everything(segments: int, megabytes: float) -> None:
     """512 rows: a block keeps 3 activations of half a megabyte; the figures are those of checkpoint_sequential."""
     model = Deep()
-    Chain(list(model.blocks), Schedule.of(periodic_schedule(16, 16 // segments)))
+    BlockChain(list(model.blocks), RecomputeSchedule.of(periodic_schedule(16, 16 // segments)))
     activation = 512 * 256 * 4
     after_forward, peak = live_bytes(model, torch.randn(512, 256))
     assert (activation + after_forward) / 1e6 == pytest.approx(megabytes, abs=0.05)  # the input is kept as well

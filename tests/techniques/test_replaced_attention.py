@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from adapter_models import TOKENS, theirs
 from image_runs import PIXELS, tiny_vit
 from thrifty.composition.compose import compose
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.attention_filters.position_masks import window_mask
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
-from thrifty.modeling.attention_sites import find_places
+from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
@@ -127,7 +127,7 @@ def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the
     for step in range(START):
         batch = again.source.at(step)
         assert bare.model is not None
-        for place in find_places(bare.model):
+        for place in find_attention_sites(bare.model):
 
             def watch(q: Tensor, k: Tensor, v: Tensor, name: str = place.name) -> Tensor:
                 samples = elsa_filter.threshold_samples(q, k, 4.0, visible_pairs(q.shape[2], k.shape[2], True))
@@ -275,7 +275,7 @@ def test_dotas_loss_is_the_same_when_blocks_are_run_again() -> None:
 
 def test_segments_that_run_again_together_are_refused_beside_a_loss_of_detectors() -> None:
     run = compose(plain_run(), with_optimizer([technique("attention.dota"), Recompute(schedule="sqrt")]), 4)
-    with pytest.raises(Refused, match="leave a loss beside their result"):
+    with pytest.raises(RefusedError, match="leave a loss beside their result"):
         run.start()
 
 
@@ -283,7 +283,7 @@ def test_held_out_losses_are_without_the_detectors_loss() -> None:
     run, state = started("attention.dota", weight=100.0)
     batch = run.source.at(0)
     with torch.no_grad():
-        judged = run.judged_by.losses(run.judged_by.predict(state.model.eval(), batch), batch)
+        judged = run.eval_objective.losses(run.eval_objective.predict(state.model.eval(), batch), batch)
         plain = run.plain.objective
         torch.testing.assert_close(judged, plain.losses(plain.predict(state.model, batch), batch))
 
@@ -293,7 +293,7 @@ def test_held_out_losses_are_without_the_detectors_loss() -> None:
 )
 def test_export_as_a_plain_model_is_refused_until_it_is_asked_for(name: str) -> None:
     _, state = started(name)
-    with pytest.raises(Refused, match="would compute something else"):
+    with pytest.raises(RefusedError, match="would compute something else"):
         technique(name).finish(state.model)
     finished = technique(name, export_plain=True).finish(state.model)
     bare = plain_run().build()
@@ -311,9 +311,9 @@ def test_a_run_that_lost_its_phase_is_noticed() -> None:
 
 
 def test_models_without_plain_attention_are_refused_and_others_attentions_stay() -> None:
-    with pytest.raises(Refused, match="no plain attention over its own tokens"):
-        find_places(nn.Linear(2, 2))
-    places = find_places(tiny_vit())
+    with pytest.raises(RefusedError, match="no plain attention over its own tokens"):
+        find_attention_sites(nn.Linear(2, 2))
+    places = find_attention_sites(tiny_vit())
     assert [place.causal for place in places] == [False] * 4
     assert all(place.plain is full_attention for place in places)
 
@@ -352,7 +352,7 @@ class TestModelsOfTransformers:
 
     def test_dropout_of_attention_is_refused(self) -> None:
         model = technique("attention.window").model(theirs("gpt2")).train()
-        with pytest.raises(Refused, match="asks its attention for dropout"):
+        with pytest.raises(RefusedError, match="asks its attention for dropout"):
             model(TOKENS)
 
     def test_their_own_attention_comes_back(self) -> None:

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
-from thrifty.composition.compose import Composition, compose
+from thrifty.composition.compose import Run, compose
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.gradient_transform import Numbers, Slots, Transform
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots
 from thrifty.core.state import TrainState
 from thrifty.optim.mask_selection import drop_fraction
 from thrifty.optim.torch_optimizer import TransformOptimizer
-from thrifty.optim.weight_masks import Masks
+from thrifty.optim.weight_masks import MaskedUpdate
 from thrifty.techniques.sparsity.rigl import Rigl, moved_mask
 from tiny_runs import advance, plain_run, technique, with_optimizer
 
@@ -59,7 +59,7 @@ def counts(state: TrainState) -> dict[str, int]:
     return {name: int(mask.sum()) for name, mask in masks if mask.numel()}
 
 
-def assert_dense_as_promised(run: Composition, state: TrainState) -> None:
+def assert_dense_as_promised(run: Run, state: TrainState) -> None:
     run.verify(state)
     assert state.model is not None and state.optimizer is not None
     parameters = dict(state.model.named_parameters())
@@ -152,18 +152,20 @@ def test_settings_without_sense_are_refused(settings: dict[str, object]) -> None
         Rigl(**settings).model(plain_run().build())  # type: ignore[arg-type]
 
 
-class Spreading(Transform):
+class Spreading(GradientTransform):
     """An update that reaches every weight, as an orthogonalised one does."""
 
     name = "spreading"
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return [update + 1.0 for update in updates]
 
 
 def test_an_update_that_spreads_over_all_weights_does_not_leave_the_mask() -> None:
     weight = torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
-    optimizer = TransformOptimizer([("blocks.0.weight", weight)], Masks(Spreading(), Rigl(density=0.5, until=10)))
+    optimizer = TransformOptimizer(
+        [("blocks.0.weight", weight)], MaskedUpdate(Spreading(), Rigl(density=0.5, until=10))
+    )
     for _ in range(3):
         weight.grad = torch.ones(6, 6)
         optimizer.step()

@@ -25,7 +25,7 @@ from shard_work import (
     trained,
 )
 from thrifty.composition.compose import compose
-from thrifty.core.backward import Outcome
+from thrifty.core.backward import BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
@@ -167,9 +167,9 @@ def test_a_pipeline_takes_stage_1_alone(four: list) -> None:
 def test_only_the_last_micro_batch_completes_a_sum() -> None:
     seen: list[bool] = []
 
-    def note(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def note(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         seen.append(batch.last)
-        return Outcome(torch.zeros(()))
+        return BackwardResult(torch.zeros(()))
 
     batch = Batch({"tokens": torch.zeros(7, 3)}, torch.full((7,), 1 / 7))
     accumulated(note, 3)(nn.Identity(), Objective(), batch)

@@ -12,9 +12,9 @@ from adapter_models import TOKENS, next_token_loss, theirs
 from stacked_models import KINDS
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.modeling.module_surgery import find_stacks, tied_names
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.share_parameters import ShareParameters, first_of_group
 from tiny_runs import advance, plain_run, technique, tiny_model
@@ -43,7 +43,7 @@ def test_the_parameters_of_twelve_blocks_are_those_of_alberts_one() -> None:
         intermediate_size=64, max_position_embeddings=64,
     )  # fmt: skip
     albert = transformers.AlbertModel(config)
-    model = assemble(Shape("bert", 12, 32, 4, 4, 64, 300, 64, True))
+    model = assemble(ModelConfig("bert", 12, 32, 4, 4, 64, 300, 64, True))
     ShareParameters(embedding=16).model(model)
     assert count(model.blocks) == count(albert.encoder.albert_layer_groups)
     # ALBERT's projection has a bias
@@ -54,7 +54,7 @@ def test_the_parameters_of_twelve_blocks_are_those_of_alberts_one() -> None:
 
 def test_one_block_and_thin_tables_of_bert_base_are_the_twelve_million_of_the_paper() -> None:
     with torch.device("meta"):
-        model = assemble(Shape("bert", 12, 768, 12, 12, 3072, 30_000, 512, True))
+        model = assemble(ModelConfig("bert", 12, 768, 12, 12, 3072, 30_000, 512, True))
     assert 108e6 < count(model) < 111e6
     thin = (30_000 + 512) * 128 + 128 * 768  # in the paper positions are of the thin width too
     assert 11e6 < count(model.blocks[0]) + thin < 12e6
@@ -162,9 +162,9 @@ def test_blocks_stay_one_while_they_are_trained() -> None:
 
 
 def test_what_saves_nothing_is_refused() -> None:
-    with pytest.raises(Refused, match="embedding 32 saves nothing at width 32"):
+    with pytest.raises(RefusedError, match="embedding 32 saves nothing at width 32"):
         ShareParameters(embedding=32).model(tiny_model())
-    with pytest.raises(Refused, match="2 blocks do not make 3 groups"):
+    with pytest.raises(RefusedError, match="2 blocks do not make 3 groups"):
         ShareParameters(groups=3).model(tiny_model(depth=2))
 
 

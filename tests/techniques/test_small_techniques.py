@@ -10,10 +10,10 @@ from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction
 from thrifty.techniques.curriculum._size_schedule import phased_size
-from thrifty.techniques.curriculum.sequence_length import SequenceLength
+from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.growth._depth_growth import stacked_origin
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
@@ -67,9 +67,9 @@ def test_batches_are_cut_to_the_length_of_their_step() -> None:
 
 
 def test_examples_that_are_no_text_cannot_be_shortened() -> None:
-    source = SequenceLength().batches(compose(plain_run(), with_optimizer([]), 1).source)
+    source = SequenceLengthWarmup().batches(compose(plain_run(), with_optimizer([]), 1).source)
     source.source.rows = lambda step, start, stop: Batch({"image": torch.zeros(4, 3)}, torch.ones(4))
-    with pytest.raises(Refused, match="needs batches of tokens"):
+    with pytest.raises(RefusedError, match="needs batches of tokens"):
         source.at(0)
 
 
@@ -175,7 +175,7 @@ def test_mixed_precision_works_where_the_head_is_no_plain_linear_layer(style: st
 def test_compiling_needs_a_compiler_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     run = compose(plain_run(), with_optimizer([technique("compile", backend="inductor")]), 1)
-    with pytest.raises(Refused, match="there is no C\\+\\+ compiler") as refused:
+    with pytest.raises(RefusedError, match="there is no C\\+\\+ compiler") as refused:
         run.start()
     assert "g++" in refused.value.fix
 

@@ -13,11 +13,17 @@ from thrifty.core.errors import UsageError
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.kernels.sparse import sparse_breakeven
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks
-from thrifty.kernels.sparse.csr_matrix import Csr
-from thrifty.kernels.sparse.sparse_breakeven import Line
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
+from thrifty.kernels.sparse.csr_matrix import CsrMatrix
+from thrifty.kernels.sparse.sparse_breakeven import DensityTimeFit
 from thrifty.optim.weight_masks import masks_in
-from thrifty.techniques.sparsity.sparse_products import Product, SparseProducts, products_of, put_on, take_off
+from thrifty.techniques.sparsity.sparse_products import (
+    LayerProducts,
+    SparseProducts,
+    products_of,
+    remove_sparse_product,
+    use_sparse_product,
+)
 from tiny_runs import (
     advance,
     assert_same,
@@ -38,7 +44,7 @@ def sparse(density: float = 0.1, **settings: Any) -> list[Technique]:
     return [technique("sparsity.rigl", density=density, **settings), technique("sparsity.sparse_products")]
 
 
-def products(state: TrainState) -> dict[str, Product]:
+def products(state: TrainState) -> dict[str, LayerProducts]:
     assert state.model is not None
     return {name: layer.sparse_product for name, layer in products_of(state.model)}
 
@@ -153,14 +159,14 @@ def test_evaluation_is_dense() -> None:
 
 
 def lines(dtype: torch.dtype = torch.float32) -> dict:
-    return {dtype: {"csr": Line(1.0, 0.0, 2.5), "blocks": Line(1.0, 0.0, 1.2)}}
+    return {dtype: {"csr": DensityTimeFit(1.0, 0.0, 2.5), "blocks": DensityTimeFit(1.0, 0.0, 1.2)}}
 
 
 def layer_under(mask: Tensor, dtype: torch.dtype = torch.float32) -> nn.Linear:
     layer = nn.Linear(*mask.shape[::-1])
     with torch.no_grad():
         layer.weight.mul_(mask)
-    put_on(layer, lines(dtype))
+    use_sparse_product(layer, lines(dtype))
     layer.sparse_product.follow(mask, layer.weight)
     return layer
 
@@ -173,10 +179,10 @@ def block_mask(density: float) -> Tensor:
 def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -> None:
     mask = block_mask(0.3)
     product = layer_under(mask).sparse_product
-    assert isinstance(product.patterns[torch.float32], Blocks) and product.said.startswith("blocks: ")
+    assert isinstance(product.patterns[torch.float32], BlockSparseMatrix) and product.said.startswith("blocks: ")
     scattered = torch.rand(64, 96, generator=torch.Generator().manual_seed(3)) < 0.3
     product = layer_under(scattered).sparse_product
-    assert isinstance(product.patterns[torch.float32], Csr) and product.said.startswith("csr: ")
+    assert isinstance(product.patterns[torch.float32], CsrMatrix) and product.said.startswith("csr: ")
 
 
 def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_again() -> None:
@@ -222,8 +228,8 @@ def test_each_dtype_is_chosen_for_and_told_apart() -> None:
     layer = nn.Linear(96, 64)
     with torch.no_grad():
         layer.weight.mul_(mask)
-    slow = {torch.bfloat16: {"csr": Line(1.0, 0.0, 20.0), "blocks": Line(1.0, 0.0, 10.0)}}
-    put_on(layer, lines() | slow)  # type: ignore[arg-type]
+    slow = {torch.bfloat16: {"csr": DensityTimeFit(1.0, 0.0, 20.0), "blocks": DensityTimeFit(1.0, 0.0, 10.0)}}
+    use_sparse_product(layer, lines() | slow)  # type: ignore[arg-type]
     layer.sparse_product.follow(mask, layer.weight)
     one, other = layer.sparse_product.said.split("; ")
     assert one.startswith("blocks: ") and one.endswith(" in float32")
@@ -236,7 +242,7 @@ def test_each_dtype_is_chosen_for_and_told_apart() -> None:
 
 def test_a_layer_that_it_is_taken_off_is_as_before() -> None:
     layer = layer_under(block_mask(0.2))
-    take_off(layer)
+    remove_sparse_product(layer)
     assert vars(layer).keys() == vars(nn.Linear(2, 2)).keys()
 
 

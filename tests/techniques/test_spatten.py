@@ -11,10 +11,10 @@ from torch import Tensor
 
 from image_runs import PIXELS, image_run, tiny_vit
 from thrifty.composition.compose import compose
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.attention_filters.keep_masks import visible_pairs
-from thrifty.kernels.attention_filters.spatten_filter import KeptShares, Standing, cascade_attention
-from thrifty.techniques.large_batch.gradient_accumulation import Accumulate
+from thrifty.kernels.attention_filters.spatten_filter import CascadeState, KeptShares, cascade_attention
+from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
@@ -28,7 +28,7 @@ def drawn(*shape: int, seed: int = 0) -> list[Tensor]:
 
 def blocks_of_numbers(
     depth: int, shape: tuple[int, ...], shares: list[KeptShares], causal: bool, seed: int = 0
-) -> tuple[list[list[Tensor]], list[Tensor], list[Standing]]:
+) -> tuple[list[list[Tensor]], list[Tensor], list[CascadeState]]:
     """Queries, keys and values of some blocks; what each puts out; what is known after each."""
     inputs = [drawn(*shape, seed=seed + block) for block in range(depth)]
     visible, standing = visible_pairs(shape[2], shape[2], causal), None
@@ -176,7 +176,7 @@ def test_each_example_is_pruned_by_itself() -> None:
 @pytest.mark.parametrize("schedule", ["every", "sqrt", "selective"])
 def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
     """With accumulation, whose micro-batches must not be handed each other's."""
-    chosen = with_optimizer([technique(NAME), Accumulate(parts=2)])
+    chosen = with_optimizer([technique(NAME), GradientAccumulation(parts=2)])
     straight, expected = run_through(plain_run(), chosen, 4)
     again, state = run_through(plain_run(), [*chosen, Recompute(schedule=schedule)], 4)
     assert losses(again) == losses(straight)
@@ -185,7 +185,7 @@ def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
 
 def test_micro_batches_prune_as_the_whole_batch_does() -> None:
     together, _ = run_through(plain_run(), with_optimizer([technique(NAME)]), 4)
-    apart, _ = run_through(plain_run(), with_optimizer([technique(NAME), Accumulate(parts=4)]), 4)
+    apart, _ = run_through(plain_run(), with_optimizer([technique(NAME), GradientAccumulation(parts=4)]), 4)
     assert losses(apart) == pytest.approx(losses(together), rel=1e-5)
 
 
@@ -195,7 +195,7 @@ def test_two_forward_passes_before_a_backward_pass_are_refused_where_blocks_run_
     assert model is not None
     tokens = torch.arange(16)[None]
     both = model(tokens).sum() + model(tokens + 1).sum()
-    with pytest.raises(Refused, match="one of 2 forward passes"):
+    with pytest.raises(RefusedError, match="one of 2 forward passes"):
         both.backward()
     with torch.no_grad():
         model(tokens)

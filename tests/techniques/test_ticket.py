@@ -10,17 +10,17 @@ from hypothesis import strategies as some
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Composition, compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.mask_from_file import (
-    Ticket,
+    MaskFromFile,
     density_of,
-    pruned,
-    read_ticket,
+    mask_file_bytes,
+    prune_by_magnitude,
+    read_mask_file,
     shuffle_values,
-    ticket_bytes,
 )
 from tiny_runs import SETTINGS, advance, losses, plain_run, run_through, technique, tiny_model, with_optimizer
 
@@ -31,12 +31,12 @@ SIZES = some.lists(some.tuples(some.integers(1, 4), some.integers(1, 5)), min_si
 def kept(tmp_path: Path, masks: dict[str, Tensor], name: str = "ticket.safetensors") -> dict[str, str]:
     """The settings of a ticket that is written."""
     weights = {each: torch.zeros(mask.shape) for each, mask in masks.items()}
-    content = ticket_bytes(masks, "a test", weights)
+    content = mask_file_bytes(masks, "a test", weights)
     (tmp_path / name).write_bytes(content)
     return {"file": str(tmp_path / name), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def run_of(steps: int = 6, *others: str, **changed: str | int) -> Composition:
+def run_of(steps: int = 6, *others: str, **changed: str | int) -> Run:
     return compose(
         plain_run(), with_optimizer([technique("sparsity.mask_from_file", **changed), *map(technique, others)]), steps
     )
@@ -58,7 +58,7 @@ def test_the_smallest_of_what_is_left_goes(sizes: list[tuple[int, int]], prune: 
     weights = {f"w{i}": torch.randint(-3, 4, size, generator=generator).float() for i, size in enumerate(sizes)}
     masks = {name: torch.rand(each.shape, generator=generator) < 0.7 for name, each in weights.items()}
     half = {"w0"} if seed % 2 else set()
-    found = pruned(weights, masks, prune, "layerwise" if apart else "global", half)
+    found = prune_by_magnitude(weights, masks, prune, "layerwise" if apart else "global", half)
     groups = [[name] for name in weights] if apart else [[n] for n in half] + [[n for n in weights if n not in half]]
     for group in filter(None, groups):
         places = [(abs(float(weights[n].flatten()[i])), n, i) for n in group for i in masks[n].flatten().nonzero().T[0]]
@@ -73,19 +73,19 @@ def test_the_smallest_of_what_is_left_goes(sizes: list[tuple[int, int]], prune: 
 def test_a_ticket_comes_back_from_its_file_and_the_same_ticket_is_the_same_bytes(tmp_path: Path) -> None:
     masks = {"b.weight": torch.rand(3, 4) < 0.5, "a.weight": torch.ones(2, 2, dtype=torch.bool)}
     weights = {"a.weight": torch.rand(2, 2), "b.weight": torch.rand(3, 4).bfloat16()}
-    contents = {ticket_bytes(masks, "here", weights) for _ in range(8)}
+    contents = {mask_file_bytes(masks, "here", weights) for _ in range(8)}
     assert len(contents) == 1
     (tmp_path / "t").write_bytes(contents.pop())
-    found = read_ticket(str(tmp_path / "t"), hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest())
+    found = read_mask_file(str(tmp_path / "t"), hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest())
     assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
-    changed = ticket_bytes(masks, "here", {**weights, "a.weight": torch.zeros(2, 2)})
+    changed = mask_file_bytes(masks, "here", {**weights, "a.weight": torch.zeros(2, 2)})
     assert changed != (tmp_path / "t").read_bytes()  # it says of which weights it was drawn
 
 
 def test_masks_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
     masks = {f"{number}.weight": torch.ones(1, 1, dtype=torch.bool) for number in range(40)}
-    (tmp_path / "t").write_bytes(content := ticket_bytes(masks, "here", {}))
-    assert list(read_ticket(str(tmp_path / "t"), hashlib.sha256(content).hexdigest())) == sorted(masks)
+    (tmp_path / "t").write_bytes(content := mask_file_bytes(masks, "here", {}))
+    assert list(read_mask_file(str(tmp_path / "t"), hashlib.sha256(content).hexdigest())) == sorted(masks)
 
 
 # what a run under a ticket is
@@ -127,7 +127,7 @@ def test_it_starts_from_the_first_values_of_the_plain_run() -> None:
 
 def test_without_a_file_it_is_the_dense_run() -> None:
     dense, _ = run_through(plain_run(), with_optimizer([]), 4)
-    under, state = run_through(plain_run(), with_optimizer([Ticket()]), 4)
+    under, state = run_through(plain_run(), with_optimizer([MaskFromFile()]), 4)
     assert losses(under) == pytest.approx(losses(dense), rel=1e-5)  # torch's fused kernel rounds in another order
     assert not masks_in(state)
 
@@ -172,7 +172,7 @@ def test_a_network_of_ones_own_trains_under_a_ticket(tmp_path: Path) -> None:
     """Any matrix by name, not only those of blocks."""
     masks = {"0.weight": torch.rand(16, 32, generator=torch.Generator().manual_seed(0)) < 0.3}
     network = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
-    assert Ticket(**kept(tmp_path, masks)).model(network) is network
+    assert MaskFromFile(**kept(tmp_path, masks)).model(network) is network
 
 
 # what is refused
@@ -200,7 +200,7 @@ def test_a_ticket_without_its_hash_is_refused_with_the_hash() -> None:
     ],
 )
 def test_a_ticket_of_another_model_is_refused(masks: dict[str, Tensor], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(RefusedError, match=reason):
         run_of(**kept(tmp_path, masks)).start()
 
 
@@ -211,11 +211,11 @@ def test_what_is_no_ticket_is_refused(tmp_path: Path) -> None:
     save_file({"blocks.0.mlp.down.weight": torch.ones(32, 64)}, tmp_path / "floats")
     (tmp_path / "text").write_text("no ticket at all")
     with pytest.raises(UsageError, match=r"has F32 for blocks\.0\.mlp\.down\.weight"):
-        read_ticket(**settings("floats"))
+        read_mask_file(**settings("floats"))
     with pytest.raises(IntegrityError, match="no safetensors file"):
-        read_ticket(**settings("text"))
+        read_mask_file(**settings("text"))
     with pytest.raises(UsageError, match="there is no ticket"):
-        read_ticket(str(tmp_path / "nowhere"), "0")
+        read_mask_file(str(tmp_path / "nowhere"), "0")
 
 
 def test_another_mask_than_the_ticket_s_is_noticed() -> None:

@@ -9,8 +9,8 @@ import transformers
 from torch import nn
 
 from stacked_models import HEADS, HIDDEN, LABELS, LENGTH, PIXELS, TARGETS, TOKENS, VOCABULARY, WIDTH
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import noting
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.technique import Technique
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.stream_norms import is_bypassed, is_norm
@@ -45,7 +45,7 @@ def siglip() -> nn.Module:
 
 
 def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
-    with noting() as notes:
+    with collect_notes() as notes:
         model = TFixup().model(albert(16))
     assert any("count as 16: so many are gone through" in note for note in notes)
     value = model.get_submodule("albert.encoder.albert_layer_groups.0.albert_layers.0.attention.value").weight
@@ -53,9 +53,9 @@ def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
     assert 0.97 * bound < float(value.detach().abs().max()) <= bound * (1 + 1e-6)
     scaled = LayerScale().model(albert(24)).named_parameters()
     assert {round(float(p.detach().mean()), 9) for name, p in scaled if name.endswith("gain")} == {1e-5}
-    with pytest.raises(Refused, match="more than 1 / sqrt\\(16 blocks\\)"):
+    with pytest.raises(RefusedError, match="more than 1 / sqrt\\(16 blocks\\)"):
         SkipInit(start=0.5).model(albert(16))
-    with noting() as notes:
+    with collect_notes() as notes:
         Fixup().model(albert(16))
     assert "L is 32" in notes
 
@@ -72,7 +72,7 @@ def test_two_towers_whose_outputs_are_compared_start_with_no_head_at_zero() -> N
 def test_norms_in_lists_of_their_own_beside_the_blocks_are_norms_of_the_stream() -> None:
     settings = {"vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_layers": 2, "n_heads": HEADS, "pad_index": 0}
     for one in WITHOUT_NORMS:
-        with noting() as notes:
+        with collect_notes() as notes:
             model = one.model(theirs("XLMWithLMHeadModel", "XLM", **settings))
         assert all(is_bypassed(module) for module in model.modules() if is_norm(module))
         assert not isinstance(one, Fixup) or "L is 4" in notes
@@ -94,7 +94,9 @@ def test_a_norm_of_weights_is_no_norm_of_the_stream() -> None:
 
 def test_a_branch_without_weights_is_refused() -> None:
     for one in (*WITHOUT_NORMS, LayerScale()):
-        with pytest.raises(Refused, match=r"fnet\.encoder\.layer\.0\.fourier has a norm and no layer with weights"):
+        with pytest.raises(
+            RefusedError, match=r"fnet\.encoder\.layer\.0\.fourier has a norm and no layer with weights"
+        ):
             one.model(theirs("FNetForMaskedLM", "FNet", **SIZES))
 
 
@@ -103,7 +105,7 @@ def test_a_norm_that_quantises_is_refused_where_norms_go_and_kept_where_they_sta
         return theirs("IBertForMaskedLM", "IBert", **SIZES | {"max_position_embeddings": LENGTH + 2})
 
     for one in WITHOUT_NORMS:
-        with pytest.raises(Refused, match="has modules inside and cannot be taken out") as refused:
+        with pytest.raises(RefusedError, match="has modules inside and cannot be taken out") as refused:
             one.model(quantised())
         assert "layer_scale" in refused.value.fix
     LayerScale().model(quantised())(input_ids=TOKENS, labels=TARGETS).loss.backward()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stacked_models import KINDS, LABELS, PIXELS
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.techniques.adapters.visual_prompt import NAME, VisualPrompt, cut_out, first_bound, insert
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import tiny_model
@@ -94,10 +94,10 @@ def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
 
 
 def test_what_has_no_patches_no_room_or_two_stacks_is_refused() -> None:
-    with pytest.raises(Refused, match="no convolution that cuts an image") as refused:
+    with pytest.raises(RefusedError, match="no convolution that cuts an image") as refused:
         VisualPrompt().model(tiny_model())
     assert "patch = 16" in refused.value.fix
-    with pytest.raises(Refused, match="has 2 stacks of blocks"):
+    with pytest.raises(RefusedError, match="has 2 stacks of blocks"):
         VisualPrompt(patch=4).model(KINDS["t5"].model())
     model = VisualPrompt(patch=4).model(KINDS["llama"].model())
     with pytest.raises(UsageError, match="a mask or positions beside its tokens"):

@@ -14,13 +14,13 @@ from torch import Tensor
 from adapter_models import theirs
 from image_runs import PIXELS, image_run
 from thrifty.composition.compose import compose
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import vitcod_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
-from thrifty.modeling.attention_sites import find_places
+from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
@@ -151,7 +151,7 @@ def test_the_code_of_heads_learns_and_its_error_is_in_the_loss() -> None:
     batch = run.source.at(0)
     first = code_error(run, state)
     with torch.no_grad():
-        judged = run.judged_by.losses(run.judged_by.predict(state.model, batch), batch)
+        judged = run.eval_objective.losses(run.eval_objective.predict(state.model, batch), batch)
     records = advance(run, state)
     assert records[0].loss == pytest.approx(float(judged.mean()) + 0.01 * first, rel=1e-5)
     assert code_error(run, state) < first and records[-1].loss < 0.7 * records[0].loss
@@ -165,7 +165,7 @@ def code_error(run: Any, state: TrainState) -> float:
     for place, core in zip(places, cores, strict=True):
         place.module.core = partial(see_code, errors, place.module, core)
     with torch.no_grad():
-        run.judged_by.predict(state.model, run.source.at(0))
+        run.eval_objective.predict(state.model, run.source.at(0))
     for place, core in zip(places, cores, strict=True):
         place.module.core = core
     return sum(errors) / len(errors)
@@ -188,7 +188,7 @@ def test_the_codes_error_is_the_same_when_blocks_are_run_again() -> None:
 def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind() -> None:
     for steps in (1, 3):  # with a code the function is another one from the first step
         _, state = started(steps, code=True)
-        with pytest.raises(Refused, match="would compute something else"):
+        with pytest.raises(RefusedError, match="would compute something else"):
             technique(NAME, code=True).finish(state.model)
         finished = technique(NAME, code=True, export_plain=True).finish(state.model)
         bare = image_run().build()
@@ -200,7 +200,7 @@ def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind(
 def test_a_text_longer_than_the_masks_is_refused_and_one_of_unknown_length() -> None:
     with pytest.raises(UsageError, match="was given 16 tokens, and tokens is 8"):
         started(1, images=False, tokens=8)
-    with pytest.raises(Refused, match="does not say how many tokens") as refused:
+    with pytest.raises(RefusedError, match="does not say how many tokens") as refused:
         started(1, images=False, tokens=0)
     assert "attention.vitcod.tokens" in refused.value.fix
     _, state = started(START + 1, images=False, tokens=16)
@@ -225,7 +225,7 @@ class TestModelsOfTransformers:
         model, one = transformers.ViTForImageClassification(shape).eval(), technique(NAME, tokens=0, code=False)
         plain = model(PIXELS).logits
         for masks in (torch.ones(4, 17, 17), torch.eye(17).expand(4, 17, 17)):
-            for place in find_places(model):
+            for place in find_attention_sites(model):
                 assert one.count(model, place) == 4 * 17**2
                 found = {"tokens": 17, "masks": vitcod_filter.written_masks(masks.bool())}
                 place.put(one.core(place, {place.name: found}))

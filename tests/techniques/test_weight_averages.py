@@ -13,15 +13,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_avg_fn
 
 from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, Recipe
-from thrifty.optim.fused_updates import FusedAdamW, fused_tail
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
+from thrifty.optim.fused_updates import FusedAdamWUpdate, fused_tail
 from thrifty.optim.torch_optimizer import TransformOptimizer
-from thrifty.techniques.averaging.ema import Beginning, KeepAverage, decay_after
-from thrifty.techniques.averaging.latest import KeepLatest, LatestWeightAverage, uniform_mean
+from thrifty.techniques.averaging.ema import Beginning, EmaTransform, decay_after
+from thrifty.techniques.averaging.latest import LatestWeightAverage, LatestWeightsTransform, uniform_mean
 from thrifty.techniques.optimizers.adamw import AdamW, adamw
 from thrifty.training import checkpoint
-from thrifty.training.trained_model import restore
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 
@@ -31,7 +31,7 @@ AVERAGES = ("averaging.latest", "averaging.ema")
 class Walk:
     """A model on its way, and all that it was after each update."""
 
-    def __init__(self, element: Transform, dtype: torch.dtype = torch.float32):
+    def __init__(self, element: GradientTransform, dtype: torch.dtype = torch.float32):
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
         self.optimizer = TransformOptimizer(self.model.named_parameters(), chain(adamw(0.05), element))
@@ -55,7 +55,7 @@ class Walk:
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 9, 20, 21])
 def test_the_latest_mean_is_torchs_equal_mean_of_the_last_copies(steps: int) -> None:
-    walk = Walk(KeepLatest(copies=4, start=3, every=2)).go(steps)
+    walk = Walk(LatestWeightsTransform(copies=4, start=3, every=2)).go(steps)
     taken = [walk.been[updates - 1] for updates in range(3, steps + 1, 2)][-4:]
     theirs = AveragedModel(taken[0], avg_fn=get_swa_avg_fn())
     for model in taken:
@@ -65,7 +65,7 @@ def test_the_latest_mean_is_torchs_equal_mean_of_the_last_copies(steps: int) -> 
 
 def test_an_exponential_mean_is_torchs() -> None:
     """With a small decay the warm-up is over at once: 1.1 / 11 is more than 0.1 from the second weights on."""
-    walk = Walk(KeepAverage(0.1))
+    walk = Walk(EmaTransform(0.1))
     theirs = AveragedModel(walk.model, avg_fn=get_ema_avg_fn(0.1))
     for _ in range(12):
         theirs.update_parameters(walk.go(1).model)
@@ -89,7 +89,7 @@ def test_the_warm_up_of_the_decay_starts_with_the_weights_themselves_and_ends_at
 
 @pytest.mark.parametrize("beginning", ["warmup", "debiased"])
 def test_nothing_from_before_the_start_is_in_an_exponential_mean(beginning: Beginning) -> None:
-    walk = Walk(KeepAverage(0.99, beginning, start=4)).go(4)
+    walk = Walk(EmaTransform(0.99, beginning, start=4)).go(4)
     assert walk.optimizer.judged() is None
     walk.go(1).assert_judged(walk.been[-1])
 
@@ -97,7 +97,7 @@ def test_nothing_from_before_the_start_is_in_an_exponential_mean(beginning: Begi
 def test_copies_are_copies_and_not_names_for_the_weights_in_training() -> None:
     """w + 1, w + 2 and w + 3 average to w + 2, in place on a CPU too, where a copy to the CPU is none."""
     weight = torch.tensor([1.0, -2.0])
-    element = KeepLatest(copies=3, start=1, every=1)
+    element = LatestWeightsTransform(copies=3, start=1, every=1)
     slots = element.init(["weight"], [weight])
     for step in range(3):
         weight += 1
@@ -107,7 +107,7 @@ def test_copies_are_copies_and_not_names_for_the_weights_in_training() -> None:
 
 
 def test_until_there_are_enough_the_mean_is_of_those_there_are_and_before_the_first_there_is_none() -> None:
-    walk = Walk(KeepLatest(copies=3, start=4, every=3)).go(3)
+    walk = Walk(LatestWeightsTransform(copies=3, start=4, every=3)).go(3)
     assert walk.optimizer.judged() is None
     walk.go(1).assert_judged(walk.been[3])
     walk.go(3)
@@ -123,7 +123,7 @@ def test_what_counts_is_what_was_copied_since_the_state_was_fresh(
     start: int, every: int, copies: int, born: int, updates: int
 ) -> None:
     """The weight after n updates is n: the mean says which copies are in it."""
-    element, weight = KeepLatest(copies, start, every), torch.tensor([float(born)])
+    element, weight = LatestWeightsTransform(copies, start, every), torch.tensor([float(born)])
     slots = element.init(["weight"], [torch.tensor([-1e6])])
     for step in range(born, born + updates):
         weight += 1
@@ -133,11 +133,11 @@ def test_what_counts_is_what_was_copied_since_the_state_was_fresh(
     assert found is None if not due else found is not None and float(found[0]) == pytest.approx(sum(due) / len(due))
 
 
-@pytest.mark.parametrize("element", [KeepLatest(2, 1, 1), KeepAverage(0.5)])
-def test_means_of_narrow_weights_are_kept_wide(element: Transform) -> None:
+@pytest.mark.parametrize("element", [LatestWeightsTransform(2, 1, 1), EmaTransform(0.5)])
+def test_means_of_narrow_weights_are_kept_wide(element: GradientTransform) -> None:
     walk = Walk(element, torch.bfloat16).go(3)
     assert all(value.dtype == torch.float32 for value in walk.optimizer.judged() or [])
-    with walk.optimizer.judging():
+    with walk.optimizer.use_eval_weights():
         assert all(parameter.dtype == torch.bfloat16 for parameter in walk.model.parameters())
 
 
@@ -150,7 +150,7 @@ def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> Non
         assert torch.equal(state.tensors()[parameter], tensor)
     assert state.optimizer is not None and state.optimizer.judged() is not None
     found = fused_tail(state.optimizer.transform)  # type: ignore[arg-type]
-    assert found is not None and isinstance(found[1], FusedAdamW)
+    assert found is not None and isinstance(found[1], FusedAdamWUpdate)
 
 
 @pytest.mark.parametrize("name", AVERAGES)
@@ -187,8 +187,8 @@ def test_a_run_is_judged_and_exported_by_its_mean_and_its_weights_in_training_ar
         model=ModelSettings(preset="llama-nano", depth=1, width=16, heads=2, kv_heads=1, hidden=32),
         data=DataSettings(source=str(tmp_path / "my.txt"), vocabulary=280, length=16, batch=4, held_out=0.3),
         budget=Budget(steps=9),
-        evaluation=Evaluation(every=3, examples=8),
-        checkpoints=Checkpoints(every=100),
+        evaluation=EvaluationSettings(every=3, examples=8),
+        checkpoints=CheckpointSettings(every=100),
         techniques=(AdamW(lr=1e-2), LatestWeightAverage(copies=3, every=2, start=4)),
     )
     summary = train(recipe, tmp_path, quiet=True)
@@ -199,7 +199,7 @@ def test_a_run_is_judged_and_exported_by_its_mean_and_its_weights_in_training_ar
     assert summary["held_out_loss"] == evaluations[-1]["loss"] != evaluations[-1]["trained_loss"]
 
     tensors = checkpoint.load(folder / "checkpoints", None).tensors
-    exported, trained = (dict(restore(folder, trained=raw)[0].named_parameters()) for raw in (False, True))
+    exported, trained = (dict(load_trained_model(folder, trained=raw)[0].named_parameters()) for raw in (False, True))
     for name, parameter in exported.items():
         copies: list[Tensor] = [tensors[f"optimizer/latest_weight_average.copy_{i}/{name}"] for i in range(3)]
         torch.testing.assert_close(parameter.detach(), torch.stack(copies).mean(0))

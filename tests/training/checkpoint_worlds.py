@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import save
 
 
@@ -16,7 +16,7 @@ class Crash(BaseException):
 
 
 @dataclass
-class FailingDisk(Durable):
+class FailingDisk(AtomicFiles):
     """Counts every change of the file system; change number `at`, and all after it, fail in the chosen way.
 
     A write that fails has written half of its bytes, as a torn write or a full disk would. On a full disk, removing

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from rank_processes import PROCESSES
-from thrifty.training.rendezvous import Meeting
+from thrifty.training.rendezvous import Rendezvous
 
 
 def meet_and_die(port: int, ranks: int) -> list[dict[str, Any]]:
@@ -26,7 +26,7 @@ def meet_and_die(port: int, ranks: int) -> list[dict[str, Any]]:
 def _rank(rank: int, ranks: int, port: int, sender: Connection) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    meeting = Meeting(30)
+    meeting = Rendezvous(30)
     dist.init_process_group("gloo", store=meeting.connection(), rank=rank, world_size=ranks)
     numbers = torch.tensor([rank + 1])
     dist.all_reduce(numbers)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from rank_processes import PROCESSES
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import fill, find, save
-from thrifty.training.rank_sync import Together
+from thrifty.training.rank_sync import ProcessGroupSync
 from training.checkpoint_worlds import FailingDisk, assert_same, names
 
 SECONDS = 30
@@ -96,22 +96,22 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_sharded(folder: Path, dim: int) -> list[str]:
-    saved = save(folder, 5, sharded(whole_tensors(), dim), {"rank": dist.get_rank()}, ranks=Together())
+    saved = save(folder, 5, sharded(whole_tensors(), dim), {"rank": dist.get_rank()}, ranks=ProcessGroupSync())
     return names(saved.path)
 
 
 def load_sharded(folder: Path, dim: int) -> str:
     into = sharded({name: torch.zeros_like(tensor) for name, tensor in whole_tensors().items()}, dim)
     into["tied"] = into["square"]
-    found = find(folder, ranks=Together())
-    fill(found, into, ranks=Together())
+    found = find(folder, ranks=ProcessGroupSync())
+    fill(found, into, ranks=ProcessGroupSync())
     full = {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in into.items()}
     assert_same(full, whole(whole_tensors()))
     return f"{found.step} {found.scalars} {found.notices}"
 
 
 def save_on_two_axes(folder: Path) -> None:
-    save(folder, 5, on_two_axes(whole_tensors()), {}, ranks=Together())
+    save(folder, 5, on_two_axes(whole_tensors()), {}, ranks=ProcessGroupSync())
 
 
 def message_of(work: Callable[[], Any]) -> str:
@@ -124,7 +124,7 @@ def message_of(work: Callable[[], Any]) -> str:
 
 def fail_everywhere(folder: Path, failing: int) -> list[str]:
     """A save in which one rank's disk fails, for every change of the disk that this rank makes."""
-    ranks, tensors = Together(), sharded(whole_tensors())
+    ranks, tensors = ProcessGroupSync(), sharded(whole_tensors())
     complete = FailingDisk()
     save(folder, 9, tensors, {}, files=complete, ranks=ranks)
     changes, messages = ranks.all(lambda: len(complete.done))[failing], []
@@ -138,7 +138,7 @@ def fail_everywhere(folder: Path, failing: int) -> list[str]:
 
 def one_rank_holds_something_odd(folder: Path) -> str:
     tensors = {"odd": torch.ones(2, dtype=torch.complex128 if dist.get_rank() == 1 else torch.float32)}
-    return message_of(lambda: save(folder, 5, tensors, {}, ranks=Together()))
+    return message_of(lambda: save(folder, 5, tensors, {}, ranks=ProcessGroupSync()))
 
 
 class FatalDisk(FailingDisk):
@@ -149,12 +149,12 @@ class FatalDisk(FailingDisk):
 def die_in_a_save(folder: Path) -> tuple[str, float]:
     began = time.monotonic()
     disk = FatalDisk() if dist.get_rank() == 1 else FailingDisk()
-    message = message_of(lambda: save(folder, 9, sharded(whole_tensors()), {}, files=disk, ranks=Together()))
+    message = message_of(lambda: save(folder, 9, sharded(whole_tensors()), {}, files=disk, ranks=ProcessGroupSync()))
     return message, time.monotonic() - began
 
 
 def no_one_load(folder: Path) -> str:
-    return message_of(lambda: find(folder, ranks=Together()))
+    return message_of(lambda: find(folder, ranks=ProcessGroupSync()))
 
 
 def save_a_shard_alone(folder: Path) -> str:

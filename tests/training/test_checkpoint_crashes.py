@@ -11,8 +11,8 @@ import pytest
 
 from rank_processes import PROCESSES
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.training.atomic_files import Durable
-from thrifty.training.checkpoint import Loaded, load, save
+from thrifty.training.atomic_files import AtomicFiles
+from thrifty.training.checkpoint import LoadedCheckpoint, load, save
 from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 from thrifty.training.checkpoint_manifest import verify
 from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
@@ -52,7 +52,7 @@ def attempt(before: Path, step: int, keep: int, disk: FailingDisk) -> tuple[Path
     return folder, None
 
 
-def assert_old_or_new(folder: Path, steps: list[int], step: int) -> Loaded | None:
+def assert_old_or_new(folder: Path, steps: list[int], step: int) -> LoadedCheckpoint | None:
     try:
         loaded = load(folder)
     except IntegrityError as error:
@@ -142,11 +142,11 @@ import subprocess, sys, torch
 from pathlib import Path
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
 from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 
-class Trusting(Durable):
+class Trusting(AtomicFiles):
     def free_bytes(self, folder):
         return super().free_bytes(folder) + (self.lie if hasattr(self, "lie") else 0)
 
@@ -203,4 +203,4 @@ def test_a_process_killed_while_it_saves_in_a_loop_leaves_every_acknowledged_sta
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(ThriftyError, match=r"saving step 1 in .*checkpoints failed"):
-        save(tmp_path / "checkpoints", 1, *state_of(1), files=Durable())
+        save(tmp_path / "checkpoints", 1, *state_of(1), files=AtomicFiles())

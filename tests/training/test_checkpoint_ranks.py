@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.sharded_safetensors import Stored
+from thrifty.training.sharded_safetensors import StoredTensorBoxes
 from training.checkpoint_worlds import assert_same, state_of
 from training.rank_work import (
     SECONDS,
@@ -51,7 +51,7 @@ def test_what_two_ranks_save_other_shardings_load(size: int, dim: int, tmp_path:
 def test_a_tensor_of_which_a_piece_is_missing_is_never_made_up(tmp_path: Path) -> None:
     on_ranks(2, save_sharded, tmp_path / "checkpoints", 0)
     first, _ = sorted((tmp_path / "checkpoints" / "step-00000005").glob("*.safetensors"))
-    stored = Stored([first])
+    stored = StoredTensorBoxes([first])
     assert_same({"plain": stored.full("plain")}, {"plain": whole(whole_tensors())["plain"]})
     with pytest.raises(ThriftyError, match="holds 12 of the 24 values wanted of 'even'"):
         stored.full("even")

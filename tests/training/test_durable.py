@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from thrifty.core.errors import IntegrityError
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import load, save
 from thrifty.training.checkpoint_index import checkpoints
 from thrifty.training.checkpoint_manifest import verify
@@ -26,7 +26,7 @@ class Node:
     flushed_entries: dict[str, int] = field(default_factory=dict)
 
 
-class MemoryOfDisk(Durable):
+class MemoryOfDisk(AtomicFiles):
     """The real disk, and beside it a model that knows what was flushed; stops the save after `last` changes."""
 
     def __init__(self, root: Path):
@@ -135,7 +135,7 @@ def test_a_power_cut_at_any_change_leaves_the_old_or_the_new_state(steps: list[i
 
 def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
     file = tmp_path / "summary.json"
-    Durable().swap_text(file, "old")
+    AtomicFiles().swap_text(file, "old")
     complete = FailingDisk()
     complete.swap_text(file, "old")
     seen = set()
@@ -143,7 +143,7 @@ def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="Input/output"):
             FailingDisk(at, "broken").swap_text(file, "new")
         seen.add(file.read_text())
-        Durable().swap_text(file, "old")
+        AtomicFiles().swap_text(file, "old")
     assert seen == {"old", "new"}
 
 
@@ -153,12 +153,12 @@ def test_removing_a_folder_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "old" / "deep").mkdir(parents=True)
     (tmp_path / "old" / "deep" / "file").write_text("x")
     (tmp_path / "old" / "link").symlink_to(tmp_path / "precious")
-    Durable().remove_tree(tmp_path / "old")
+    AtomicFiles().remove_tree(tmp_path / "old")
     assert not (tmp_path / "old").exists()
     assert (tmp_path / "precious" / "file").read_text() == "keep"
 
 
 def test_what_was_written_is_measured_on_the_way(tmp_path: Path) -> None:
-    written = Durable().write_file(tmp_path / "file", [b"a" * 40_000_000, b"", memoryview(b"b")])
+    written = AtomicFiles().write_file(tmp_path / "file", [b"a" * 40_000_000, b"", memoryview(b"b")])
     assert written.bytes == (tmp_path / "file").stat().st_size == 40_000_001
     assert written.sha256 == "59b04e220564f8499ff37e1fbcd5806baf81605777f4d7a27883924e29ebd63c"

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from end_to_end.command_line import free_port
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.training import heartbeat, progress_watchdog
-from thrifty.training.failure_verdict import go_on
-from thrifty.training.fault_detection import Findings
-from thrifty.training.progress_watchdog import Pulse, Silence, Ticks
-from thrifty.training.rendezvous import Meeting, Process
+from thrifty.training.failure_verdict import restart_advice
+from thrifty.training.fault_detection import FaultDetector
+from thrifty.training.progress_watchdog import ProgressWatchdog, StallTimer, TickTimer
+from thrifty.training.rendezvous import ProcessIdentity, Rendezvous
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_lock import Lock
-from thrifty.training.stack_state import Standing, standing
+from thrifty.training.run_lock import RunLock
+from thrifty.training.stack_state import ThreadState, thread_state
 from training.meeting_work import meet_and_die
 
-WORKING, WAITING, COMPILING = Standing("here"), Standing("there", waits=True), Standing("far", long=True)
+WORKING, WAITING, COMPILING = ThreadState("here"), ThreadState("there", waits=True), ThreadState("far", long=True)
 
 
-def stepped(durations: list[float], hang: float = 600) -> Pulse:
+def stepped(durations: list[float], hang: float = 600) -> ProgressWatchdog:
     """A pulse that has made steps of so many seconds and is in the next."""
-    made = Pulse(hang)
+    made = ProgressWatchdog(hang)
     made.at("step 1", step=True)
     made._steps.extend(durations)
     made.look(WORKING, 1)
@@ -48,7 +48,7 @@ def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor
 
 
 @pytest.mark.parametrize("excused", [WAITING, COMPILING])
-def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excused: Standing) -> None:
+def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excused: ThreadState) -> None:
     own = stepped([0.1] * 5)
     own.look(excused, 599)
     assert not own.hangs and not own.is_stuck
@@ -60,7 +60,7 @@ def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excu
 
 
 def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
-    own = Pulse(hang=5)
+    own = ProgressWatchdog(hang=5)
     own.look(WORKING, 1)
     own.look(WORKING, 10_000)
     assert not own.hangs and not own.is_stuck
@@ -74,7 +74,7 @@ def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
 def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 2.0, 3600.0, 3601.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
-    ticks, silence = Ticks(), Silence()
+    ticks, silence = TickTimer(), StallTimer()
     assert [silence.look("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + progress_watchdog.LONGEST_TICK]
     assert silence.look("beat 2", ticks.next()) == 0
 
@@ -93,20 +93,20 @@ def test_where_a_thread_stands_is_read_off_its_stack() -> None:
     for thread in threads:
         thread.start()
     time.sleep(0.1)
-    waiting, working = [standing(thread.ident or 0) for thread in threads]
+    waiting, working = [thread_state(thread.ident or 0) for thread in threads]
     loop["on"] = False
     release.set()
     assert waiting.waits and not working.waits
     assert working.where.startswith("training/test_heartbeat.py:") and working.where.endswith(" in work")
-    assert standing(-1) == Standing()
+    assert thread_state(-1) == ThreadState()
 
 
 def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
-    own = Process.of(os.getpid())
-    assert own.is_near and not own.is_gone and Process.from_json(own.as_json()) == own
-    assert Process(own.host, own.space, own.pid, own.born - 100).is_gone
-    assert not Process("elsewhere", own.space, own.pid, own.born).is_near
-    assert not Process(own.host, own.space + 1, own.pid, own.born).is_near
+    own = ProcessIdentity.of(os.getpid())
+    assert own.is_near and not own.is_gone and ProcessIdentity.from_json(own.as_json()) == own
+    assert ProcessIdentity(own.host, own.space, own.pid, own.born - 100).is_gone
+    assert not ProcessIdentity("elsewhere", own.space, own.pid, own.born).is_near
+    assert not ProcessIdentity(own.host, own.space + 1, own.pid, own.born).is_near
 
 
 def test_ranks_meet_afresh_in_a_store_full_of_what_ranks_before_them_left() -> None:
@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ThriftyError, match=r"rank 1 has not come to 127.0.0.1:\d+ within 0 s"):
-        Meeting(0.3)
+        Rendezvous(0.3)
 
 
 def beats(**of_rank: dict) -> dist.Store:
@@ -139,7 +139,7 @@ def beats(**of_rank: dict) -> dist.Store:
     store = dist.HashStore()
     for rank, changed in enumerate(of_rank.values()):
         beat = {"doing": "step 9", "starting": False, "left": False, "where": "model.py:1 in forward", "waits": False}
-        store.set(f"here/{rank}", Process.of(os.getpid()).as_json().decode())
+        store.set(f"here/{rank}", ProcessIdentity.of(os.getpid()).as_json().decode())
         store.set(f"beat/{rank}", json.dumps(beat | changed))
     return store
 
@@ -148,16 +148,16 @@ def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_to_blame() -> N
     own = stepped([0.1] * 5, hang=60)
     own.look(WAITING, 61)
     waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
-    found = Findings(beats(a=waits, b={}), 0, 2, [], 30, own).look(1, lost=False)
+    found = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).look(1, lost=False)
     assert found and found.rank == 1 and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in found.text
-    found = Findings(beats(a=waits, b=waits), 0, 2, [], 30, own).look(1, lost=False)
+    found = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).look(1, lost=False)
     assert found and found.rank == 0 and "all ranks wait, for different things" in found.text
-    assert Findings(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).look(1, lost=False) is None
+    assert FaultDetector(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).look(1, lost=False) is None
 
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
     for left, blamed in ((False, 1), (True, None)):
-        findings = Findings(beats(a={}, b={"left": left}), 0, 2, [], 30, Pulse(600))
+        findings = FaultDetector(beats(a={}, b={"left": left}), 0, 2, [], 30, ProgressWatchdog(600))
         found = [findings.look(tick, lost=False) for tick in (1, 29, 2)]
         assert found[:2] == [None, None] and (found[2] and found[2].rank) == blamed
 
@@ -165,15 +165,15 @@ def test_a_rank_that_has_left_is_not_missed() -> None:
 def test_what_comes_next_depends_on_the_restarts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    assert "(2 of at most 2 times)" in go_on()
+    assert "(2 of at most 2 times)" in restart_advice()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    assert "thrifty resume" in go_on()
+    assert "thrifty resume" in restart_advice()
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
 def test_a_limit_that_is_no_number_of_seconds_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_SILENCE", value)
-    with pytest.raises(UsageError, match="THRIFTY_SILENCE"), heartbeat.beating(lambda: None):
+    with pytest.raises(UsageError, match="THRIFTY_SILENCE"), heartbeat.run_heartbeat(lambda: None):
         pass
 
 
@@ -202,7 +202,7 @@ def test_a_lock_left_on_another_host_is_taken_over_by_the_same_job_alone(tmp_pat
     left = json.dumps({"pid": 1, "host": "a-host-that-is-lost", "started": 0.0})
     (tmp_path / "lock").write_text(left)
     with pytest.raises(UsageError, match="a-host-that-is-lost"):
-        Lock(tmp_path / "lock")
-    taken = Lock(tmp_path / "lock", ours=True)
+        RunLock(tmp_path / "lock")
+    taken = RunLock(tmp_path / "lock", ours=True)
     assert "taken over" in taken.notice
     taken.release()

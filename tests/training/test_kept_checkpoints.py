@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from thrifty.core.recipe import Checkpoints
+from thrifty.core.recipe import CheckpointSettings
 from thrifty.training import checkpoint_index
 from thrifty.training.checkpoint import save
 
@@ -19,5 +19,5 @@ def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_a_recipe_names_them_as_moments_of_the_run() -> None:
-    assert Checkpoints().also == ()
-    assert replace(Checkpoints(), also=(0.5, 3)).also == (0.5, 3)
+    assert CheckpointSettings().also == ()
+    assert replace(CheckpointSettings(), also=(0.5, 3)).also == (0.5, 3)

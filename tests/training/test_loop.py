@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Prediction
@@ -27,7 +27,7 @@ class Poisoned(NextToken):
         return losses * float("nan") if int(batch["tokens"].sum()) % 2 else losses
 
 
-def poisoned(repeated: bool = False) -> Composition:
+def poisoned(repeated: bool = False) -> Run:
     plain = plain_run(depth=1)
     source = plain.source
     if repeated:
@@ -35,7 +35,7 @@ def poisoned(repeated: bool = False) -> Composition:
         first = source.at(odd)
         source = Repeated(source)
         source.rows = lambda step, start, stop: first.rows(start, stop)  # type: ignore[method-assign]
-    return compose(Plain(plain.build, source, Poisoned()), [technique("optimizers.adamw")], 30)
+    return compose(BaseRun(plain.build, source, Poisoned()), [technique("optimizers.adamw")], 30)
 
 
 def test_what_is_drawn_differs_from_step_to_step_and_is_the_same_in_each_run() -> None:
@@ -98,7 +98,7 @@ class Slow(Repeated):
 
 def test_the_seconds_of_a_step_are_those_that_it_waited_for_its_batch_too_and_none_of_its_reader_s() -> None:
     plain = plain_run(depth=1)
-    run = compose(Plain(plain.build, Slow(plain.source), plain.objective), [STILL], 4)
+    run = compose(BaseRun(plain.build, Slow(plain.source), plain.objective), [STILL], 4)
     state, seconds = run.start(), []
     began = time.perf_counter()
     for record in train(run, state, seed=0):

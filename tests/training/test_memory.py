@@ -13,7 +13,7 @@ from tiny_runs import plain_run, technique, with_optimizer
 
 PROGRAM = """
 import json, resource, psutil, torch
-from thrifty.training.memory_meter import keeping_freed
+from thrifty.training.memory_meter import keep_freed_memory
 
 def faults_of(times):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,7 +22,7 @@ def faults_of(times):
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
 
 before = faults_of(4)
-with keeping_freed(torch.device("cpu")):
+with keep_freed_memory(torch.device("cpu")):
     faults_of(24)  # until blocks have found their places: seven of a size are kept aside
     kept, held = faults_of(4), psutil.Process().memory_info().rss
 print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(1)]))
@@ -79,5 +79,5 @@ def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
 def test_a_run_that_is_promised_bytes_gives_back(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
     chosen: list[Mapping[int, int]] = []
     monkeypatch.setattr(memory_meter, "_limited", lambda device, limits: chosen.append(limits))
-    memory_meter.placing_freed(compose(plain_run(), with_optimizer([technique(name)]), 2))
+    memory_meter.set_freed_memory_policy(compose(plain_run(), with_optimizer([technique(name)]), 2))
     assert chosen == [memory_meter._GIVING_BACK if promises else memory_meter._KEEPING]

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import (
     DRAWING,
-    Subject,
-    as_it_is,
+    CheckSubject,
     farthest,
     gradients_of,
-    is_low,
+    is_low_precision,
     overrides,
     relative,
-    undrawn,
+    unmodified,
+    without_dropout,
 )
-from thrifty.composition.compose import Composition
-from thrifty.core.backward import Backward, Outcome
+from thrifty.composition.compose import Run
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
@@ -37,7 +37,7 @@ WEIGHTS = 1e-4
 """How far from 1 the weights of an effective batch may sum up to."""
 
 
-def data_order(subject: Subject) -> PromiseVerdict:
+def data_order(subject: CheckSubject) -> PromiseVerdict:
     """Whether the batch of a step depends on nothing but the step: only then is a resumed run given what it would have
     been given."""
     promise = "data by step"
@@ -61,7 +61,7 @@ def data_order(subject: Subject) -> PromiseVerdict:
     return holds(promise, "data", f"{len(steps)} batches, the same in any order; the weights of each sum to 1")
 
 
-def accumulation(subject: Subject, run: Composition, state: TrainState) -> PromiseVerdict:
+def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
     """Whether a step's gradient is that of the whole effective batch at once, examples weighing differently."""
     promise, model = "one big batch", _model(state)
     batch, allowed = unequal(run.source, subject), _allowed(run)
@@ -81,7 +81,7 @@ def accumulation(subject: Subject, run: Composition, state: TrainState) -> Promi
     return broken(promise, "gradients", text, fix)
 
 
-def out_of_memory(subject: Subject, run: Composition, state: TrainState) -> PromiseVerdict:
+def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
     """Whether a run that answers a lack of memory by smaller micro-batches still trains on its effective batch, in that
     step and in the next."""
     promise, model = "batch when memory is short", _model(state)
@@ -90,11 +90,11 @@ def out_of_memory(subject: Subject, run: Composition, state: TrainState) -> Prom
     if _is_at_once(run):
         return nobody
     with _held_still(model, run, batch):
-        at_once, backward, seen = _at_once(run).backward, _settled(run).backward, Cramped(run.objective)
+        at_once, backward, seen = _at_once(run).backward, _settled(run).backward, MemoryLimitedObjective(run.objective)
         wanted = [_gradient(at_once, model, run.objective, batch) for _ in range(2)]
         _gradient(_settled(run).backward, model, seen, batch)
         try:
-            short = _gradient(backward, model, Cramped(run.objective, seen.largest // 2), batch)
+            short = _gradient(backward, model, MemoryLimitedObjective(run.objective, seen.largest // 2), batch)
         except torch.OutOfMemoryError:
             gradients_of(model)  # what was summed until then
             return nobody
@@ -110,7 +110,7 @@ def out_of_memory(subject: Subject, run: Composition, state: TrainState) -> Prom
     return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and after that")
 
 
-class Cramped(Around):
+class MemoryLimitedObjective(WrappedObjective):
     """Another objective on a device that has memory for so many examples at a time, if `limit` says so."""
 
     def __init__(self, inner: Objective, limit: int | None = None):
@@ -124,7 +124,7 @@ class Cramped(Around):
         return super().predict(model, batch)
 
 
-def unequal(source: BatchSource, subject: Subject) -> Batch:
+def unequal(source: BatchSource, subject: CheckSubject) -> Batch:
     """The first batch with examples of growing weight, the last `SPREAD` times that of the first, as if it had so many
     more tokens."""
     batch = source.at(0).to(subject.device)
@@ -136,21 +136,21 @@ Found = tuple[float, dict[str, Tensor]]
 """A loss and the gradient of each parameter."""
 
 
-def _settled(run: Composition) -> Composition:
+def _settled(run: Run) -> Run:
     """The run without what draws the examples or the values that a gradient is made of; it remembers nothing yet."""
     return _of(run, lambda one: one.stage not in DRAWING)
 
 
-def _at_once(run: Composition) -> Composition:
+def _at_once(run: Run) -> Run:
     """Of that, what says which function is learned and in what numbers: nothing that takes a batch apart."""
     return _of(run, lambda one: one.stage not in (*DRAWING, *GRADIENTS) and one.numerics is Numerics.DIFFERENT)
 
 
-def _of(run: Composition, is_kept: Callable[[Technique], bool]) -> Composition:
+def _of(run: Run, is_kept: Callable[[Technique], bool]) -> Run:
     return replace(run, techniques=tuple(one for one in run.techniques if is_kept(one)), notes={})
 
 
-def _is_at_once(run: Composition) -> bool:
+def _is_at_once(run: Run) -> bool:
     """Whether nothing of the run touches how gradients are obtained but what belongs to the function."""
     touching = [one for one in _settled(run).techniques if overrides(one, "backward")]
     return all(one in _at_once(run).techniques for one in touching)
@@ -162,13 +162,13 @@ def _model(state: TrainState) -> nn.Module:
 
 
 @contextmanager
-def _held_still(model: nn.Module, run: Composition, batch: Batch) -> Iterator[None]:
+def _held_still(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
     """The model as it trains, without dropout where there is any."""
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)
         losses.append(_gradient(_at_once(run).backward, model, run.objective, batch)[0])
-    with as_it_is() if losses[0] == losses[1] else undrawn(model):
+    with unmodified() if losses[0] == losses[1] else without_dropout(model):
         yield
 
 
@@ -185,7 +185,7 @@ class _UnequalParts(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, SUMMED
 
     def backward(self, backward: Backward) -> Backward:
-        def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             cut = max(1, len(batch) // 3)
             first = backward(model, objective, replace(batch.rows(0, cut), last=False))
             return first + backward(model, objective, replace(batch.rows(cut, len(batch)), last=batch.last))
@@ -193,13 +193,13 @@ class _UnequalParts(Technique):
         return in_parts
 
 
-def _in_parts(run: Composition) -> Composition:
+def _in_parts(run: Run) -> Run:
     together = (*_at_once(run).techniques, _UnequalParts())
     return replace(run, techniques=tuple(sorted(together, key=lambda one: one.stage)), notes={})
 
 
-def _allowed(run: Composition) -> float:
-    return SUMMED_IN_16_BITS if any(is_low(one) for one in run.techniques) else SUMMED
+def _allowed(run: Run) -> float:
+    return SUMMED_IN_16_BITS if any(is_low_precision(one) for one in run.techniques) else SUMMED
 
 
 def _is_near(found: Found, wanted: Found, allowed: float) -> bool:
@@ -220,6 +220,6 @@ def _same(one: Batch, other: Batch) -> bool:
     )
 
 
-def _blame(seam: str, subject: Subject, otherwise: str) -> str:
+def _blame(seam: str, subject: CheckSubject, otherwise: str) -> str:
     names = [one.name for one in subject.alone if overrides(one, seam)]
     return f"{' or '.join(f'--without {name}' for name in names)}; or {otherwise}" if names else otherwise

@@ -32,7 +32,7 @@ def not_applicable(promise: str, about: str, why: str) -> PromiseVerdict:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckReport:
     """A recipe after its check."""
 
     name: str

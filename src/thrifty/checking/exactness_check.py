@@ -11,14 +11,14 @@ import torch
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import (
     DRAWING,
-    Subject,
-    Trace,
+    CheckSubject,
+    StepObservations,
     farthest,
-    follow,
-    in_a_line,
-    is_low,
+    is_low_precision,
+    one_line_error,
     overrides,
     relative,
+    train_observed,
 )
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Numerics, Technique
@@ -33,7 +33,7 @@ MOST = 0.25
 """No gradient may be farther off than this, whatever was promised: a factor of two must show."""
 
 
-def exactness(subject: Subject, whole: Trace) -> Iterator[PromiseVerdict]:
+def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
     """A verdict for each technique that promises values, and one for all of them together. `whole` is the run as it is
     to be, which need not be trained again."""
     promising = [one for one in subject.alone if one.numerics is not Numerics.DIFFERENT]
@@ -50,12 +50,12 @@ def exactness(subject: Subject, whole: Trace) -> Iterator[PromiseVerdict]:
 class _References:
     """Runs to compare with, each trained once."""
 
-    def __init__(self, subject: Subject, whole: Trace):
+    def __init__(self, subject: CheckSubject, whole: StepObservations):
         self.subject, self.whole = subject, whole
         different = [one for one in subject.alone if one.numerics is Numerics.DIFFERENT]
         self.settled = [one for one in different if one.stage not in DRAWING]
         self.rounded = [one for one in self.settled if not _enlarges(one)]
-        self.known: dict[tuple[str, ...], tuple[Trace, bool]] = {}
+        self.known: dict[tuple[str, ...], tuple[StepObservations, bool]] = {}
 
     def verdict(self, chosen: Sequence[Technique]) -> PromiseVerdict:
         about = chosen[0].name if len(chosen) == 1 else "all of these together"
@@ -73,35 +73,41 @@ class _References:
             return not_applicable(promise, about, f"it cannot be set apart: {refused.what}")
         except Exception as error:  # of anybody's technique
             if quiet:  # which is not how it is to run
-                return not_applicable(promise, about, f"it cannot be measured without dropout: {in_a_line(error)}")
-            return broken(promise, about, f"the run fails with it: {in_a_line(error)}", _without(chosen))
+                return not_applicable(promise, about, f"it cannot be measured without dropout: {one_line_error(error)}")
+            return broken(promise, about, f"the run fails with it: {one_line_error(error)}", _without(chosen))
         if exact:
             return _bitwise(about, found, reference, chosen)
-        low = len(chosen) > 1 and any(is_low(one) for one in base)
+        low = len(chosen) > 1 and any(is_low_precision(one) for one in base)
         tolerance = sum(one.tolerance for one in chosen)
         return _within(about, found, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
 
-    def trained(self, techniques: Sequence[Technique], quiet: bool) -> Trace:
+    def trained(self, techniques: Sequence[Technique], quiet: bool) -> StepObservations:
         if not quiet and {one.name for one in techniques} == {one.name for one in self.subject.alone}:
             return self.whole
-        return follow(self.subject, techniques, quiet=quiet)[1]
+        return train_observed(self.subject, techniques, quiet=quiet)[1]
 
-    def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[Trace, bool]:
+    def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[StepObservations, bool]:
         """A run, and whether its loss depends on what is drawn in a step (dropout)."""
         key = (*(one.name for one in base), str(quiet))
         if key not in self.known:
-            _, trace = follow(self.subject, base, quiet=quiet)
-            _, other = follow(self.subject, base, quiet=quiet, steps=1, seed=self.subject.seed + 1)
+            _, trace = train_observed(self.subject, base, quiet=quiet)
+            _, other = train_observed(self.subject, base, quiet=quiet, steps=1, seed=self.subject.seed + 1)
             self.known[key] = trace, other.losses[0] != trace.losses[0]
         return self.known[key]
 
 
 def _enlarges(one: Technique) -> bool:
     """Whether a technique makes a last bit that differs into something larger: by few bits, or by a decision."""
-    return is_low(one) or any(overrides(one, seam) for seam in ("changes", "batches")) or one.stage.label == "attention"
+    return (
+        is_low_precision(one)
+        or any(overrides(one, seam) for seam in ("changes", "batches"))
+        or one.stage.label == "attention"
+    )
 
 
-def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique]) -> PromiseVerdict:
+def _bitwise(
+    about: str, found: StepObservations, wanted: StepObservations, chosen: Sequence[Technique]
+) -> PromiseVerdict:
     promised = "bit for bit the run without it was promised"
     pairs = zip(zip(found.losses, found.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True)
     for step, (mine, theirs) in enumerate(pairs, start=1):
@@ -118,7 +124,9 @@ def _bitwise(about: str, found: Trace, wanted: Trace, chosen: Sequence[Technique
     return holds("exact", about, f"losses, gradient norms and {len(then)} tensors of {steps} steps, bit for bit")
 
 
-def _within(about: str, found: Trace, wanted: Trace, tolerance: float, chosen: Sequence[Technique]) -> PromiseVerdict:
+def _within(
+    about: str, found: StepObservations, wanted: StepObservations, tolerance: float, chosen: Sequence[Technique]
+) -> PromiseVerdict:
     loss = relative(found.losses[0], wanted.losses[0])
     later = max((relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=True)), default=0.0)
     gradient, whose = farthest(found.first, wanted.first)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import Subject, in_a_line, is_low, overrides, undrawn
-from thrifty.composition.compose import Composition
-from thrifty.core.errors import Refused
-from thrifty.core.model_spec import Ends, ImageEnds, PairEnds
+from thrifty.checking.observed_runs import CheckSubject, is_low_precision, one_line_error, overrides, without_dropout
+from thrifty.composition.compose import Run
+from thrifty.core.errors import RefusedError
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.models import build_for, export_model, shape_for
+from thrifty.models import build_model_for, export_model, shape_for
 
 NEAR = 1e-4
 """How far logits may move, as a share of the largest."""
@@ -22,26 +22,26 @@ NEAR_IN_16_BITS = 2e-2
 
 
 def export_round_trip(
-    subject: Subject, recipe: Recipe, ends: Ends, run: Composition, state: TrainState, folder: Path
+    subject: CheckSubject, recipe: Recipe, ends: ModelSpec, run: Run, state: TrainState, folder: Path
 ) -> PromiseVerdict:
     """Exports the model of a state into a folder, takes its techniques off for that, and loads it again. The state's
     model is used up."""
     promise, about = "export", "model"
     assert state.model is not None
     model = state.model
-    low = any(is_low(one) for one in run.techniques)
+    low = any(is_low_precision(one) for one in run.techniques)
     before = _logits(model, run, subject)
     try:
         for technique in reversed(run.techniques):
             model = technique.finish(model)
         _write(model, recipe, ends, folder)
-    except Refused as refused:
+    except RefusedError as refused:
         return not_applicable(promise, about, refused.what)
     try:
         settings = ModelSettings(folder=str(folder))
-        again = build_for(ends, settings, recipe.seed, task=recipe.objective.name).to(subject.device)
+        again = build_model_for(ends, settings, recipe.seed, task=recipe.objective.name).to(subject.device)
     except Exception as error:  # of whatever reads the folder
-        text = f"what was exported cannot be loaded: {in_a_line(error)}"
+        text = f"what was exported cannot be loaded: {one_line_error(error)}"
         return broken(promise, about, text, "export with the plain architecture: leave out what changes it")
     after = _logits(again, run, subject)
     distance, allowed = _distance(after, before), NEAR_IN_16_BITS if low else NEAR
@@ -53,10 +53,10 @@ def export_round_trip(
 
 
 @torch.no_grad()
-def _logits(model: nn.Module, run: Composition, subject: Subject) -> Tensor:
+def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
     """What a model says of the first batch, asked by the plain objective, while nothing is dropped."""
     batch = run.source.at(0).to(subject.device)
-    with undrawn(model):
+    with without_dropout(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()
 
 
@@ -66,9 +66,9 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
 
 
-def _write(model: nn.Module, recipe: Recipe, ends: Ends, folder: Path) -> None:
+def _write(model: nn.Module, recipe: Recipe, ends: ModelSpec, folder: Path) -> None:
     shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(model)[1]))
-    images = ends if isinstance(ends, ImageEnds) else ends.images if isinstance(ends, PairEnds) else None
+    images = ends if isinstance(ends, ImageModelSpec) else ends.images if isinstance(ends, PairModelSpec) else None
     export_model(model, shape, folder, images=images)

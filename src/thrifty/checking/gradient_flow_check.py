@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
-from thrifty.checking.observed_runs import Subject, Trace, follow, gradients_of, overrides
+from thrifty.checking.observed_runs import CheckSubject, StepObservations, gradients_of, overrides, train_observed
 from thrifty.core.backward import plain_backward
 from thrifty.core.stages import HOW
 from thrifty.core.state import TrainState, full_value
@@ -18,7 +18,7 @@ NEEDED = 3
 """Steps after which a parameter that starts behind one of zeros (LoRA's A behind B) has had its turn."""
 
 
-def gradient_flow(subject: Subject, trace: Trace) -> PromiseVerdict:
+def gradient_flow(subject: CheckSubject, trace: StepObservations) -> PromiseVerdict:
     """Whether every parameter that is to be trained was given a gradient in some step; why others were not."""
     starved = {name for name, steps in trace.steps_of.items() if steps >= NEEDED and name not in trace.reached}
     reasons = _frozen(subject, trace.state)
@@ -46,7 +46,7 @@ def _named(names: set[str]) -> str:
     return first if len(names) == 1 else f"{first} and others"
 
 
-def _frozen(subject: Subject, state: TrainState) -> list[str]:
+def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
     """How many parameters are frozen, and by which technique."""
     assert state.model is not None
     frozen = {name for name, parameter in state.model.named_parameters() if not parameter.requires_grad}
@@ -67,31 +67,31 @@ def _frozen(subject: Subject, state: TrainState) -> list[str]:
     return reasons
 
 
-def _without_gradient_in_the_plain_run(subject: Subject) -> set[str]:
+def _without_gradient_in_the_plain_run(subject: CheckSubject) -> set[str]:
     run = subject.composed([one for one in subject.alone if "optimizer" in one.claims])
     model = run.plain.build().to(subject.device)
     plain_backward(model, run.plain.objective, run.source.at(0).to(subject.device))
     return {name for name, gradient in gradients_of(model).items() if not bool(torch.count_nonzero(gradient))}
 
 
-def _suspects(subject: Subject, starved: set[str]) -> list[str]:
+def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
     """Techniques without which these parameters have gradients."""
     found = []
     for one in subject.alone:
         if one.numerics is Numerics.DIFFERENT or not (overrides(one, "model") or overrides(one, "backward")):
             continue
         with suppress(Exception):  # a run that fails without it tells nothing of it
-            _, trace = follow(subject, _others(subject, one), steps=NEEDED)
+            _, trace = train_observed(subject, _others(subject, one), steps=NEEDED)
             if starved & trace.reached:
                 found.append(one.name)
     return found
 
 
-def _others(subject: Subject, left_out: Technique) -> list[Technique]:
+def _others(subject: CheckSubject, left_out: Technique) -> list[Technique]:
     return [one for one in subject.alone if one is not left_out]
 
 
-class Held:
+class ZeroWeightWatcher:
     """Weights that stay at exactly zero from the first step on, found by looking after each step."""
 
     def __init__(self) -> None:

@@ -10,11 +10,11 @@ from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_a
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings, Recipe
-from thrifty.data.chat.chat_data import Learning
+from thrifty.data.chat.chat_data import ChatLearningSettings
 from thrifty.data.chat.chat_preview import preview
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import TextData
-from thrifty.objectives.chat_answers import Answer
+from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy
 
 PROMISE = "something is learned"
@@ -37,12 +37,12 @@ def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
     return holds(PROMISE, "labels", text)
 
 
-def shown(recipe: Recipe, data: RunData, objective: Objective, batch: Batch) -> tuple[str, ...]:
+def format_example(recipe: Recipe, data: RunData, objective: Objective, batch: Batch) -> tuple[str, ...]:
     """An example as text, what is learned of it between ⟦ and ⟧; nothing where examples are no text."""
     if not isinstance(data, TextData) or not isinstance(objective, TokenCrossEntropy):
         return ()
-    if isinstance(objective, Answer):
-        learning = Learning(objective.trained_on == "everything", template=objective.template)
+    if isinstance(objective, ChatAnswers):
+        learning = ChatLearningSettings(objective.trained_on == "everything", template=objective.template)
         seen = preview(_settings(recipe), learning, 1, lambda text: None)
         return tuple(_cut(_joined((part.text, part.learned) for part in example)) for example in seen.examples)
     targets, shares = objective.targets(batch)[0], objective.shares(batch)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import CPU, Composition, Plain, compose
-from thrifty.core.backward import Backward, Outcome
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import USED_BY
 from thrifty.core.objective import Objective
-from thrifty.core.shard_layout import local, order_of
+from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
@@ -32,10 +32,10 @@ DRAWING = (Stage.COMPRESS, Stage.SELECT, Stage.SAMPLE, Stage.PERTURB)
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckSubject:
     """What is checked: a plain run and its techniques, to be composed for so many steps."""
 
-    open: Callable[[], Plain]
+    open: Callable[[], BaseRun]
     """The plain run, opened afresh at each call."""
     techniques: tuple[Technique, ...]
     steps: int
@@ -51,7 +51,7 @@ class Subject:
     def dividing(self) -> tuple[Technique, ...]:
         return tuple(technique for technique in self.techniques if technique.claims & DIVIDING)
 
-    def composed(self, techniques: Iterable[Technique]) -> Composition:
+    def composed(self, techniques: Iterable[Technique]) -> Run:
         return compose(self.open(), tuple(techniques), self.steps, self.device)
 
 
@@ -59,7 +59,7 @@ def overrides(technique: Technique, seam: str) -> bool:
     return getattr(type(technique), seam) is not getattr(Technique, seam)
 
 
-def is_low(technique: Technique) -> bool:
+def is_low_precision(technique: Technique) -> bool:
     """Whether a technique computes or keeps numbers in fewer bits, where the last bit is a large one."""
     return technique.numerics is Numerics.DIFFERENT and (
         technique.stage is Stage.PRECISION or "precision" in technique.claims or "float8" in technique.name
@@ -67,7 +67,7 @@ def is_low(technique: Technique) -> bool:
 
 
 @dataclass
-class Trace:
+class StepObservations:
     """What was seen of a run's steps."""
 
     state: TrainState
@@ -90,7 +90,7 @@ class Trace:
                 continue
             if beginning:
                 self.first[name] = full_value(parameter.grad, order_of(parameter)).float()
-            if name not in self.reached and bool(torch.count_nonzero(*local([parameter.grad]))):
+            if name not in self.reached and bool(torch.count_nonzero(*local_tensors([parameter.grad]))):
                 self.reached.add(name)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -98,7 +98,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Watch(Technique):
+class GradientProbe(Technique):
     """Lets `see` look at the model after each backward pass, with the gradients of the step."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.EXACT
@@ -108,8 +108,8 @@ class Watch(Technique):
     """Whether dropout is off in those passes."""
 
     def backward(self, backward: Backward) -> Backward:
-        def watched(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
-            with undrawn(model) if self.quiet else as_it_is():
+        def watched(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            with without_dropout(model) if self.quiet else unmodified():
                 outcome = backward(model, objective, batch)
             self.see(model)
             return outcome
@@ -118,12 +118,12 @@ class Watch(Technique):
 
 
 @contextmanager
-def as_it_is() -> Iterator[None]:
+def unmodified() -> Iterator[None]:
     yield
 
 
 @contextmanager
-def undrawn(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """The model without dropout, and as it was afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -134,31 +134,31 @@ def undrawn(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def follow(
-    subject: Subject,
+def train_observed(
+    subject: CheckSubject,
     techniques: Sequence[Technique],
     *,
     steps: int | None = None,
     seed: int | None = None,
     quiet: bool = False,
-    at: Callable[[Composition, TrainState], None] = lambda run, state: None,
-) -> tuple[Composition, Trace]:
+    at: Callable[[Run, TrainState], None] = lambda run, state: None,
+) -> tuple[Run, StepObservations]:
     """Start a run and train it for some steps (None: all); `at` is called with its state before the first step and
     after each. Returns the composition, the observer left out, and what was seen."""
-    trace = Trace(TrainState())
-    watched = subject.composed((*techniques, Watch(trace.see, quiet)))
+    trace = StepObservations(TrainState())
+    watched = subject.composed((*techniques, GradientProbe(trace.see, quiet)))
     trace.state = watched.start()
     at(watched, trace.state)
     advance(watched, trace, subject.seed if seed is None else seed, steps, at)
-    return replace(watched, techniques=tuple(t for t in watched.techniques if not isinstance(t, Watch))), trace
+    return replace(watched, techniques=tuple(t for t in watched.techniques if not isinstance(t, GradientProbe))), trace
 
 
 def advance(
-    run: Composition,
-    trace: Trace,
+    run: Run,
+    trace: StepObservations,
     seed: int,
     steps: int | None = None,
-    at: Callable[[Composition, TrainState], None] = lambda run, state: None,
+    at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> None:
     """Train a state on, until so many steps are finished (None: to the end of the run)."""
     with closing(train(run, trace.state, seed)) as records:
@@ -203,7 +203,7 @@ def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float
     return worst, whose
 
 
-def in_a_line(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """What an error says, without its later lines, and of what kind it is where it is none of ours."""
     first = (str(error).splitlines() or [""])[0]
     return first if isinstance(error, ThriftyError) else f"{type(error).__name__}: {first}"

@@ -16,20 +16,20 @@ import torch
 
 from thrifty.checking import label_check
 from thrifty.checking.batch_checks import accumulation, data_order, out_of_memory
-from thrifty.checking.check_verdicts import Checked, PromiseVerdict, broken, holds, not_applicable
+from thrifty.checking.check_verdicts import CheckReport, PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.exactness_check import exactness
 from thrifty.checking.export_check import export_round_trip
-from thrifty.checking.gradient_flow_check import Held, gradient_flow
-from thrifty.checking.observed_runs import DIVIDING, Subject, follow, in_a_line
+from thrifty.checking.gradient_flow_check import ZeroWeightWatcher, gradient_flow
+from thrifty.checking.observed_runs import DIVIDING, CheckSubject, one_line_error, train_observed
 from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
-from thrifty.checking.resume_check import Saving, resumes
-from thrifty.composition.compose import Composition, Plain
+from thrifty.checking.resume_check import StateSaver, check_resume
+from thrifty.composition.compose import BaseRun, Run
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
-from thrifty.training.determinism import lacking_kernel, same_bits
-from thrifty.training.run_setup import BuildModel, Prepared, prepare
+from thrifty.training.determinism import deterministic_kernels, missing_deterministic_kernel
+from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
@@ -48,7 +48,7 @@ def check(
     ranks: bool = True,
     start: Start | None = None,
     say: Say = lambda text: None,
-) -> Checked:
+) -> CheckReport:
     """Check a recipe, made smaller: so many steps, an effective batch of at most so many examples (the next larger one
     that its techniques take), and examples of `length` tokens where that is given.
 
@@ -63,12 +63,12 @@ def check(
     small, prepared, cuts = _made_smaller(recipe, model, steps, examples, length)
     alone = replace(small, techniques=_alone(small.techniques))
 
-    def reopened() -> Plain:
-        return prepare(alone, model, steps, quiet=True).run.plain
+    def reopened() -> BaseRun:
+        return prepare_run(alone, model, steps, quiet=True).run.plain
 
-    subject = Subject(reopened, small.techniques, steps, small.seed, prepared.run.device)
+    subject = CheckSubject(reopened, small.techniques, steps, small.seed, prepared.run.device)
     verdicts: list[PromiseVerdict] = []
-    same = same_bits(subject.device, small.deterministic)
+    same = deterministic_kernels(subject.device, small.deterministic)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder, same:
         here = Path(folder)
         objective, batch = prepared.run.plain.objective, prepared.run.source.at(0)
@@ -77,43 +77,43 @@ def check(
             verdicts.append(verdict)
         say("ranks")
         verdicts.append(_of_ranks(subject, small, here, model, ranks, start))
-        preview = label_check.shown(small, prepared.data, objective, batch)
-    return Checked(recipe.name, tuple(verdicts), cuts, preview, round(time.monotonic() - began, 1))
+        preview = label_check.format_example(small, prepared.data, objective, batch)
+    return CheckReport(recipe.name, tuple(verdicts), cuts, preview, round(time.monotonic() - began, 1))
 
 
 def check_run(
-    open_plain: Callable[[], Plain], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
+    open_plain: Callable[[], BaseRun], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
 ) -> tuple[PromiseVerdict, ...]:
     """The same for a plain run that was put together by hand and is opened afresh at each call: all but the verdicts
     that need a recipe (labels, export, ranks)."""
-    subject = Subject(open_plain, tuple(techniques), steps, seed)
+    subject = CheckSubject(open_plain, tuple(techniques), steps, seed)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
         return tuple(_of_run(subject, Path(folder), lambda text: None))
 
 
-Finish = Callable[[Composition, TrainState], PromiseVerdict]
+Finish = Callable[[Run, TrainState], PromiseVerdict]
 
 
-def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
+def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
     """The run as it is to be, then each promise. `finish` may use the trained model up."""
     yield data_order(subject)
-    held, saving = Held(), Saving(folder, subject.steps // 2)
+    held, saving = ZeroWeightWatcher(), StateSaver(folder, subject.steps // 2)
 
-    def look(run: Composition, state: TrainState) -> None:
+    def look(run: Run, state: TrainState) -> None:
         run.verify(state)
         held.look(state)
         saving.look(state)
 
     say("the run as it is to be")
     try:
-        run, trace = follow(subject, subject.alone, at=look)
+        run, trace = train_observed(subject, subject.alone, at=look)
     except UsageError:
         raise
     except Exception as error:  # of anybody's technique
         promise = "invariants" if isinstance(error, IntegrityError) else "it trains"
-        lacking = lacking_kernel(error)
+        lacking = missing_deterministic_kernel(error)
         fix = lacking.fix if lacking else _blamed(str(error), subject)
-        yield broken(promise, "run", in_a_line(lacking or error), fix)
+        yield broken(promise, "run", one_line_error(lacking or error), fix)
         return
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
     text = f"at each of {subject.steps} steps, as {', '.join(promising)} state" if promising else ""
@@ -121,33 +121,33 @@ def _of_run(subject: Subject, folder: Path, say: Say, finish: Finish | None = No
     yield from held.verdict(trace.state)
     yield gradient_flow(subject, trace)
     say("saved and resumed")
-    yield resumes(subject, trace, saving)
+    yield check_resume(subject, trace, saving)
     say("with and without each technique that promises the same values")
     yield from exactness(subject, trace)
     for look_at, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
         try:
             yield look_at(subject, run, trace.state)
         except Exception as error:  # of what the run itself never does, such as training without its dropout
-            yield not_applicable(promise, "gradients", f"it cannot be measured: {in_a_line(error)}")
+            yield not_applicable(promise, "gradients", f"it cannot be measured: {one_line_error(error)}")
     if finish:
         say("exported and loaded")
         yield finish(run, trace.state)
 
 
-def _blamed(text: str, subject: Subject) -> str:
+def _blamed(text: str, subject: CheckSubject) -> str:
     names = [one.name for one in subject.alone if one.name in text]
     return f"--without {names[0]}" if names else "leave techniques out one by one: --without NAME"
 
 
-def _export(subject: Subject, recipe: Recipe, prepared: Prepared, folder: Path) -> Finish:
-    def exported(run: Composition, state: TrainState) -> PromiseVerdict:
+def _export(subject: CheckSubject, recipe: Recipe, prepared: PreparedRun, folder: Path) -> Finish:
+    def exported(run: Run, state: TrainState) -> PromiseVerdict:
         return export_round_trip(subject, recipe, prepared.data.ends, run, state, folder)
 
     return exported
 
 
 def _of_ranks(
-    subject: Subject, recipe: Recipe, folder: Path, model: BuildModel | None, wanted: bool, start: Start | None
+    subject: CheckSubject, recipe: Recipe, folder: Path, model: BuildModel | None, wanted: bool, start: Start | None
 ) -> PromiseVerdict:
     if not wanted:
         return not_applicable(PROMISE, "ranks", "left out as asked")
@@ -162,7 +162,7 @@ def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 
 def _made_smaller(
     recipe: Recipe, model: BuildModel | None, steps: int, examples: int, length: int | None
-) -> tuple[Recipe, Prepared, tuple[str, ...]]:
+) -> tuple[Recipe, PreparedRun, tuple[str, ...]]:
     """The recipe with the smallest batch from `examples` on that its techniques take, and what was cut of it."""
     data = recipe.data
     if length is not None and length < data.length:
@@ -172,7 +172,7 @@ def _made_smaller(
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:
-            prepared = prepare(replace(small, techniques=_alone(small.techniques)), model, steps, quiet=True)
+            prepared = prepare_run(replace(small, techniques=_alone(small.techniques)), model, steps, quiet=True)
             _ = prepared.run.source.at(0)
             break
         except UsageError:

@@ -22,11 +22,20 @@ from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
-from thrifty.checking.observed_runs import DIVIDING, DRAWING, Subject, farthest, follow, in_a_line, is_low, relative
+from thrifty.checking.observed_runs import (
+    DIVIDING,
+    DRAWING,
+    CheckSubject,
+    farthest,
+    is_low_precision,
+    one_line_error,
+    relative,
+    train_observed,
+)
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
-from thrifty.training.run_setup import mesh_sizes, prepare
+from thrifty.training.run_setup import mesh_sizes, prepare_run
 
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
@@ -38,7 +47,7 @@ Start = Callable[[Path, int], str]
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankObservation:
     """What the ranks saw: the losses, equal on all, and whole gradients of the first step."""
 
     losses: list[float]
@@ -52,7 +61,7 @@ def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 
-def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
+def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
     """Trains the recipe's steps over the ranks of its mesh (no axis longer than 2) and in this process without what
     divides the work, and compares. Raises UsageError where the mesh and the techniques do not go together."""
     mesh, count = smaller_mesh(recipe)
@@ -62,24 +71,26 @@ def across_ranks(subject: Subject, recipe: Recipe, folder: Path, start: Start | 
     recipe = replace(recipe, mesh=mesh, device="cpu", techniques=kept)
     mesh_sizes(recipe, count)
     subject = replace(subject, device=torch.device("cpu"), techniques=kept)
-    _, alone = follow(subject, subject.alone)
-    _, other = follow(subject, subject.alone, steps=1, seed=subject.seed + 1)
+    _, alone = train_observed(subject, subject.alone)
+    _, other = train_observed(subject, subject.alone, steps=1, seed=subject.seed + 1)
     drawn = other.losses[0] != alone.losses[0]  # each rank drops other values
     if drawn:
-        _, alone = follow(subject, subject.alone, quiet=True)
+        _, alone = train_observed(subject, subject.alone, quiet=True)
     (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
     (folder / TOLD).write_text(json.dumps({"steps": subject.steps, "quiet": drawn}))
     names = " ".join(f"--without {one.name}" for one in subject.dividing)
     if trouble := (start or start_processes)(folder, count):
         return broken(PROMISE, ABOUT, f"{count} ranks cannot do it: {trouble}", names)
-    return _compared(subject, read_seen(folder, count), Seen(alone.losses, alone.first), count, names)
+    return _compared(subject, read_seen(folder, count), RankObservation(alone.losses, alone.first), count, names)
 
 
-def _compared(subject: Subject, seen: Seen | None, alone: Seen, count: int, fix: str) -> PromiseVerdict:
+def _compared(
+    subject: CheckSubject, seen: RankObservation | None, alone: RankObservation, count: int, fix: str
+) -> PromiseVerdict:
     if seen is None:
         return broken(PROMISE, ABOUT, f"{count} ranks do not agree on the loss of a step", fix)
     tolerance = sum(one.tolerance for one in subject.techniques)
-    if any(is_low(one) for one in subject.techniques):
+    if any(is_low_precision(one) for one in subject.techniques):
         tolerance = max(tolerance, IN_16_BITS)
     allowed = min(GRADIENTS * tolerance, MOST)
     first = relative(seen.losses[0], alone.losses[0])
@@ -104,21 +115,21 @@ def work_as_rank(folder: Path) -> None:
     """What one rank does, in a process group that is there already: trains, and writes down what it saw."""
     told = json.loads((folder / TOLD).read_text())
     recipe = read_recipe(folder / RECIPE)
-    prepared = prepare(recipe, steps=told["steps"], quiet=True)
-    subject = Subject(lambda: prepared.run.plain, recipe.techniques, told["steps"], recipe.seed)
-    _, trace = follow(subject, recipe.techniques, quiet=told["quiet"])
+    prepared = prepare_run(recipe, steps=told["steps"], quiet=True)
+    subject = CheckSubject(lambda: prepared.run.plain, recipe.techniques, told["steps"], recipe.seed)
+    _, trace = train_observed(subject, recipe.techniques, quiet=told["quiet"])
     rank = dist.get_rank()
     save_file({name: value.contiguous() for name, value in trace.first.items()}, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(trace.losses))
 
 
-def read_seen(folder: Path, count: int) -> Seen | None:
+def read_seen(folder: Path, count: int) -> RankObservation | None:
     """What all ranks wrote, put together; None where their losses are not the same."""
     losses = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
     gradients: dict[str, Tensor] = {}
     for rank in reversed(range(count)):
         gradients |= load_file(folder / f"{rank}.safetensors")
-    return Seen(losses[0], gradients) if all(each == losses[0] for each in losses) else None
+    return RankObservation(losses[0], gradients) if all(each == losses[0] for each in losses) else None
 
 
 def start_processes(folder: Path, count: int) -> str:
@@ -160,7 +171,7 @@ def _main(folder: Path, rank: int, count: int) -> None:
     try:
         work_as_rank(folder)
     except Exception as error:  # told by whoever started the ranks
-        (folder / f"{rank}.error").write_text(in_a_line(error), encoding="utf-8")
+        (folder / f"{rank}.error").write_text(one_line_error(error), encoding="utf-8")
         os._exit(1)  # the others wait in a collective and are ended by who started them
     dist.destroy_process_group()
 

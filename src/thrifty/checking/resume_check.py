@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
-from thrifty.checking.observed_runs import Subject, Trace, advance, in_a_line
-from thrifty.composition.compose import Composition
+from thrifty.checking.observed_runs import CheckSubject, StepObservations, advance, one_line_error
+from thrifty.composition.compose import Run
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Technique
 from thrifty.training import checkpoint
 
 
-class Saving:
+class StateSaver:
     """Saves a run's state into a folder once, after so many steps."""
 
     def __init__(self, folder: Path, step: int):
@@ -27,21 +27,21 @@ class Saving:
             checkpoint.save(self.folder, state.step, state.tensors(), state.scalars())
 
 
-def resumes(subject: Subject, trace: Trace, saved: Saving) -> PromiseVerdict:
+def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSaver) -> PromiseVerdict:
     """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
     promise, about = "resume", "checkpoint"
-    again = replace(subject, techniques=tuple(renewed(one) for one in subject.techniques))
+    again = replace(subject, techniques=tuple(rebuild_technique(one) for one in subject.techniques))
     run = again.composed(again.alone)
     try:
         found = checkpoint.find(saved.folder)
         state = run.place(read_log(found.scalars))
         checkpoint.fill(found, state.tensors())
         state.load_scalars(found.scalars)
-        resumed = Trace(state)
+        resumed = StepObservations(state)
         advance(run, resumed, subject.seed)
     except Exception as error:  # of anybody's technique
         fix = "make everything that is remembered a function of the run's state"
-        return broken(promise, about, f"it cannot be resumed: {in_a_line(error)}", fix)
+        return broken(promise, about, f"it cannot be resumed: {one_line_error(error)}", fix)
     if difference := _difference(run, resumed, trace, found.step):
         return broken(
             promise,
@@ -55,12 +55,12 @@ def resumes(subject: Subject, trace: Trace, saved: Saving) -> PromiseVerdict:
     )
 
 
-def renewed(technique: Technique) -> Technique:
+def rebuild_technique(technique: Technique) -> Technique:
     """The technique as another process would have it: made again of its settings, with nothing that it remembers."""
     return build(type(technique), to_data(technique))
 
 
-def _difference(run: Composition, resumed: Trace, trace: Trace, step: int) -> str:
+def _difference(run: Run, resumed: StepObservations, trace: StepObservations, step: int) -> str:
     for number, (one, other) in enumerate(zip(resumed.losses, trace.losses[step:], strict=True), start=step + 1):
         if one != other:
             return f"the loss of step {number} is {one:.9g} and not {other:.9g}"

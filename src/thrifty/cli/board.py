@@ -24,11 +24,11 @@ def command(runs: Path, results: Path, port: int, show: bool, new_address: bool)
 
     from thrifty.core.errors import UsageError
     from thrifty.dashboard.board_server import BoardServer
-    from thrifty.dashboard.board_site import Site
+    from thrifty.dashboard.board_site import BoardSite
 
     if not runs.is_dir():
         raise UsageError(f"there is no folder {runs}", fix="name the folder of your runs: --runs DIR")
-    site = Site(runs, results, _cards, lambda technique: _measured(technique, (results, runs)))
+    site = BoardSite(runs, results, _cards, lambda technique: _measured(technique, (results, runs)))
     with BoardServer(site, _token(new_address), port) as server:
         site.warm()
         click.echo(f"{server.address}\nreads {runs}; Ctrl-C ends it")

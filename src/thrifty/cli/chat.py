@@ -41,7 +41,7 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
 
     model, tokenizer_json, context = load_for_sampling(path)
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
-    partner = Partner(model, tokenizer, context, **options)
+    partner = ChatModel(model, tokenizer, context, **options)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for question in _questions() if prompt is None else [prompt]:
         messages.append({"role": "user", "content": question})
@@ -54,7 +54,7 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
 
 
 @dataclass(frozen=True)
-class Partner:
+class ChatModel:
     """A model to talk to."""
 
     model: "nn.Module"

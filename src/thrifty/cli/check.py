@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
 @click.command()
@@ -24,7 +24,7 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     from thrifty.checking.promise_check import check
     from thrifty.cli.verb_output import print_json
 
-    recipe = put_together(**options).recipe()
+    recipe = build_recipe(**options).recipe()
     say = (lambda text: None) if as_json else _say
     checked = check(recipe, steps=steps, examples=examples, length=length, ranks=ranks, say=say)
     if as_json:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
@@ -64,31 +64,31 @@ def command(
     from dataclasses import fields
 
     from thrifty.cli.verb_output import print_json
-    from thrifty.comparing.comparison import Terms, race
-    from thrifty.comparing.comparison_workers import read_lanes
-    from thrifty.comparing.saved_comparison import keep_comparison, refuse_existing
-    from thrifty.comparing.variants import read_arms
+    from thrifty.comparing.comparison import ComparisonProtocol, compare
+    from thrifty.comparing.comparison_workers import read_workers
+    from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
+    from thrifty.comparing.variants import read_variants
     from thrifty.core.plain_values import build
 
     if recipe == "-h":  # among options it could not be told from the letters of a technique that is taken out
         click.echo(click.get_current_context().get_help())
         return
-    given = {field.name: options.pop(field.name) for field in fields(Terms)}
-    terms = build(Terms, {key: value for key, value in given.items() if value is not None}, "comparison")
-    places = read_lanes(lanes, terms.equal)
+    given = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
+    terms = build(ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison")
+    places = read_workers(lanes, terms.equal)
     if keep:
-        refuse_existing(keep)
-    baseline = put_together(recipe, **options)
-    read = read_arms(arms, baseline, lambda other: put_together(other, **options))
+        refuse_existing_comparison(keep)
+    baseline = build_recipe(recipe, **options)
+    read = read_variants(arms, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = race(read, terms, folder, retry=retry, lanes=places, say=say)
+    result = compare(read, terms, folder, retry=retry, lanes=places, say=say)
     if as_json:
         print_json(result)
     elif not quiet:
         _tell(result)
     if keep and result["status"] == "finished":
-        keep_comparison(result, keep)
+        save_comparison(result, keep)
     sys.exit(result["exit_code"])
 
 

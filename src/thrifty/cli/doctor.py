@@ -10,8 +10,8 @@ import click
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thrifty.machine.machine_info import CompileTrial, Machine
-    from thrifty.machine.measured_rates import Rate
+    from thrifty.machine.machine_info import CompileTrial, MachineInfo
+    from thrifty.machine.measured_rates import MeasuredRate
 
 OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 5e9
@@ -21,7 +21,7 @@ NO_GAIN = 1.2
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     what: str
     fix: str
     fatal: bool = False
@@ -61,7 +61,7 @@ def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, .
             }
         )
     else:
-        show(Console(highlight=False), machine, trial, findings)
+        print_findings(Console(highlight=False), machine, trial, findings)
         for row in rows:
             click.echo(row)
     raise SystemExit(1 if any(finding.fatal for finding in findings) else 0)
@@ -92,93 +92,103 @@ def runs_writable() -> bool:
         return False
 
 
-def diagnose(machine: Machine, writable: bool, trial: CompileTrial | None) -> list[Finding]:
+def diagnose(machine: MachineInfo, writable: bool, trial: CompileTrial | None) -> list[DoctorFinding]:
     """Everything worth telling, the fatal first, each with what to do."""
     return [*_fatal(machine, writable), *_compiler(machine, trial), *_resources(machine), *_optional(machine)]
 
 
-def _fatal(machine: Machine, writable: bool) -> list[Finding]:
+def _fatal(machine: MachineInfo, writable: bool) -> list[DoctorFinding]:
     found = []
     version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
-        found.append(Finding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True))
+        found.append(DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True))
     if not writable:
         found.append(
-            Finding("no run folder can be written under ./runs", "work in a folder you may write to", fatal=True)
+            DoctorFinding("no run folder can be written under ./runs", "work in a folder you may write to", fatal=True)
         )
     return found
 
 
-def _compiler(machine: Machine, trial: CompileTrial | None) -> list[Finding]:
+def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> list[DoctorFinding]:
     needs = "the techniques `compile` and `attention.tiled` need it on a CPU"
     if machine.compiler is None:
-        return [Finding(f"no C++ compiler: {needs}", "install g++ (Debian: apt-get install g++), or set CXX to yours")]
+        return [
+            DoctorFinding(f"no C++ compiler: {needs}", "install g++ (Debian: apt-get install g++), or set CXX to yours")
+        ]
     if not machine.python_headers:
         return [
-            Finding(f"Python's C headers are missing: {needs}", "install them (Debian: apt-get install python3-dev)")
+            DoctorFinding(
+                f"Python's C headers are missing: {needs}", "install them (Debian: apt-get install python3-dev)"
+            )
         ]
     if trial is not None and not trial.works:
-        return [Finding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")]
+        return [DoctorFinding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")]
     return []
 
 
-def _resources(machine: Machine) -> list[Finding]:
+def _resources(machine: MachineInfo) -> list[DoctorFinding]:
     from thrifty.reporting.number_format import scaled
 
     found = []
     if not machine.gpus and _gain(machine) < NO_GAIN:
         found.append(
-            Finding(
+            DoctorFinding(
                 f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
                 "leave out `precision.mixed`: it gains nothing here",
             )
         )
     if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
         found.append(
-            Finding(
+            DoctorFinding(
                 "the same matrix product takes more than twice as long at times: other programs use these cores",
                 "measure again when the machine is quiet; until then training is slowed down as much",
             )
         )
     if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
         found.append(
-            Finding(
+            DoctorFinding(
                 f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
                 f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
             )
         )
     if machine.memory_available < LITTLE_MEMORY:
         available = scaled(machine.memory_available, "B")
-        found.append(Finding(f"only {available} of memory is free", "close other programs, or train a smaller preset"))
+        found.append(
+            DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
+        )
     if machine.disk_free < LITTLE_DISK:
         free = scaled(machine.disk_free, "B")
-        found.append(Finding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
+        found.append(DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
     return found
 
 
-def _optional(machine: Machine) -> list[Finding]:
+def _optional(machine: MachineInfo) -> list[DoctorFinding]:
     found = [
-        Finding(f"extra `{extra}` is not installed ({', '.join(modules)})", f'pip install "thrifty[{extra}]"')
+        DoctorFinding(f"extra `{extra}` is not installed ({', '.join(modules)})", f'pip install "thrifty[{extra}]"')
         for extra, modules in machine.missing_extras.items()
     ]
     if "gloo" not in machine.backends:
         found.append(
-            Finding("torch has no gloo backend: no training on several CPU ranks", "install an official torch wheel")
+            DoctorFinding(
+                "torch has no gloo backend: no training on several CPU ranks", "install an official torch wheel"
+            )
         )
     if machine.gpus and "nccl" not in machine.backends:
         found.append(
-            Finding("torch has no NCCL backend: GPUs cannot train together", "install torch for CUDA on Linux")
+            DoctorFinding("torch has no NCCL backend: GPUs cannot train together", "install torch for CUDA on Linux")
         )
     return found
 
 
-def _gain(machine: Machine) -> float:
+def _gain(machine: MachineInfo) -> float:
     """How many times as fast bfloat16 products are, by the best repeat of each: others may use the machine too."""
     return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
 
 
-def show(console: Console, machine: Machine, trial: CompileTrial | None, findings: list[Finding]) -> None:
+def print_findings(
+    console: Console, machine: MachineInfo, trial: CompileTrial | None, findings: list[DoctorFinding]
+) -> None:
     _show_table(console, "Machine", _machine_rows(machine))
     _show_table(console, "Measured: median (slowest to fastest repeat)", _rate_rows(machine))
     _show_table(console, "Software", _software_rows(machine, trial))
@@ -207,7 +217,7 @@ def _show_table(console: Console, title: str, rows: list[tuple[str, str]]) -> No
     console.print(table)
 
 
-def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
+def _machine_rows(machine: MachineInfo) -> list[tuple[str, str]]:
     from thrifty.reporting.number_format import scaled
 
     quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
@@ -222,7 +232,7 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
+def _rate_rows(machine: MachineInfo) -> list[tuple[str, str]]:
     rows = [(f"{dtype} products", _rate(rate, "FLOP/s")) for dtype, rate in machine.matmul.items()]
     for gpu in machine.gpus:
         rows += [(f"{dtype} on {gpu.name}", _rate(rate, "FLOP/s")) for dtype, rate in gpu.matmul.items()]
@@ -233,7 +243,7 @@ def _rate_rows(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def _rate(rate: Rate | None, unit: str) -> str:
+def _rate(rate: MeasuredRate | None, unit: str) -> str:
     from thrifty.reporting.number_format import scaled
 
     if rate is None:
@@ -241,7 +251,7 @@ def _rate(rate: Rate | None, unit: str) -> str:
     return f"{scaled(rate.median, unit)}  ({scaled(rate.low, unit)} to {scaled(rate.high, unit)})"
 
 
-def _software_rows(machine: Machine, trial: CompileTrial | None) -> list[tuple[str, str]]:
+def _software_rows(machine: MachineInfo, trial: CompileTrial | None) -> list[tuple[str, str]]:
     compiles = "not tried (--compile)"
     if trial is not None:
         compiles = f"works, {trial.seconds:.0f} s for the first function" if trial.works else "fails"

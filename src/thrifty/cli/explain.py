@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
 @click.command()
@@ -18,35 +18,35 @@ def command(as_json: bool, **options: Any) -> None:
     started."""
     from thrifty.cli.verb_output import print_json
 
-    layers = put_together(**options)
-    found = explained(layers)
+    layers = build_recipe(**options)
+    found = explain_recipe(layers)
     if as_json:
         print_json(found)
         return
     _tell(found)
 
 
-def explained(layers: Any) -> dict[str, Any]:
+def explain_recipe(layers: Any) -> dict[str, Any]:
     """The explanation of a recipe as plain data; a technique that refuses is named, the others are explained."""
-    from thrifty.composition.explain import explain, held, touched
-    from thrifty.distributed.fake_ranks import as_rank, ranks_of_stages
-    from thrifty.training.run_setup import mesh_sizes, prepare
+    from thrifty.composition.explain import explain, resident_bytes, touched_modules
+    from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
+    from thrifty.training.run_setup import mesh_sizes, prepare_run
 
     recipe = layers.recipe()
-    prepared = prepare(recipe, steps=recipe.budget.steps or 1000)
+    prepared = prepare_run(recipe, steps=recipe.budget.steps or 1000)
     run, refused, places = prepared.run, {}, {}
     if (count := recipe.mesh.least_ranks) > 1:
         sizes, stages = mesh_sizes(recipe, count), []
         for ranks in ranks_of_stages(sizes):
-            with as_rank(ranks[0], sizes):
-                run, also_refused, found = _without_refused(run, held)
+            with fake_rank(ranks[0], sizes):
+                run, also_refused, found = _without_refused(run, resident_bytes)
             refused |= also_refused
             stages.append({"ranks": [*ranks], **vars(found)})
-        with as_rank(0, sizes):
+        with fake_rank(0, sizes):
             explanation = explain(run)
         notes, places = stages[0]["notes"], {"mesh": sizes, "stages": stages}
     else:
-        run, refused, notes = _without_refused(run, touched)
+        run, refused, notes = _without_refused(run, touched_modules)
         explanation = explain(run)
     return {
         "recipe": recipe.name,
@@ -63,13 +63,13 @@ def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
     finds. Raises Refused where the model itself is."""
     from dataclasses import replace
 
-    from thrifty.core.errors import Refused
+    from thrifty.core.errors import RefusedError
 
     refused: dict[str, str] = {}
     while True:
         try:
             return run, refused, look(run)
-        except Refused as reason:
+        except RefusedError as reason:
             name = reason.what.partition(":")[0]
             if name not in (technique.name for technique in run.techniques):
                 raise

@@ -30,32 +30,32 @@ def command(
     import torch
 
     from thrifty.cli.verb_output import print_json, run_path
-    from thrifty.core.model_spec import ImageEnds, PairEnds
-    from thrifty.core.run_notes import noting
-    from thrifty.data.run_metadata import kept_ends
+    from thrifty.core.model_spec import ImageModelSpec, PairModelSpec
+    from thrifty.core.run_notes import collect_notes
+    from thrifty.data.run_metadata import read_model_spec
     from thrifty.modeling.module_surgery import find_blocks
     from thrifty.models import export_model, shape_for
     from thrifty.models.pad_pruned import FILLED_UP
     from thrifty.peft_format import save_adapter
-    from thrifty.training.trained_model import Adapters, restore
+    from thrifty.training.trained_model import Adapters, load_trained_model
 
     path = run_path(run)
     if only == "ticket":
         _keep_ticket(path, folder, step, as_json)
         return
     adapters: Adapters = "merged" if only is None else "kept" if only == "adapter" else "left out"
-    model, recipe = restore(path, step, trained, adapters=adapters)
-    ends = kept_ends(path, recipe.data.length)
+    model, recipe = load_trained_model(path, step, trained, adapters=adapters)
+    ends = read_model_spec(path, recipe.data.length)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(model)[1]))
-    with noting() as notes:
+    with collect_notes() as notes:
         if only == "adapter":
             save_adapter(model, folder, shape=shape, base=recipe.model.folder or None, dtype=getattr(torch, dtype))
-        elif isinstance(ends, ImageEnds):
+        elif isinstance(ends, ImageModelSpec):
             export_model(model, shape, folder, dtype=getattr(torch, dtype), images=ends)
         else:
-            images = ends.images if isinstance(ends, PairEnds) else None
+            images = ends.images if isinstance(ends, PairModelSpec) else None
             export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype), images)
     said = [text for text in notes if FILLED_UP in text]
     files = sorted(file.name for file in folder.iterdir())
@@ -69,9 +69,9 @@ def command(
 
 def _keep_ticket(run: Path, file: Path, step: int | None, as_json: bool) -> None:
     from thrifty.cli.verb_output import print_json
-    from thrifty.experiments.mask_export import keep_ticket
+    from thrifty.experiments.mask_export import export_masks
 
-    density, sha256 = keep_ticket(run, file, step)
+    density, sha256 = export_masks(run, file, step)
     if as_json:
         print_json({"run": str(run), "file": str(file), "density": density, "sha256": sha256})
     else:

@@ -15,7 +15,7 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 
         return _load_run(run_path(path))
 
-    from thrifty.core.errors import Refused
+    from thrifty.core.errors import RefusedError
     from thrifty.models.text_generation import check_task
     from thrifty.models.weight_conversion import import_folder
 
@@ -23,7 +23,7 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
         model, shape = import_folder(path)
         check_task(model)
         return model, path / "tokenizer.json", shape.length
-    except Refused:  # not one of our two families
+    except RefusedError:  # not one of our two families
         from thrifty.models.hf_loader import load_causal_lm
 
         return load_causal_lm(path), path / "tokenizer.json", None
@@ -33,9 +33,9 @@ def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
     from thrifty.data.tokenizer import read_tokenizer
     from thrifty.models import model_shape
     from thrifty.models.text_generation import check_task
-    from thrifty.training.trained_model import restore
+    from thrifty.training.trained_model import load_trained_model
 
-    model, recipe = restore(run, plain=False)
+    model, recipe = load_trained_model(run, plain=False)
     check_task(model)
     tokenizer_json, length = run / "tokenizer.json", recipe.data.length
     shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
 @click.command()
@@ -47,14 +47,14 @@ def command(
     """
     from thrifty.cli.verb_output import print_json
     from thrifty.core.plain_values import build
-    from thrifty.experiments.lottery_rounds import Lottery, play
+    from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 
     given = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
     given |= {"rewind": _moment(rewind) if rewind else None, "controls": controls or None}
-    lottery = build(Lottery, {name: value for name, value in given.items() if value is not None}, "lottery")
-    layers = put_together(**options)
+    lottery = build(LotterySettings, {name: value for name, value in given.items() if value is not None}, "lottery")
+    layers = build_recipe(**options)
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = play(layers.recipe(), lottery, runs, origins=layers.changed(), quiet=quiet, say=say)
+    result = run_lottery(layers.recipe(), lottery, runs, origins=layers.changed(), quiet=quiet, say=say)
     if as_json:
         print_json(result)
     elif not quiet:

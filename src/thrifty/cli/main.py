@@ -46,7 +46,7 @@ ABOUT = {
 """The short help of each verb stands here so that it can be listed without importing the verb."""
 
 
-class Verbs(click.Group):
+class VerbGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [verb for verb in ABOUT if verb in _verbs()]
 
@@ -64,7 +64,7 @@ def _verbs() -> set[str]:
     return {module.name for module in pkgutil.iter_modules(_folder) if module.name in ABOUT}
 
 
-@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="thrifty")
 def thrifty() -> None:
     """Train Transformers with less compute, memory and data, and prove it."""
@@ -92,9 +92,9 @@ def main(arguments: list[str] | None = None) -> Any:
 def _is_first_to_tell() -> bool:
     if "RANK" not in os.environ:
         return True
-    from thrifty.training.rendezvous import is_first_to_tell
+    from thrifty.training.rendezvous import is_first_to_report
 
-    return is_first_to_tell()
+    return is_first_to_report()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from thrifty.recipes.recipe_layers import Layers
+    from thrifty.recipes.recipe_layers import RecipeLayers
 
 _UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
@@ -19,7 +19,7 @@ MESH = click.option(
 
 
 def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RECIPE and everything that changes it; the decorated function receives them by name (see `put_together`)."""
+    """RECIPE and everything that changes it; the decorated function receives them by name (see `build_recipe`)."""
     for option in reversed(
         [
             click.argument("recipe", default="text"),
@@ -38,7 +38,7 @@ def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def put_together(
+def build_recipe(
     recipe: str,
     data: str | None = None,
     model: str | None = None,
@@ -49,29 +49,29 @@ def put_together(
     removals: tuple[str, ...] = (),
     assignments: tuple[str, ...] = (),
     mesh: str | None = None,
-) -> "Layers":
+) -> "RecipeLayers":
     """The layers of a recipe as the command line describes it."""
     from pathlib import Path
 
     from thrifty.recipes import load_tables
-    from thrifty.recipes.recipe_layers import Layers
+    from thrifty.recipes.recipe_layers import RecipeLayers
 
-    layers = Layers().lay(f"recipe {recipe}", load_tables(recipe))
+    layers = RecipeLayers().override(f"recipe {recipe}", load_tables(recipe))
     if data is not None:
-        layers.lay("--data", {"data": {"source": _whole_path(data)}})
+        layers.override("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:
         if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
             fresh = layers.data.get("model", {}).get("fresh", False)
             layers.replace("--model", "model", {"folder": _whole_path(model), "fresh": fresh})
         else:
-            layers.lay("--model", {"model": {"preset": model, "folder": ""}})
+            layers.override("--model", {"model": {"preset": model, "folder": ""}})
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name)):
         if value is not None:
-            layers.lay(f"--{option}", {option: value})
-    layers.change(removals, additions, assignments)
-    return layers if mesh is None else layers.arrange(mesh)
+            layers.override(f"--{option}", {option: value})
+    layers.apply_changes(removals, additions, assignments)
+    return layers if mesh is None else layers.apply_mesh(mesh)
 
 
 def _whole_path(name: str) -> str:

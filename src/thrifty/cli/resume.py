@@ -29,17 +29,17 @@ def command(
     as_json: bool,
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
-    from thrifty.cli.verb_output import run_path, tell_summary
-    from thrifty.recipes.recipe_layers import Layers
+    from thrifty.cli.verb_output import print_summary, run_path
+    from thrifty.recipes.recipe_layers import RecipeLayers
     from thrifty.recipes.recipe_toml import read_tables
     from thrifty.training.trainer import resume
 
     path = run_path(run)
-    layers = Layers().lay(f"run {path.name}", read_tables(path / "recipe.toml"))
-    layers.change(removals, additions, assignments)
+    layers = RecipeLayers().override(f"run {path.name}", read_tables(path / "recipe.toml"))
+    layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
-        layers.arrange(mesh)
+        layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.changed().items() if origin.startswith("--")}
     summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
-    tell_summary(summary, as_json, quiet)
+    print_summary(summary, as_json, quiet)
     sys.exit(summary["exit_code"])

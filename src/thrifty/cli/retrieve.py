@@ -33,14 +33,14 @@ def command(run: Path, step: int | None, trained: bool, classes: str, prompts: t
     from thrifty.cli.verb_output import print_json, run_path
     from thrifty.core.errors import UsageError
     from thrifty.models.contrastive_model import ContrastiveModel
-    from thrifty.objectives.retrieval_metrics import embedded, retrieval, retrieval_by_chance
+    from thrifty.objectives.retrieval_metrics import chance_retrieval, embed_pairs, retrieval
     from thrifty.training.run_setup import choose_device, open_examples
-    from thrifty.training.trained_model import restore
+    from thrifty.training.trained_model import load_trained_model
 
     if prompts and not classes:
         raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
     path = run_path(run)
-    model, recipe = restore(path, step, trained)
+    model, recipe = load_trained_model(path, step, trained)
     if not isinstance(model, ContrastiveModel):
         raise UsageError(
             f"the model of {run} learned {recipe.objective.name} and does not compare images with captions",
@@ -49,8 +49,8 @@ def command(run: Path, step: int | None, trained: bool, classes: str, prompts: t
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
     held_out = data.held_out
-    vectors = embedded(model.to(device), held_out.batches(len(held_out), BATCH), device)
-    found, chance = retrieval(*vectors), retrieval_by_chance(vectors[2])
+    vectors = embed_pairs(model.to(device), held_out.batches(len(held_out), BATCH), device)
+    found, chance = retrieval(*vectors), chance_retrieval(vectors[2])
     told = {"run": str(path), "pairs": len(held_out), "different_captions": int(vectors[2].max()) + 1}
     told |= {"retrieval": found, "by_chance": chance}
     if classes:
@@ -86,7 +86,7 @@ def _zero_shot(
     from thrifty.data.epoch_sampler import HeldOutExamples
     from thrifty.data.images.image_data import open_images
     from thrifty.data.pairs.caption_rows import caption_rows
-    from thrifty.data.train_split import Part
+    from thrifty.data.train_split import DataSplit
     from thrifty.objectives.retrieval_metrics import class_vectors, zero_shot_accuracy
 
     own = data.ends.images
@@ -100,7 +100,7 @@ def _zero_shot(
             fix="name images with as many",
         )
     # of a folder all images are as new to the model as those that a known set keeps to test on
-    parts = [*images.parts.values()] if Path(source).expanduser().is_dir() else [images.parts[Part.HELD_OUT]]
+    parts = [*images.parts.values()] if Path(source).expanduser().is_dir() else [images.parts[DataSplit.HELD_OUT]]
     shown = [
         HeldOutExamples(replace(arrays, ends=replace(arrays.ends, mean=own.mean, std=own.std))) for arrays in parts
     ]

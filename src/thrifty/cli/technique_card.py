@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thrifty.experiments.past_results import Evidence, StudyResult
+    from thrifty.experiments.past_results import PastComparison, PastStudy
 
 _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")
 
@@ -33,7 +33,7 @@ def card_of(name: str) -> dict[str, Any]:
     }
 
 
-def measured_of(name: str) -> "tuple[list[Evidence], list[StudyResult]]":
+def measured_of(name: str) -> "tuple[list[PastComparison], list[PastStudy]]":
     """The comparisons and the studies in which a technique took part."""
     from thrifty.experiments.past_results import evidence, study_results
 
@@ -44,10 +44,10 @@ def _type_name(kind: Any) -> str:
     """A field's type in words: `int, at least 1`, `erk or uniform`, `a fraction of the run, or a number of steps`."""
     import typing
 
-    from thrifty.core.run_relative_settings import Moment
+    from thrifty.core.run_relative_settings import StepOrFraction
 
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind == Moment:
+    if kind == StepOrFraction:
         return "a fraction of the run, or a number of steps"
     if origin is typing.Annotated:
         return f"{_type_name(arguments[0])}, {arguments[1]}"

@@ -43,20 +43,20 @@ def command(
     masks from a seed: uniform, balanced, runs, diagonal or power-law."""
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
-    from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthesised
-    from thrifty.simulators.accelerator.trace_file import lighter, load_pruned_masks, save_trace
+    from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
+    from thrifty.simulators.accelerator.trace_file import load_pruned_masks, save_trace, with_dtype
 
     if out.exists():
         raise UsageError(f"{out} exists already", fix="give another --out, or remove it")
     if source in PATTERNS:
         sizes = [length or 128] * examples
-        trace = synthesised(source, density, layers, heads, width=width, lengths=sizes, seed=seed)
+        trace = synthetic_trace(source, density, layers, heads, width=width, lengths=sizes, seed=seed)
     elif source.endswith(".npy"):
         trace = load_pruned_masks(Path(source), width)
     else:
-        trace = lighter(_recorded(source, examples, length, data, seed), dtype)
+        trace = with_dtype(_recorded(source, examples, length, data, seed), dtype)
     save_trace(trace, out)
-    found = described(trace) | {"path": str(out), "bytes": out.stat().st_size}
+    found = describe_trace(trace) | {"path": str(out), "bytes": out.stat().st_size}
     if as_json:
         print_json(found)
         return
@@ -66,7 +66,7 @@ def command(
     )
 
 
-def described(trace: AttentionTrace) -> dict[str, Any]:
+def describe_trace(trace: AttentionTrace) -> dict[str, Any]:
     """What a trace holds, as plain data."""
     return {
         "name": trace.name,
@@ -99,15 +99,15 @@ def _recorded(source: str, examples: int, length: int | None, data: Path | None,
 
 
 def _of_run(run: Path, examples: int) -> AttentionTrace:
-    from thrifty.simulators.accelerator.trace_recorder import record
+    from thrifty.simulators.accelerator.trace_recorder import record_attention
     from thrifty.training.run_setup import open_examples
-    from thrifty.training.trained_model import restore
+    from thrifty.training.trained_model import load_trained_model
 
-    model, recipe = restore(run, plain=False)
+    model, recipe = load_trained_model(run, plain=False)
     objective, opened = open_examples(recipe)
     about = {"run": run.name, "data": str(recipe.data.source), "objective": recipe.objective.name}
     about["examples"] = str(examples)
-    return record(model, opened.held_out.batches(examples, examples), objective.predict, about, run.name)
+    return record_attention(model, opened.held_out.batches(examples, examples), objective.predict, about, run.name)
 
 
 def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
@@ -116,20 +116,20 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
     from thrifty.cli.loaded_model import load_for_sampling
     from thrifty.core.errors import UsageError
     from thrifty.data.tokenizer import read_tokenizer
-    from thrifty.simulators.accelerator.trace_recorder import record
+    from thrifty.simulators.accelerator.trace_recorder import record_attention
 
     if data is None or not data.is_file():
         raise UsageError(f"{folder} is a model, which must be given text", fix="--data FILE")
     model, tokenizer, context = load_for_sampling(folder)
-    each = within_context(length, context, folder.name)
+    each = trim_to_context(length, context, folder.name)
     tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
     if len(tokens) < each:
         raise UsageError(f"{data} has {len(tokens)} tokens, fewer than an example of {each}", fix="a smaller --length")
     rows = tokens[: len(tokens) // each * each].unflatten(0, (-1, each))[:examples]
-    return record(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
+    return record_attention(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
 
 
-def within_context(length: int | None, context: int | None, model: str) -> int:
+def trim_to_context(length: int | None, context: int | None, model: str) -> int:
     """Tokens of an example: as asked for, or 128 where the model reads so many. Raises UsageError for too many."""
     from thrifty.core.errors import UsageError
 
@@ -141,9 +141,9 @@ def within_context(length: int | None, context: int | None, model: str) -> int:
 def _of_preset(name: str, examples: int, length: int | None, seed: int) -> AttentionTrace:
     import torch
 
-    from thrifty.core.errors import Refused
+    from thrifty.core.errors import RefusedError
     from thrifty.models.model_presets import PRESETS, assemble
-    from thrifty.simulators.accelerator.trace_recorder import record
+    from thrifty.simulators.accelerator.trace_recorder import record_attention
 
     shape = PRESETS[name]
     generator = torch.Generator().manual_seed(seed)
@@ -153,10 +153,10 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
     if shape.style == "vit":
         given = (torch.randn(examples, 3, shape.image, shape.image, generator=generator),)
     elif task in ("next_token", "masked_token", "sequence_to_sequence"):
-        each = within_context(length, shape.length, name)
+        each = trim_to_context(length, shape.length, name)
         tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
         given = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
     else:
-        raise Refused(f"there is no telling what {name} is given", fix="train it, and give the run")
+        raise RefusedError(f"there is no telling what {name} is given", fix="train it, and give the run")
     about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
-    return record(model, [given], lambda model, given: model(*given), about, name)
+    return record_attention(model, [given], lambda model, given: model(*given), about, name)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
 @click.command()
@@ -51,12 +51,12 @@ def command(
 
 
 def _run(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
-    from thrifty.cli.verb_output import tell_summary
+    from thrifty.cli.verb_output import print_summary
     from thrifty.training.trainer import train
 
-    layers = put_together(**options)
+    layers = build_recipe(**options)
     summary = train(layers.recipe(), runs, origins=layers.changed(), quiet=quiet)
-    tell_summary(summary, as_json, quiet)
+    print_summary(summary, as_json, quiet)
     sys.exit(summary["exit_code"])
 
 
@@ -95,7 +95,7 @@ def _study(
     if keep and only:
         raise UsageError("--keep keeps a whole study, --only measures a part of one", fix="leave one of them out")
     if keep:
-        saved_study.refuse_existing(keep)
+        saved_study.refuse_existing_study(keep)
     kept = read_result(against) if against else None
     result = read_folder(study, folder)
     # what has been measured is not measured again, but may still be kept or compared
@@ -106,10 +106,10 @@ def _study(
     elif not quiet:
         click.echo(f"{table(result)}\n{folder / 'report.html'}")
     if keep:
-        saved_study.keep(result, keep)
+        saved_study.save_study(result, keep)
     if kept is None:
         return 0
-    comparison = saved_study.compare(result, kept)
+    comparison = saved_study.compare_with_saved(result, kept)
     for line in comparison.off:
         click.echo(f"off: {line}", err=True)
     _say(f"{comparison.compared - len(comparison.off)} of {comparison.compared} numbers agree with {against}")

@@ -24,7 +24,7 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
-def tell_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
+def print_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
     """The end of a run in a few lines: how it ended, what was reached, where it is kept. Only rank 0 tells."""
     if os.environ.get("RANK", "0") != "0":
         return

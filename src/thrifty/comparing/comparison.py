@@ -19,15 +19,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from thrifty.comparing.comparison_protocol import Terms, claimed
-from thrifty.comparing.comparison_summary import outcome, seen
-from thrifty.comparing.comparison_workers import in_lanes
-from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_arms
-from thrifty.comparing.run_launchers import Lane, Start
-from thrifty.comparing.variants import Arm
+from thrifty.comparing.comparison_protocol import ComparisonProtocol, claim_folder
+from thrifty.comparing.comparison_summary import read_run_result, summarize_comparison
+from thrifty.comparing.comparison_workers import run_on_workers
+from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_variants
+from thrifty.comparing.run_launchers import RunLauncher, Worker
+from thrifty.comparing.variants import Variant
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.plain_values import differences
-from thrifty.core.recipe import Budget, Evaluation, Recipe
+from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
 from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
@@ -44,13 +44,13 @@ TRIAL_SEED = 10_000
 Say = Callable[[str], None]
 
 
-def race(
-    arms: Sequence[Arm],
-    terms: Terms,
+def compare(
+    arms: Sequence[Variant],
+    terms: ComparisonProtocol,
     folder: Path,
     *,
     retry: bool = False,
-    lanes: Sequence[Start] = (),
+    lanes: Sequence[RunLauncher] = (),
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """The comparison to its end; returns what stands in comparison.json, with its "folder" and "exit_code".
@@ -63,8 +63,8 @@ def race(
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
     if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--trials 1")
-    with claimed(folder, arms, terms) as opened:
-        return _Race(arms, terms, opened, lanes or (Lane(),), say, retry).to_the_end()
+    with claim_folder(folder, arms, terms) as opened:
+        return _Race(arms, terms, opened, lanes or (Worker(),), say, retry).to_the_end()
 
 
 class _Interrupted(Exception):
@@ -74,7 +74,13 @@ class _Interrupted(Exception):
 
 class _Race:
     def __init__(
-        self, arms: Sequence[Arm], terms: Terms, folder: RunFolder, lanes: Sequence[Start], say: Say, retry: bool
+        self,
+        arms: Sequence[Variant],
+        terms: ComparisonProtocol,
+        folder: RunFolder,
+        lanes: Sequence[RunLauncher],
+        say: Say,
+        retry: bool,
     ):
         self.terms, self.folder, self.lanes, self.say = terms, folder, lanes, say
         self.telling = Lock()
@@ -101,7 +107,7 @@ class _Race:
     def to_the_end(self) -> dict[str, Any]:
         try:
             costs = self.pilots()
-            steps = steps_of_arms(self.arms, costs, self.terms.equal)
+            steps = steps_of_variants(self.arms, costs, self.terms.equal)
             self.state["budgets"] = {label: _planned(steps[label], costs[label]) for label in steps}
             tuned = [self.tuned(arm) for arm in self.arms] if self.trials(steps) else self.arms
             self.seeds(tuned, steps)
@@ -116,7 +122,7 @@ class _Race:
             raise
         labels = [arm.label for arm in self.arms]
         entries = [entry for entry in self.runs.values() if "seed" in entry]
-        self.state["outcome"] = outcome(entries, labels, self.terms)
+        self.state["outcome"] = summarize_comparison(entries, labels, self.terms)
         return self.tell("finished", 0)
 
     def tell(self, status: str, exit_code: int) -> dict[str, Any]:
@@ -137,7 +143,7 @@ class _Race:
             steps = max(self.terms.pilot, math.ceil(PILOT_SECONDS / slowest))
         return {label: mean_cost(costs[1:]) for label, costs in found.items()}
 
-    def pilot(self, arm: Arm, turn: int, steps: int) -> StepCost:
+    def pilot(self, arm: Variant, turn: int, steps: int) -> StepCost:
         """A whole run of few steps, no more than the baseline's budget has."""
         name, steps = f"{arm.folder}-pilot-{turn}", min(steps, self.arms[0].recipe.budget.steps or steps)
         recipe = self.recipe(arm, name, steps, 0, evaluations=1)
@@ -162,27 +168,27 @@ class _Race:
         if self.terms.trials == 1:
             return False
 
-        def at_rate(lane: Start, turn: int, factor: float) -> None:
+        def at_rate(lane: RunLauncher, turn: int, factor: float) -> None:
             for arm in _turned(self.arms, turn):
                 name = f"{arm.folder}-trial-{turn}"
                 recipe = self.recipe(arm.at_rate(factor), name, steps[arm.label], TRIAL_SEED)
                 self.run(lane, recipe, arm=arm.label, trial=turn, factor=factor)
 
         rates = enumerate(self.terms.factors)
-        in_lanes(self.lanes, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
+        run_on_workers(self.lanes, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
         return True
 
-    def seeds(self, arms: Sequence[Arm], steps: Mapping[str, int]) -> None:
+    def seeds(self, arms: Sequence[Variant], steps: Mapping[str, int]) -> None:
         """The runs that are compared."""
 
-        def with_seed(lane: Start, seed: int) -> None:
+        def with_seed(lane: RunLauncher, seed: int) -> None:
             for arm in _turned(arms, seed):
                 recipe = self.recipe(arm, f"{arm.folder}-seed-{seed}", steps[arm.label], seed)
                 self.run(lane, recipe, arm=arm.label, seed=seed)
 
-        in_lanes(self.lanes, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
+        run_on_workers(self.lanes, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
 
-    def tuned(self, arm: Arm) -> Arm:
+    def tuned(self, arm: Variant) -> Variant:
         """An arm at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
         assert arm.rate is not None
         entries = [self.runs[f"{arm.folder}-trial-{turn}"] for turn in range(self.terms.trials)]
@@ -203,7 +209,7 @@ class _Race:
         }
         return arm.at_rate(best["factor"])
 
-    def recipe(self, arm: Arm, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
+    def recipe(self, arm: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
         """Of one run of an arm, judged on as many held-out examples as the baseline."""
         examples = self.arms[0].recipe.evaluation.examples
         return replace(
@@ -211,11 +217,11 @@ class _Race:
             name=name,
             seed=arm.recipe.seed + seed,
             budget=Budget(steps=steps),
-            evaluation=Evaluation(every=max(1, steps // evaluations), examples=examples),
+            evaluation=EvaluationSettings(every=max(1, steps // evaluations), examples=examples),
             checkpoints=replace(arm.recipe.checkpoints, keep=1, also=()),
         )
 
-    def run(self, lane: Start, recipe: Recipe, **place: Any) -> dict[str, Any]:
+    def run(self, lane: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
         """How a run ended, once it has. Raises _Interrupted when it was asked to stop."""
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
@@ -225,7 +231,7 @@ class _Race:
         if entry["status"] == "interrupted":
             raise _Interrupted(ended.exit_code)
         if entry["status"] == "finished":
-            entry |= seen(self.folder.path / name)
+            entry |= read_run_result(self.folder.path / name)
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
         with self.telling:
@@ -250,7 +256,7 @@ def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
     return {"steps": steps, **amounts, "step": cost.as_data()}
 
 
-def _turned(arms: Sequence[Arm], turn: int) -> list[Arm]:
+def _turned(arms: Sequence[Variant], turn: int) -> list[Variant]:
     """Each arm is first in its turn: what comes first may find another machine than what comes last."""
     first = turn % len(arms)
     return [*arms[first:], *arms[:first]]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Annotated
 
 from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
-from thrifty.comparing.variants import Arm
+from thrifty.comparing.variants import Variant
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.plain_values import differences
-from thrifty.core.setting_bounds import Bound, Positive, check_bounds
+from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
@@ -34,7 +34,7 @@ MACHINE = ("cpu", "python", "torch")
 
 
 @dataclass(frozen=True)
-class Terms:
+class ComparisonProtocol:
     """What is equal for all arms."""
 
     equal: Equal = "time"
@@ -42,9 +42,9 @@ class Terms:
     """Pairs: run k of an arm has its recipe's seed + k, so first values and order of data are those of the baseline."""
     trials: Positive = 3
     """Learning rates that each arm is tried with, at its whole budget, around its recipe's; 1 tries none."""
-    factor: Annotated[float, Bound(above=1)] = 2.0
+    factor: Annotated[float, SettingBound(above=1)] = 2.0
     """Between a learning rate and the next one."""
-    effect: Annotated[float, Bound(above=0)] = 0.01
+    effect: Annotated[float, SettingBound(above=0)] = 0.01
     """The smallest difference worth knowing of, as a share of the baseline's loss: says how many seeds would see it."""
     pilot: Positive = PILOT
     """Steps of the first pilots; later ones take at least `PILOT_SECONDS`."""
@@ -61,7 +61,7 @@ class Terms:
 
 
 @contextmanager
-def claimed(path: Path, arms: Sequence[Arm], terms: Terms) -> Iterator[RunFolder]:
+def claim_folder(path: Path, arms: Sequence[Variant], terms: ComparisonProtocol) -> Iterator[RunFolder]:
     """The folder of the comparison, new or of an earlier part of the same, locked."""
     meant = {"terms": asdict(terms), "arms": {arm.label: recipe_to_data(arm.recipe) for arm in arms}}
     here = environment("cpu")

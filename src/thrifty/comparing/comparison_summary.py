@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from thrifty.comparing.comparison_protocol import Terms
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.equal_budgets import steady
 from thrifty.comparing.paired_statistics import interval
 from thrifty.comparing.variant_verdict import judge
@@ -22,7 +22,7 @@ Entry = Mapping[str, Any]
 """A run in comparison.json."""
 
 
-def seen(folder: Path) -> dict[str, Any]:
+def read_run_result(folder: Path) -> dict[str, Any]:
     """What a finished run says of itself. `seconds` are of steps as they are once it is under way; with what the first
     steps take to compile they are `seconds_with_starts`. FLOPs are counted, those of a step times the steps."""
     run = RunFolder(folder)
@@ -57,7 +57,7 @@ def seen(folder: Path) -> dict[str, Any]:
     }
 
 
-def reached(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
+def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
     """Seconds after which a held-out loss was first reached, on straight lines between evaluations; None for never."""
     points = [(seconds, value) for _, seconds, value in curve if value is not None]
     if points and points[0][1] <= loss:
@@ -68,7 +68,7 @@ def reached(curve: Sequence[Sequence[float | None]], loss: float) -> float | Non
     return None
 
 
-def outcome(runs: Iterable[Entry], labels: Sequence[str], terms: Terms) -> dict[str, Any]:
+def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], terms: ComparisonProtocol) -> dict[str, Any]:
     """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
     baseline, with ratios to it and a "verdict". "used" is how much an arm really spent of what was to be equal."""
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
@@ -99,7 +99,7 @@ def time_to_quality(baseline: Sequence[Entry], arm: Sequence[Entry]) -> dict[str
     pairs = _finished(baseline, arm)
     for first, second in pairs:
         quality = first["held_out_loss"]
-        mine, its = reached(second["curve"], quality), reached(first["curve"], quality)
+        mine, its = seconds_to_loss(second["curve"], quality), seconds_to_loss(first["curve"], quality)
         if mine is not None and its:
             ratios.append(mine / its)
     low, high = interval(ratios)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
 
 from thrifty.comparing.equal_budgets import Equal
-from thrifty.comparing.run_launchers import Lane, Start
+from thrifty.comparing.run_launchers import RunLauncher, Worker
 from thrifty.core.errors import UsageError
 from thrifty.machine.cpu_features import usable_cores
 
@@ -22,7 +22,7 @@ ON_NODE = "srun --nodelist={} --nodes=1 --ntasks=1 --overlap --cpu-bind=none"
 """Starts a run with all that the job has of one of its nodes."""
 
 
-def read_lanes(texts: Sequence[str], equal: Equal) -> list[Lane]:
+def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
     """Lanes as they are typed: "here", "slurm" for one on each node of the job that this process is in, or a command
     that is put before the run's own, such as "srun --nodelist=b --ntasks=1".
 
@@ -36,7 +36,7 @@ def read_lanes(texts: Sequence[str], equal: Equal) -> list[Lane]:
             fix="--equal flops, tokens or steps, or one lane on each machine",
         )
     threads = max(1, len(usable_cores()) // local) if local > 1 else 0
-    return [Lane(launcher, 0 if launcher else threads) for launcher in launchers]
+    return [Worker(launcher, 0 if launcher else threads) for launcher in launchers]
 
 
 def _launchers(text: str) -> list[tuple[str, ...]]:
@@ -64,18 +64,18 @@ def _nodes_of_job() -> list[str]:
     return listed.stdout.split()
 
 
-def in_lanes(starts: Sequence[Start], turns: Iterable[Callable[[Start], None]]) -> None:
+def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
     """Each turn in the lane that is free first; those of one lane one after another, in this thread. When one fails, or
     this process is told to end, the others save what they are at, and none begins any more."""
     if len(starts) == 1:
         for turn in turns:
             turn(starts[0])
         return
-    free: SimpleQueue[Start] = SimpleQueue()
+    free: SimpleQueue[RunLauncher] = SimpleQueue()
     for start in starts:
         free.put(start)
 
-    def take(turn: Callable[[Start], None]) -> None:
+    def take(turn: Callable[[RunLauncher], None]) -> None:
         start = free.get()
         try:
             turn(start)

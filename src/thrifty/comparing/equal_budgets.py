@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from thrifty.comparing.variants import Arm
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.comparing.variants import Variant
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget
 from thrifty.training.run_folder import RunFolder
 
@@ -93,11 +93,11 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     else:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
     if steps < 1:
-        raise Infeasible("the budget pays for no step", fix="give a larger --budget")
+        raise InfeasibleError("the budget pays for no step", fix="give a larger --budget")
     return steps
 
 
-def steps_of_arms(arms: Sequence[Arm], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
+def steps_of_variants(arms: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
     """How many steps each arm makes for what the baseline's cost, by label.
 
     Raises UsageError where an arm's rate is not decayed at the end of its budget, and where FLOPs are to be equal and
@@ -121,5 +121,5 @@ def steps_of_arms(arms: Sequence[Arm], costs: Mapping[str, StepCost], equal: Equ
     steps = {arm.label: int(amount / costs[arm.label].of(equal) + 1e-6) for arm in arms} | {arms[0].label: budget}
     for label, count in steps.items():
         if count < 1:
-            raise Infeasible(f"{label}: a step costs more than the whole budget", fix="give a larger --budget")
+            raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="give a larger --budget")
     return steps

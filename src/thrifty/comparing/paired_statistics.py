@@ -31,7 +31,7 @@ MOST_PAIRS = 10_000
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedDifferences:
     """Differences of pairs, an arm's value less the baseline's."""
 
     pairs: int
@@ -48,7 +48,7 @@ class Paired:
     number is too small to find any."""
 
 
-def paired(differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE) -> Paired:
+def paired(differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE) -> PairedDifferences:
     """Raises UsageError for no differences, or for one that is not finite."""
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
@@ -56,7 +56,7 @@ def paired(differences: Sequence[float], alpha: float = ALPHA, confidence: float
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
     found = 0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread
-    return Paired(len(values), float(values.mean()), low, high, p_value(values), spread, found)
+    return PairedDifferences(len(values), float(values.mean()), low, high, p_value(values), spread, found)
 
 
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:

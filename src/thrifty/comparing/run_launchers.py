@@ -18,10 +18,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
-from thrifty.comparing.run_process import ending_of, run_to_end, summary_of
+from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
-from thrifty.core.secret_redaction import redacted
+from thrifty.core.secret_redaction import redact_command_line
 from thrifty.machine.energy_meter import EnergyMeter, counters
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
@@ -37,7 +37,7 @@ SIGNALLED = (130, 143)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunExit:
     """How a run ended."""
 
     exit_code: int
@@ -58,21 +58,21 @@ class Ended:
         return {"status": self.status, **vars(self)}
 
 
-STOPPED = Ended(143, "", 0.0, None)
+STOPPED = RunExit(143, "", 0.0, None)
 """Of a run that was not started any more."""
 
 
-class Start(Protocol):
+class RunLauncher(Protocol):
     """Takes one run at a time to its end in runs/NAME, whatever of it is there already."""
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended: ...
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit: ...
 
     def stop(self) -> None:
         """Let the run that is going on save and end, and start none after it; may come from another thread."""
 
 
 @dataclass
-class Lane:
+class Worker:
     """Starts runs as processes: peak memory and compiled code of one are none of the next one's. A signal to this
     process ends the run's too, once it has saved."""
 
@@ -85,7 +85,7 @@ class Lane:
         self._stopped = Event()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if self._stopped.is_set():
             return STOPPED
         wait_for_release(runs / recipe.name / "lock")
@@ -99,7 +99,7 @@ class Lane:
         task.write_text(json.dumps(told))
         try:
             code, said = self._run(self._command(recipe, task), meter)
-            ending = ending_of(task)
+            ending = read_exit(task)
         finally:
             task.unlink()
             task.with_suffix(".end").unlink(missing_ok=True)
@@ -107,7 +107,9 @@ class Lane:
         if code < 0:
             error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
         elapsed = time.monotonic() - began
-        return Ended(code, " ".join(redacted(error.split())), elapsed, meter.look() if whole and alone else None)
+        return RunExit(
+            code, " ".join(redact_command_line(error.split())), elapsed, meter.look() if whole and alone else None
+        )
 
     def stop(self) -> None:
         self._stopped.set()
@@ -170,19 +172,19 @@ def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
 
 
 @dataclass(frozen=True)
-class Here:
+class InProcessLauncher:
     """Starts runs in this process: for models that a function makes. Their peak memory is that of the process, and the
     first run bears what is made once."""
 
     model: BuildModel | None = None
 
-    def __call__(self, recipe: Recipe, runs: Path, /) -> Ended:
+    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         began = time.monotonic()
         try:
             code, error = run_to_end(recipe, runs, self.model)["exit_code"], ""
         except ThriftyError as failed:
             code, error = failed.exit_code, str(failed).replace("\n", " ")
-        return Ended(code, error, time.monotonic() - began, None)
+        return RunExit(code, error, time.monotonic() - began, None)
 
     def stop(self) -> None:
         """Nothing: one such run is all there is, and a signal to this process reaches it."""

@@ -40,7 +40,7 @@ def run_to_end(recipe: Recipe, runs: Path, model: BuildModel | None = None) -> d
     return train(recipe, runs, model=model, quiet=True)
 
 
-def ending_of(task: Path) -> dict[str, Any]:
+def read_exit(task: Path) -> dict[str, Any]:
     """How the process that was given this file ended, its "exit_code" and "error"; {} if it could not tell."""
     with suppress(OSError, ValueError):
         return json.loads(task.with_suffix(".end").read_text())

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 
-def refuse_existing(file: Path) -> None:
+def refuse_existing_comparison(file: Path) -> None:
     """Raises UsageError where a kept result would be overwritten."""
     refuse_overwriting("results/comparisons/NAME/DEVICE.json", file)
 
 
-def keep_comparison(result: Mapping[str, Any], file: Path) -> None:
+def save_comparison(result: Mapping[str, Any], file: Path) -> None:
     """Writes a finished comparison without what only its folder means."""
-    refuse_existing(file)
-    Durable().make_folders(file.parent)
+    refuse_existing_comparison(file)
+    AtomicFiles().make_folders(file.parent)
     kept = {name: value for name, value in result.items() if name not in ("folder", "exit_code")}
     RunFolder(file.parent).write_json(file.stem, kept)

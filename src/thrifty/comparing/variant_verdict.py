@@ -9,7 +9,7 @@ from thrifty.comparing.paired_statistics import (
     CONFIDENCE,
     MOST_PAIRS,
     POWER,
-    Paired,
+    PairedDifferences,
     least_pairs,
     paired,
     pairs_for,
@@ -21,7 +21,7 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 
 @dataclass(frozen=True)
-class ArmVerdict:
+class VariantVerdict:
     """Of one arm against the baseline, by held-out losses at the end of paired runs: lower is better."""
 
     verdict: Word
@@ -34,7 +34,7 @@ class ArmVerdict:
     """Of its test: 3 % shared among all arms of the comparison."""
     confidence: float
     """Of its interval: what it leaves out is 5 % shared among all arms."""
-    found: Paired | None
+    found: PairedDifferences | None
     """None as long as no pair is there."""
     relative: float | None
     """The mean difference as a share of the baseline's mean."""
@@ -54,7 +54,7 @@ def judge(
     arms: int = 1,
     effect: float = 0.01,
     used: float | None = 1.0,
-) -> ArmVerdict:
+) -> VariantVerdict:
     """Held-out losses of the seeds in order, None for a run that failed. `arms` is how many arms the baseline is
     compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
     the arm spent of what was to be equal, as a multiple of the baseline's.
@@ -71,7 +71,7 @@ def judge(
     failed = planned - len(pairs)
     if not pairs:
         said = f"undecided: all {planned} pairs failed"
-        return ArmVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
+        return VariantVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
     differences = [second - first for first, second in pairs]  # type: ignore[operator]
     found = paired(differences, alpha, confidence)
     mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
@@ -90,7 +90,7 @@ def judge(
         word, said = "no difference", _unseen(found, mean, effect, needed)
     if used is not None and word == _explained_by(used):
         word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
-    return ArmVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
+    return VariantVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
 
 
 def _explained_by(used: float) -> Word | None:
@@ -98,7 +98,7 @@ def _explained_by(used: float) -> Word | None:
     return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 
-def _told(found: Paired, relative: float | None, direction: str) -> str:
+def _told(found: PairedDifferences, relative: float | None, direction: str) -> str:
     share = f" ({percent(abs(relative), 2)})" if relative is not None else ""
     low, high = sorted((abs(found.low), abs(found.high)))
     return (
@@ -107,7 +107,7 @@ def _told(found: Paired, relative: float | None, direction: str) -> str:
     )
 
 
-def _unseen(found: Paired, mean: float, effect: float, needed: int) -> str:
+def _unseen(found: PairedDifferences, mean: float, effect: float, needed: int) -> str:
     if found.spread == 0 and found.mean == 0:
         return f"the losses of all {found.pairs} pairs are equal to the last bit"
     share = f" ({percent(found.smallest_effect / mean, 2)})" if mean else ""

@@ -10,7 +10,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
-from thrifty.recipes.recipe_layers import Layers
+from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_to_data
 
 BASELINE = "baseline"
@@ -21,7 +21,7 @@ OF_TRAINING = ("batch", "augment")
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     label: str
     """Its name, or what was asked for, such as "+growth.stacking"; "baseline" for the first."""
     folder: str
@@ -39,7 +39,7 @@ class Arm:
         """The learning rate of its recipe."""
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
-    def at_rate(self, factor: float) -> "Arm":
+    def at_rate(self, factor: float) -> "Variant":
         """The arm with its learning rate times a factor."""
         if factor == 1 or (optimizer := self.optimizer) is None:
             return self
@@ -47,7 +47,7 @@ class Arm:
         techniques = tuple(changed if one is optimizer else one for one in self.recipe.techniques)
         return replace(self, recipe=replace(self.recipe, techniques=techniques))
 
-    def against(self, baseline: "Arm") -> dict[str, list[str]]:
+    def against(self, baseline: "Variant") -> dict[str, list[str]]:
         """The techniques by which it differs from the baseline: "added", "removed", and "changed" settings."""
         mine = {one.name: to_data(one) for one in self.recipe.techniques}
         its = {one.name: to_data(one) for one in baseline.recipe.techniques}
@@ -59,7 +59,9 @@ class Arm:
         }
 
 
-def read_arms(texts: Sequence[str], baseline: Layers, lay: Callable[[str], Layers]) -> tuple[Arm, ...]:
+def read_variants(
+    texts: Sequence[str], baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]
+) -> tuple[Variant, ...]:
     """The baseline, and an arm for each text: a recipe's file, or words separated by spaces, of which the first may
     name a recipe and all others change it or the baseline.
 
@@ -72,7 +74,7 @@ def read_arms(texts: Sequence[str], baseline: Layers, lay: Callable[[str], Layer
         raise UsageError(
             "there is nothing to compare with", fix="name an arm, such as +growth.stacking or data.batch=16"
         )
-    arms = [Arm(BASELINE, BASELINE, baseline.recipe())]
+    arms = [Variant(BASELINE, BASELINE, baseline.recipe())]
     for number, text in enumerate(texts, start=1):
         arm = _read(text, f"arm-{number}", baseline, lay)
         same = [other.label for other in arms if _but_name(other.recipe) == _but_name(arm.recipe)]
@@ -90,7 +92,7 @@ def read_arms(texts: Sequence[str], baseline: Layers, lay: Callable[[str], Layer
     return tuple(arms)
 
 
-def _read(text: str, folder: str, baseline: Layers, lay: Callable[[str], Layers]) -> Arm:
+def _read(text: str, folder: str, baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]) -> Variant:
     name, colon, rest = text.partition(": ")
     label, changes = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
     words = [changes] if os.path.isfile(changes) else changes.split()  # a file's name may have spaces
@@ -118,11 +120,11 @@ def _read(text: str, folder: str, baseline: Layers, lay: Callable[[str], Layers]
             raise UsageError(
                 f"arm {text!r}: {word!r} changes nothing", fix=f"+{word} adds a technique, -{word} takes it out"
             )
-    layers.change(removals, additions, assignments)
-    return Arm(label, folder, layers.recipe())
+    layers.apply_changes(removals, additions, assignments)
+    return Variant(label, folder, layers.recipe())
 
 
-def check_alike(arms: Iterable[Arm]) -> None:
+def check_alike(arms: Iterable[Variant]) -> None:
     """Raises UsageError where the held-out loss of an arm does not mean what the baseline's does, or where an arm needs
     several ranks."""
     baseline, *others = arms

@@ -9,19 +9,19 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.state_transfer import carry_over
+from thrifty.composition.state_transfer import transfer_state
 from thrifty.core.backward import Backward, plain_backward
-from thrifty.core.batches import BatchSource, Mapped
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.batches import BatchSource, MappedSource
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective
 from thrifty.core.old_names import order_key
-from thrifty.core.run_notes import noting
+from thrifty.core.run_notes import collect_notes
 from thrifty.core.run_relative_settings import resolve_moments
-from thrifty.core.shard_layout import keep_orders
+from thrifty.core.shard_layout import record_orders
 from thrifty.core.stages import HOW, Stage
-from thrifty.core.state import Decision, TrainState, full_value
-from thrifty.core.structural_change import Change
+from thrifty.core.state import StructureLogEntry, TrainState, full_value
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Technique
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Plain:
+class BaseRun:
     """The run before any technique. `build` gives the plain model with its first values, the same at every call."""
 
     build: Callable[[], nn.Module]
@@ -38,10 +38,10 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Composition:
+class Run:
     """What to run: every seam after all techniques had their say."""
 
-    plain: Plain
+    plain: BaseRun
     techniques: tuple[Technique, ...]
     steps: int
     device: torch.device = CPU
@@ -54,7 +54,7 @@ class Composition:
         source = self.plain.source
         for technique in self.techniques:
             source = technique.batches(source)
-        return Mapped(source, lambda step, batch: self.plain.objective.examples(batch))
+        return MappedSource(source, lambda step, batch: self.plain.objective.examples(batch))
 
     @cached_property
     def objective(self) -> Objective:
@@ -65,7 +65,7 @@ class Composition:
         return objective
 
     @cached_property
-    def judged_by(self) -> Objective:
+    def eval_objective(self) -> Objective:
         """The plain objective, computed as the run computes it but without what techniques add to the loss: held-out
         losses of runs with different techniques can be compared."""
         objective = self.plain.objective
@@ -93,15 +93,15 @@ class Composition:
                 memories[technique.name] = backward.state
         return backward, memories
 
-    def transform(self) -> Transform:
+    def transform(self) -> GradientTransform:
         """A fresh chain: transforms learn the parameters they meet, so each optimizer gets its own."""
-        transform = Transform()
+        transform = GradientTransform()
         # how something is computed is decided of all of it: such techniques come around the others
         for technique in sorted(reversed(self.techniques), key=lambda technique: technique.stage in HOW):
             transform = technique.update(transform)
         return transform
 
-    def build_model(self, log: Sequence[Decision] = ()) -> nn.Module:
+    def build_model(self, log: Sequence[StructureLogEntry] = ()) -> nn.Module:
         """The model at the structure that the log describes, with all techniques applied, at its first values."""
         model = self.plain.build()
         latest = {entry.technique: entry for entry in log}
@@ -114,12 +114,12 @@ class Composition:
         if any(parameter.device != self.device for parameter in model.parameters()):
             model = model.to(self.device)
         for technique in self.techniques:
-            with noting() as notes, _named(technique):
+            with collect_notes() as notes, _named(technique):
                 model = technique.model(model)
             self.notes[technique.name] = notes
-        return keep_orders(model)
+        return record_orders(model)
 
-    def place(self, log: Sequence[Decision] = ()) -> TrainState:
+    def place(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
         """A state at the structure of the log, at its first values; a caller that has values fills them in."""
         model = self.build_model(log)
         optimizer = TransformOptimizer(model.named_parameters(), self.transform())
@@ -133,27 +133,27 @@ class Composition:
         state = TrainState()
         for technique in self.techniques:
             if change := technique.changes(0, state):
-                state.log.append(Decision(0, technique.name, change.decision, change.reason))
+                state.log.append(StructureLogEntry(0, technique.name, change.decision, change.reason))
         return self.place(state.log)
 
-    def changes(self, state: TrainState) -> list[Decision]:
+    def changes(self, state: TrainState) -> list[StructureLogEntry]:
         """Make every change that is due before the state's step, and say what was decided."""
         made = []
         for technique in self.techniques:
             if state.decided(technique.name, state.step) is not None:
                 continue
             if change := technique.changes(state.step, state):
-                made.append(Decision(state.step, technique.name, change.decision, change.reason))
+                made.append(StructureLogEntry(state.step, technique.name, change.decision, change.reason))
                 self._restructure(state, made[-1], change)
         return made
 
-    def _restructure(self, state: TrainState, decision: Decision, change: Change) -> None:
+    def _restructure(self, state: TrainState, decision: StructureLogEntry, change: StructuralChange) -> None:
         old = {name: full_value(tensor) for name, tensor in state.tensors().items()}
         assert state.optimizer is not None
         updates, born = state.optimizer.updates, state.optimizer.born
         state.log.append(decision)
         placed = self.place(state.log)
-        carry_over(change, old, placed)
+        transfer_state(change, old, placed)
         state.model, state.optimizer = placed.model, placed.optimizer
         assert state.optimizer is not None
         state.optimizer.updates = updates
@@ -172,19 +172,19 @@ def _named(technique: Technique) -> Iterator[None]:
     """Says whose refusal it is."""
     try:
         yield
-    except Refused as refused:
+    except RefusedError as refused:
         if refused.what.startswith(technique.name):
             raise
-        raise Refused(f"{technique.name}: {refused.what}", fix=refused.fix) from None
+        raise RefusedError(f"{technique.name}: {refused.what}", fix=refused.fix) from None
 
 
-def compose(plain: Plain, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Composition:
+def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
     """Sort by stage, fill in settings that depend on the run, refuse what cannot go together. The order given is
     irrelevant."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
-    run = Composition(plain, tuple(resolved), steps, device)
+    run = Run(plain, tuple(resolved), steps, device)
     _ = run.objective  # a technique that cannot serve it says so before anything is built
     return run
 

@@ -12,15 +12,15 @@ from typing import Any
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thrifty.composition.compose import CPU, Composition
-from thrifty.composition.micro_batches import fewer_alike, shares_of
+from thrifty.composition.compose import CPU, Run
+from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.batches import Batch
 from thrifty.core.footprint import Footprint
-from thrifty.core.run_notes import noting
-from thrifty.core.shard_layout import local
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
-from thrifty.core.tensor_tracing import StepTrace, one_thread, settled, tensor_bytes
+from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
 IN_PASSES = ("model", "batches", "objective", "backward")
@@ -31,7 +31,7 @@ OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary"
 
 
 @dataclass(frozen=True)
-class Row:
+class TechniqueFootprint:
     """One technique, and the footprint before and after it."""
 
     technique: Technique
@@ -54,7 +54,7 @@ class Row:
 class Explanation:
     parameters: int
     plain: Footprint
-    rows: tuple[Row, ...]
+    rows: tuple[TechniqueFootprint, ...]
     decisions: tuple[str, ...] = ()
     """What techniques decide when they see the first batch."""
 
@@ -63,7 +63,7 @@ class Explanation:
         return self.rows[-1].after if self.rows else self.plain
 
     def as_dict(self, notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Plain data; `notes` are what each technique's surgery touched and skipped (`Composition.notes`)."""
+        """Plain data; `notes` are what each technique's surgery touched and skipped (`Run.notes`)."""
         return {
             "parameters": self.parameters,
             "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],
@@ -73,27 +73,27 @@ class Explanation:
         }
 
 
-def explain(run: Composition) -> Explanation:
+def explain(run: Run) -> Explanation:
     """Footprints of the plain run and after each technique, at the run's full structure and last batch."""
-    with settled():
+    with gc_frozen():
         return _explained(run)
 
 
-def _explained(run: Composition) -> Explanation:
-    counts = _Counts(run)
+def _explained(run: Run) -> Explanation:
+    counts = _RunCounts(run)
     parameters, counted = counts.of(())
     plain, before = counted, counted
-    rows: list[Row] = []
+    rows: list[TechniqueFootprint] = []
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
-        shares = shares_of(so_far)
+        shares = data_shard_count(so_far)
         is_counted = not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED)
-        if is_counted or shares > shares_of(so_far[:-1]):
+        if is_counted or shares > data_shard_count(so_far[:-1]):
             _, counted = counts.of(tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
-        rows.append(Row(technique, before, after))
+        rows.append(TechniqueFootprint(technique, before, after))
         before = after
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
 
@@ -102,17 +102,17 @@ def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
     return any(getattr(type(technique), method) is not getattr(Technique, method) for method in methods)
 
 
-def count(run: Composition, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
+def count(run: Run, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
     """The number of parameters, and one step's footprint, of the run with only these techniques; of several `shares`
     into which its examples are divided, the bytes are those of one and the FLOPs those of all."""
-    return _Counts(run).of(techniques, shares)
+    return _RunCounts(run).of(techniques, shares)
 
 
-class _Counts:
+class _RunCounts:
     """Counts of a run with some of its techniques. Where those differ from the ones before in the update alone, the
     passes through the model are not traced again."""
 
-    def __init__(self, run: Composition):
+    def __init__(self, run: Run):
         self.run = run
         self.decisions: list[str] = []
         """What the techniques that were counted last decide when they see the first batch."""
@@ -120,7 +120,7 @@ class _Counts:
         self._key: tuple[tuple[Technique, ...], int] | None = None
 
     def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
-        with noting() as said:
+        with collect_notes() as said:
             parameters, footprint = self._of(techniques, shares)
         self.decisions = [*dict.fromkeys([*said, *self._said_in_passes])]
         return parameters, footprint
@@ -130,11 +130,11 @@ class _Counts:
         whole = part.source.at(self.run.steps - 1)
         is_joint = self.run.objective.joint  # each rank compares its own examples with everybody's
         share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
-        part, batch, times = fewer_alike(part, share)
+        part, batch, times = representative_micro_batches(part, share)
         key = tuple(technique for technique in techniques if _overrides(technique, IN_PASSES)), shares
         if key != self._key:
             self._key = None
-            with noting() as self._said_in_passes:
+            with collect_notes() as self._said_in_passes:
                 self._passes = self._counted_passes(part, batch)
             self._key = key
         with self._fake, one_thread():
@@ -144,14 +144,14 @@ class _Counts:
         parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
         return parameters, footprint.scale(flops=times * len(whole) / len(share))
 
-    def _counted_passes(self, part: Composition, batch: Batch) -> CountedPasses:
+    def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
         fake, plain = self._fake, part.plain
         with fake:
             faked = replace(plain, build=lambda: _faked(plain.build(), fake))
             return passes_of(replace(part, plain=faked, device=CPU), batch.map(fake.from_tensor))
 
 
-def passes_of(run: Composition, batch: Batch) -> CountedPasses:
+def passes_of(run: Run, batch: Batch) -> CountedPasses:
     """The passes through a run's model on this batch: built and traced for real unless tensors are fake."""
     with one_thread():
         with StepTrace() as built:
@@ -173,7 +173,7 @@ def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     return model
 
 
-def touched(run: Composition) -> dict[str, list[str]]:
+def touched_modules(run: Run) -> dict[str, list[str]]:
     """What each technique's surgery touches and skips, found on fake tensors. Raises Refused where one refuses."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = run.plain
@@ -183,7 +183,7 @@ def touched(run: Composition) -> dict[str, list[str]]:
 
 
 @dataclass(frozen=True)
-class Held:
+class ResidentBytes:
     """Bytes that a rank keeps from step to step, and what techniques' surgery touched on it."""
 
     parameters: int
@@ -192,7 +192,7 @@ class Held:
     notes: Mapping[str, Sequence[str]]
 
 
-def held(run: Composition) -> Held:
+def resident_bytes(run: Run) -> ResidentBytes:
     """What this rank of a mesh holds with all techniques, found on fake tensors. Raises Refused where one refuses.
 
     Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
@@ -209,4 +209,4 @@ def held(run: Composition) -> Held:
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
     state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
     kept = ([*model.parameters()], optimizer.parameters, state)
-    return Held(*(sum(map(tensor_bytes, local(tensors))) for tensors in kept), trial.notes)
+    return ResidentBytes(*(sum(map(tensor_bytes, local_tensors(tensors))) for tensors in kept), trial.notes)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
 from thrifty.core.mesh import axis
 from thrifty.core.stages import Stage
@@ -16,7 +16,7 @@ SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 """Stages whose backward pass looks at the whole batch before it is cut."""
 
 
-def fewer_alike(run: Composition, batch: Batch) -> tuple[Composition, Batch, float]:
+def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
     """The run in two micro-batches where it has more, all of one size; their examples; and in how many times the FLOPs
     a whole step is done. The run as it is, and 1.0, where they are not alike."""
     cutting = [technique for technique in run.techniques if "micro-batches" in technique.claims]
@@ -30,7 +30,7 @@ def fewer_alike(run: Composition, batch: Batch) -> tuple[Composition, Batch, flo
     return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
 
 
-def shares_of(techniques: Sequence[Technique]) -> int:
+def data_shard_count(techniques: Sequence[Technique]) -> int:
     """Into how many equal parts techniques that need several ranks divide the examples of a step before a model sees
     them: those of the ranks along the data, and the micro-batches of a pipeline."""
     shares = 1

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from thrifty.core.state import TrainState, fill_tensor
-from thrifty.core.structural_change import Change
-from thrifty.distributed.stage_communication import values_over_stages
+from thrifty.core.structural_change import StructuralChange
+from thrifty.distributed.stage_communication import gather_over_stages
 
 
-def carry_over(change: Change, old: Mapping[str, Tensor], placed: TrainState) -> None:
+def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: TrainState) -> None:
     """Fill a state of the new structure with what a change takes over of the old one: its whole values by the names
     that `TrainState.tensors` gives."""
     tensors = placed.tensors()
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
-    found = values_over_stages(old, set(sources.values()))
+    found = gather_over_stages(old, set(sources.values()))
     for name, source in sources.items():
         if source in found:
             fill_tensor(tensors[name], _carried(change, name, found[source], tensors[name].shape, placed))
@@ -28,7 +28,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return kind, slot, parameter
 
 
-def _source(change: Change, name: str, tensor: Tensor, placed: TrainState) -> str:
+def _source(change: StructuralChange, name: str, tensor: Tensor, placed: TrainState) -> str:
     """The name of what a tensor starts from; "" where it keeps its first value."""
     kind, slot, parameter = _parts(name)
     # a mask is no moment: it belongs to the weight whatever happens to the optimizer
@@ -44,7 +44,7 @@ def _source(change: Change, name: str, tensor: Tensor, placed: TrainState) -> st
     return "/".join(part for part in (kind, slot, origin) if part)
 
 
-def _carried(change: Change, name: str, value: Tensor, shape: torch.Size, placed: TrainState) -> Tensor:
+def _carried(change: StructuralChange, name: str, value: Tensor, shape: torch.Size, placed: TrainState) -> Tensor:
     kind, slot, parameter = _parts(name)
     if value.shape != shape:
         value = change.resize(parameter, value, shape)

@@ -7,18 +7,18 @@ from typing import Any, Self
 from torch import Size, Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
-from thrifty.core.gradient_transform import Transform
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.tensor_tracing import StepTrace, tensor_bytes, uncollected
+from thrifty.core.gradient_transform import GradientTransform
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled, tensor_bytes
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.parameter_kinds import is_matrix
-from thrifty.optim.chunked_update import InPieces, Piece, Tail
+from thrifty.optim.chunked_update import ChunkedUpdate, UpdateChunk, UpdateExecutor
 from thrifty.optim.torch_optimizer import TransformOptimizer
-from thrifty.optim.update_plan import InOrder, Members
+from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 
 
 class CountedPasses:
@@ -35,13 +35,13 @@ class CountedPasses:
         self.model, self.live = model, built or StepTrace()
         self.blocks = blocks_of(model)
         given = [*batch.fields.values(), batch.weight]
-        with uncollected(), self.live as live:
+        with gc_disabled(), self.live as live:
             live.know(*model.parameters(), *model.buffers(), *given)
             self.buffers, before = live.held_besides([*model.parameters(), *given]), live.now
             live.peak = before
-            marking, passes = _Marking(objective, live), _Passes(model, self.blocks, live)
+            marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
             with passes:
-                outcome: Outcome = backward(model, marking, batch)
+                outcome: BackwardResult = backward(model, marking, batch)
                 del outcome
             self.flops, self.hidden = live.flops, passes.hidden
             self.activations = marking.after_forward - before
@@ -51,7 +51,7 @@ class CountedPasses:
             self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
             """The most beside complete gradients; the same from when the first gradient of a block is complete."""
 
-    def followed_by(self, transform: Transform, steps: int) -> Footprint:
+    def followed_by(self, transform: GradientTransform, steps: int) -> Footprint:
         """The footprint of the whole step in a run of so many.
 
         Activations are what is alive at the end of the forward pass (of the first micro-batch); temporary is what the
@@ -60,14 +60,14 @@ class CountedPasses:
         that asks fake tensors for values counts up to there.
         """
         model, live = self.model, self.live
-        with uncollected(), live:
+        with gc_disabled(), live:
             there = live.storages()
             optimizer = TransformOptimizer(model.named_parameters(), transform)
             slots = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
             buffers = self.buffers + live.held_besides(slots, there)
-            keep_unlike_pieces(optimizer.site.tail, optimizer.parameters)
+            keep_distinct_chunks(optimizer.site.tail, optimizer.parameters)
             live.peak, before = live.now, live.now - self.left
-            kinds = kinds_of_update(optimizer, steps)
+            kinds = distinct_updates(optimizer, steps)
             for optimizer.updates in kinds:
                 with suppress(DataDependentOutputException, DynamicOutputShapeException):
                     optimizer.step()
@@ -93,7 +93,7 @@ class CountedPasses:
         )
 
 
-def kinds_of_update(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
+def distinct_updates(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
     """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, looked_at)):
@@ -101,24 +101,24 @@ def kinds_of_update(optimizer: TransformOptimizer, steps: int, looked_at: int = 
     return list(kinds.values())
 
 
-def keep_unlike_pieces(tail: Tail, parameters: Sequence[Tensor]) -> None:
+def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
     """Leaves out of an update all pieces but one of those that are alike: one is worked on after the other, so the
     others would hold no more, and billions of parameters are many pieces."""
-    if isinstance(tail, InOrder):
-        keep_unlike_pieces(tail.first, parameters)
-        keep_unlike_pieces(tail.then, parameters)
-    elif isinstance(tail, Members):
+    if isinstance(tail, TwoPartUpdate):
+        keep_distinct_chunks(tail.first, parameters)
+        keep_distinct_chunks(tail.then, parameters)
+    elif isinstance(tail, PartitionedUpdate):
         for own, member in tail.tails:
-            keep_unlike_pieces(member, [parameters[i] for i in own])
-    elif isinstance(tail, InPieces):
+            keep_distinct_chunks(member, [parameters[i] for i in own])
+    elif isinstance(tail, ChunkedUpdate):
         tail.pieces = list({_likeness(piece, parameters): piece for piece in tail.pieces}.values())
 
 
-def _likeness(piece: Piece, parameters: Sequence[Tensor]) -> tuple[tuple[Size, int | None], ...]:
+def _likeness(piece: UpdateChunk, parameters: Sequence[Tensor]) -> tuple[tuple[Size, int | None], ...]:
     return tuple((parameters[i].shape, rows and rows.stop - rows.start) for i, rows in piece.spans)
 
 
-class _Marking(Around):
+class _ForwardPeakObjective(WrappedObjective):
     """Another objective that notes how many bytes are alive once the forward pass is over."""
 
     def __init__(self, inner: Objective, live: StepTrace):
@@ -132,7 +132,7 @@ class _Marking(Around):
         return losses
 
 
-class _Passes:
+class _BlockPasses:
     """While open, follows forward and backward passes through blocks: what those hand on and keep, and the most that is
     alive beside complete gradients."""
 
@@ -188,7 +188,7 @@ class _Passes:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks of all stacks; [] for a model that has none."""
-    with suppress(Refused):
+    with suppress(RefusedError):
         return [block for stack in find_stacks(model).values() for block in stack]
     return []
 

@@ -10,7 +10,7 @@ from thrifty.core.objective import Objective
 
 
 @dataclass
-class Outcome:
+class BackwardResult:
     """What one backward pass found: the weighted loss (scalar, detached) and anything worth recording."""
 
     loss: Tensor
@@ -19,16 +19,16 @@ class Outcome:
     """Whether gradients that are not finite have been answered already, by a lower loss scale: such a step is skipped
     like any other, but is no sign of divergence."""
 
-    def __add__(self, other: "Outcome") -> "Outcome":
-        return Outcome(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered)
+    def __add__(self, other: "BackwardResult") -> "BackwardResult":
+        return BackwardResult(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered)
 
 
-Backward = Callable[[nn.Module, Objective, Batch], Outcome]
+Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 
 
-def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
     """The whole batch in one forward and one backward pass."""
     losses = objective.losses(objective.predict(model, batch), batch)
     loss = (losses * batch.weight).sum()
     loss.backward()
-    return Outcome(loss.detach())
+    return BackwardResult(loss.detach())

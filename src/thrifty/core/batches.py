@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Inventory:
+class ExampleIndex:
     """The examples that a source goes through in an epoch, by number and in no order of training."""
 
     count: int
@@ -67,7 +67,7 @@ class Inventory:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ExampleSubset:
     """Which examples of a source are gone through."""
 
     kept: Tensor
@@ -99,29 +99,31 @@ class BatchSource:
     def at(self, step: int) -> Batch:
         return self.rows(step, 0, self.size(step))
 
-    def resized(self, sizes: Sequence[int]) -> "BatchSource":
+    def with_batch_size(self, sizes: Sequence[int]) -> "BatchSource":
         """The same examples in the same order, in effective batches of other sizes: those of the first steps, the last
         of which holds for all later ones."""
-        return Resized(self, sizes)
+        return ResizedSource(self, sizes)
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> ExampleIndex:
         """Raises Refused where examples have no numbers to be known by."""
         raise _numberless(self)
 
-    def only(self, choice: Choice) -> "BatchSource":
+    def only(self, choice: ExampleSubset) -> "BatchSource":
         """The same kind of source with these of its examples; all else, such as the seed, stays. Raises Refused where
         examples have no numbers, or fewer are left than one effective batch."""
         raise _numberless(self)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> ExampleSubset | None:
         """Which of its examples it goes through, where not all."""
         return None
 
 
-def _numberless(source: BatchSource) -> Refused:
+def _numberless(source: BatchSource) -> RefusedError:
     kind = type(source).__name__
-    return Refused(f"the examples of this data ({kind}) have no fixed numbers to be known by", "train on all of them")
+    return RefusedError(
+        f"the examples of this data ({kind}) have no fixed numbers to be known by", "train on all of them"
+    )
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
@@ -133,25 +135,25 @@ def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
     return Batch(joined, torch.cat([part.weight for part in parts]))
 
 
-class Derived(BatchSource):
+class WrappedSource(BatchSource):
     """Another source with something done to what it gives; its examples are that one's."""
 
     source: BatchSource
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> ExampleIndex:
         return self.source.inventory()
 
-    def only(self, choice: Choice) -> Self:
+    def only(self, choice: ExampleSubset) -> Self:
         changed = copy(self)
         changed.source = self.source.only(choice)
         return changed
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> ExampleSubset | None:
         return self.source.choice
 
 
-class Mapped(Derived):
+class MappedSource(WrappedSource):
     """Another source with a pure function of (step, batch) applied to what it gives."""
 
     def __init__(self, source: BatchSource, function: Callable[[int, Batch], Batch]):
@@ -167,11 +169,11 @@ class Mapped(Derived):
     def rows(self, step: int, start: int, stop: int) -> Batch:
         return self.function(step, self.source.rows(step, start, stop))
 
-    def resized(self, sizes: Sequence[int]) -> BatchSource:
-        return Mapped(self.source.resized(sizes), self.function)
+    def with_batch_size(self, sizes: Sequence[int]) -> BatchSource:
+        return MappedSource(self.source.with_batch_size(sizes), self.function)
 
 
-class Share(Derived):
+class RankShard(WrappedSource):
     """The rows of one rank: an equal, contiguous part of the effective batch. Raises Refused where there is none."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
@@ -190,20 +192,20 @@ class Share(Derived):
         first = self.rank * self.size(step)
         return self.source.rows(step, first + start, first + stop)
 
-    def resized(self, sizes: Sequence[int]) -> BatchSource:
-        return Share(self.source.resized(sizes), self.rank, self.ranks)
+    def with_batch_size(self, sizes: Sequence[int]) -> BatchSource:
+        return RankShard(self.source.with_batch_size(sizes), self.rank, self.ranks)
 
 
 def _refuse_unequal(source: BatchSource, ranks: int) -> None:
     what = f"cannot be shared equally by {ranks} ranks"
     if source.batch % ranks:
         fix = f"--set data.batch={-(-source.batch // ranks) * ranks}"
-        raise Refused(f"an effective batch of {source.batch} examples {what}", fix)
+        raise RefusedError(f"an effective batch of {source.batch} examples {what}", fix)
     fix = f"let all sizes be multiples of {math.lcm(source.unit, ranks)}"
-    raise Refused(f"effective batches in multiples of {source.unit} examples {what}", fix)
+    raise RefusedError(f"effective batches in multiples of {source.unit} examples {what}", fix)
 
 
-class Presampled(Derived):
+class OversampledSource(WrappedSource):
     """`times` consecutive effective batches as one, for techniques that choose among more than they train on."""
 
     def __init__(self, source: BatchSource, times: int):
@@ -214,11 +216,11 @@ class Presampled(Derived):
         batch = _stretch(self.source, first + start, first + stop)
         return batch.weighted(batch.weight / self.times)
 
-    def resized(self, sizes: Sequence[int]) -> BatchSource:
-        return self.source.resized([size * self.times for size in sizes])
+    def with_batch_size(self, sizes: Sequence[int]) -> BatchSource:
+        return self.source.with_batch_size([size * self.times for size in sizes])
 
 
-class Resized(Derived):
+class ResizedSource(WrappedSource):
     """Another source's examples in its own order, none skipped and none repeated, in batches of varying size."""
 
     def __init__(self, source: BatchSource, sizes: Sequence[int]):
@@ -242,5 +244,5 @@ class Resized(Derived):
         batch = _stretch(self.source, first + start, first + stop)
         return batch.weighted(batch.weight * (self.source.batch / self.size(step)))
 
-    def resized(self, sizes: Sequence[int]) -> BatchSource:
-        return self.source.resized(sizes)
+    def with_batch_size(self, sizes: Sequence[int]) -> BatchSource:
+        return self.source.with_batch_size(sizes)

@@ -22,7 +22,7 @@ class UsageError(ThriftyError):
     exit_code = 2
 
 
-class Infeasible(ThriftyError):
+class InfeasibleError(ThriftyError):
     """What was asked for cannot fit the budget or the machine."""
 
     exit_code = 3
@@ -34,7 +34,7 @@ class IntegrityError(ThriftyError):
     exit_code = 4
 
 
-class Refused(UsageError):
+class RefusedError(UsageError):
     """A technique cannot do its work here, and says why."""
 
 

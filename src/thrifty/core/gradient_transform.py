@@ -22,16 +22,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 Slots = dict[str, list[Tensor]]
-Numbers = Mapping[str, float | Tensor]
+Scalars = Mapping[str, float | Tensor]
 Rule = Callable[[str, Tensor], bool]
 Content = Literal["weights", "squares", "moments"]
 T = TypeVar("T")
-MOVE = "move"
+MASK_MOVE = "move"
 """A number of this name is not 0 in an update that decides anew where there may be values, after which whoever promised
 something of them is asked."""
 
 
-class Reach(IntEnum):
+class TransformScope(IntEnum):
     """What an element must see at once to be right."""
 
     ROWS = auto()  # any rows of any parameter: arithmetic on each number apart, or within its row
@@ -39,11 +39,11 @@ class Reach(IntEnum):
     ALL = auto()  # all parameters together: a global norm
 
 
-class Transform:
+class GradientTransform:
     """The identity, and what an element may override."""
 
     name = "identity"
-    reach = Reach.ALL
+    reach = TransformScope.ALL
     weights: frozenset[str] = frozenset()
     """Slots that hold weights, not moments of gradients: whoever stores moments in fewer bits leaves them alone."""
     squares: frozenset[str] = frozenset()
@@ -56,13 +56,13 @@ class Transform:
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         """Called with the parameters as they are after the update, and the numbers of that update."""
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         """The values to evaluate and to export in place of the parameters being trained; None for those themselves.
         `numbers` are those of the update that comes next."""
         return None
@@ -71,38 +71,38 @@ class Transform:
         """Brings parameters and state, which may have been filled with values from elsewhere, in line with what the
         slots demand, such as masks. Doing it twice does what doing it once does."""
 
-    def only(self, indices: Sequence[int]) -> "Transform":
+    def only(self, indices: Sequence[int]) -> "GradientTransform":
         """This transform for some of the parameters that it was initialised with. An element that keeps something per
         parameter outside its slots must override it."""
         return self
 
     def content(self, slot: str) -> Content:
         """What a slot is: weights as they are or were, squares of gradients, or other moments of them."""
-        if not moves(self):
+        if not changes_updates(self):
             return "weights"
         return "squares" if slot in self.squares else "moments"
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         """By how much this element multiplies what passes through it, where that is a learning rate."""
         return 1.0
 
 
-def moves(element: Transform) -> bool:
+def changes_updates(element: GradientTransform) -> bool:
     """Whether an element changes updates at all; one that only follows the parameters does not."""
-    return type(element).update is not Transform.update
+    return type(element).update is not GradientTransform.update
 
 
-def above(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
+def with_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
     """Slots or numbers of an inner transform as entries of an outer one's, below `prefix.`."""
     return {f"{prefix}.{key}": value for key, value in mapping.items()}
 
 
-def under(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
+def without_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
     """The inner transform's entries again."""
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
 
 
-def of_one_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Plain and divided tensors apart, by index: torch's operations on lists take no mixed ones."""
     plain: list[int] = []
     divided: list[int] = []
@@ -111,46 +111,46 @@ def of_one_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     return [some for some in (plain, divided) if some]
 
 
-class Chain(Transform):
+class TransformChain(GradientTransform):
     name = "chain"
     site: Callable | None = None
     """Makes the `Site` (`optimizer.py`) where a whole chain is run; None is with the parameters."""
 
-    def __init__(self, elements: Sequence[Transform]):
-        self.elements: dict[str, Transform] = {}
+    def __init__(self, elements: Sequence[GradientTransform]):
+        self.elements: dict[str, GradientTransform] = {}
         for element in elements:
             taken = sum(key.split("#")[0] == element.name for key in self.elements)
             self.elements[f"{element.name}#{taken + 1}" if taken else element.name] = element
 
-    def part(self, keys: Sequence[str]) -> "Chain":
+    def part(self, keys: Sequence[str]) -> "TransformChain":
         """Some of the elements, under the keys they have here."""
-        some = Chain([])
+        some = TransformChain([])
         some.elements = {key: self.elements[key] for key in keys}
         return some
 
     @property
-    def reach(self) -> Reach:  # type: ignore[override]
-        return max((element.reach for element in self.elements.values()), default=Reach.ROWS)
+    def reach(self) -> TransformScope:  # type: ignore[override]
+        return max((element.reach for element in self.elements.values()), default=TransformScope.ROWS)
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
         return {
             name: value
             for key, element in self.elements.items()
-            for name, value in above(key, element.numbers(step, age)).items()
+            for name, value in with_prefix(key, element.numbers(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {
             slot: tensors
             for key, element in self.elements.items()
-            for slot, tensors in above(key, element.init(names, parameters)).items()
+            for slot, tensors in with_prefix(key, element.init(names, parameters)).items()
         }
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        kinds = of_one_kind(parameters)
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
+        kinds = group_by_kind(parameters)
         for key, element in self.elements.items():
-            own, scalars = under(key, slots), under(key, numbers)
-            if len(kinds) < 2 or element.reach is Reach.ALL:
+            own, scalars = without_prefix(key, slots), without_prefix(key, numbers)
+            if len(kinds) < 2 or element.reach is TransformScope.ALL:
                 updates = element.update(updates, own, parameters, scalars)
                 continue
             updates = list(updates)
@@ -161,23 +161,23 @@ class Chain(Transform):
                     updates[i] = update
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for key, element in self.elements.items():
-            element.follow(under(key, slots), parameters, under(key, numbers))
+            element.follow(without_prefix(key, slots), parameters, without_prefix(key, numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         found = None
         for key, element in self.elements.items():
-            values = element.judged(under(key, slots), parameters, under(key, numbers))
+            values = element.judged(without_prefix(key, slots), parameters, without_prefix(key, numbers))
             found = found if values is None else values
         return found
 
     def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
         for key, element in self.elements.items():
-            element.impose(under(key, slots), parameters)
+            element.impose(without_prefix(key, slots), parameters)
 
-    def only(self, indices: Sequence[int]) -> Transform:
-        some = Chain([])
+    def only(self, indices: Sequence[int]) -> GradientTransform:
+        some = TransformChain([])
         some.elements = {key: element.only(indices) for key, element in self.elements.items()}
         return some
 
@@ -185,19 +185,19 @@ class Chain(Transform):
         key, _, own = slot.partition(".")
         return self.elements[key].content(own)
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         rate = 1.0
         for key, element in self.elements.items():
-            rate *= element.rate(under(key, numbers))
+            rate *= element.rate(without_prefix(key, numbers))
         return rate
 
 
-def chain(*elements: Transform) -> Chain:
+def chain(*elements: GradientTransform) -> TransformChain:
     """One transform after the other; chains inside are opened, so that chain(chain(a, b), c) is chain(a, b, c)."""
-    flat: list[Transform] = []
+    flat: list[GradientTransform] = []
     for element in elements:
-        if type(element) is Chain:
+        if type(element) is TransformChain:
             flat.extend(element.elements.values())
-        elif type(element) is not Transform:
+        elif type(element) is not GradientTransform:
             flat.append(element)
-    return Chain(flat)
+    return TransformChain(flat)

@@ -72,7 +72,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Axis:
+class MeshAxis:
     """This rank's place among those along an axis."""
 
     size: int = 1
@@ -81,12 +81,12 @@ class Axis:
     """Their process group; None is all ranks."""
 
 
-_ALONE = Axis()
+_ALONE = MeshAxis()
 _laid: dict[str, DeviceMesh] = {}
 """The mesh under "all", each of its axes, and "data"."""
 
 
-def lay(sizes: Mapping[str, int], device: str) -> None:
+def set_mesh(sizes: Mapping[str, int], device: str) -> None:
     """Arrange all ranks, which must come here together, along axes of these sizes."""
     shape = tuple(sizes[name] for name in AXES)
     if not _laid or _laid["all"].shape != shape:
@@ -94,19 +94,19 @@ def lay(sizes: Mapping[str, int], device: str) -> None:
         _laid.update({name: mesh[name] for name in AXES}, all=mesh, data=mesh[DATA]._flatten("data"))
 
 
-def lift() -> None:
+def clear_mesh() -> None:
     """No mesh any more, as when the process group it was laid over ends."""
     _laid.clear()
 
 
-def axis(name: str) -> Axis:
+def axis(name: str) -> MeshAxis:
     """The axis of this name; "data" is replicate and shard taken as one."""
     if not (dist.is_available() and dist.is_initialized()):
         return _ALONE
     if not _laid:
-        return Axis(dist.get_world_size(), dist.get_rank()) if name == "data" else _ALONE
+        return MeshAxis(dist.get_world_size(), dist.get_rank()) if name == "data" else _ALONE
     along = _laid[name]
-    return _ALONE if along.size() == 1 else Axis(along.size(), along.get_local_rank(), along.get_group())
+    return _ALONE if along.size() == 1 else MeshAxis(along.size(), along.get_local_rank(), along.get_group())
 
 
 def submesh(*names: str, device: str = "cpu") -> DeviceMesh:

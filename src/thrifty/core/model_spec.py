@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class TextEnds:
+class TextModelSpec:
     vocabulary: int
     """Tokens that there are."""
     length: int
@@ -14,7 +14,7 @@ class TextEnds:
 
 
 @dataclass(frozen=True)
-class ImageEnds:
+class ImageModelSpec:
     labels: tuple[str, ...]
     """What images are told apart by, in the order of the model's outputs; none where they only are looked at."""
     side: int
@@ -29,23 +29,23 @@ class ImageEnds:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "ImageEnds":
+    def from_data(cls, data: Mapping[str, Any]) -> "ImageModelSpec":
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
 
 
 @dataclass(frozen=True)
-class PairEnds:
+class PairModelSpec:
     """Of images with captions: a model of two towers takes both."""
 
-    images: ImageEnds
-    text: TextEnds
+    images: ImageModelSpec
+    text: TextModelSpec
 
     def as_data(self) -> dict[str, Any]:
         return {"images": self.images.as_data(), "text": asdict(self.text)}
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> "PairEnds":
-        return cls(ImageEnds.from_data(data["images"]), TextEnds(**data["text"]))
+    def from_data(cls, data: Mapping[str, Any]) -> "PairModelSpec":
+        return cls(ImageModelSpec.from_data(data["images"]), TextModelSpec(**data["text"]))
 
 
-Ends = TextEnds | ImageEnds | PairEnds
+ModelSpec = TextModelSpec | ImageModelSpec | PairModelSpec

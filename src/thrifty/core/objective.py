@@ -32,7 +32,7 @@ class Prediction:
         return self.head(self.hidden)
 
 
-class Tokens(Protocol):
+class TokenizerInfo(Protocol):
     """What an objective asks of a tokenizer."""
 
     end_of_text: int
@@ -111,11 +111,11 @@ class Objective:
         """What a tokenizer trained for examples of this length must set apart, besides the end of text."""
         return ()
 
-    def knowing(self, tokens: Tokens, length: int) -> "Objective":
+    def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
         """This objective with the token numbers that it needs for examples of this length."""
         return self
 
-    def looking(self, patch: int | None) -> "Objective":
+    def with_patch_size(self, patch: int | None) -> "Objective":
         """This objective for a model that cuts images into patches of so many pixels' side, where it does."""
         return self
 
@@ -129,7 +129,7 @@ class Objective:
         return batch
 
 
-class Around(Objective):
+class WrappedObjective(Objective):
     """Another objective with something changed: whatever a subclass does not override is the inner one's."""
 
     def __init__(self, inner: Objective):
@@ -174,14 +174,14 @@ class Around(Objective):
     def special_tokens(self, length: int) -> tuple[str, ...]:
         return self.inner.special_tokens(length)
 
-    def knowing(self, tokens: Tokens, length: int) -> Objective:
+    def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> Objective:
         changed = copy(self)
-        changed.inner = self.inner.knowing(tokens, length)
+        changed.inner = self.inner.with_tokenizer(tokens, length)
         return changed
 
-    def looking(self, patch: int | None) -> Objective:
+    def with_patch_size(self, patch: int | None) -> Objective:
         changed = copy(self)
-        changed.inner = self.inner.looking(patch)
+        changed.inner = self.inner.with_patch_size(patch)
         return changed
 
     def examples(self, batch: Batch) -> Batch:

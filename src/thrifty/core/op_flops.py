@@ -41,7 +41,7 @@ FLOPS_OF = {
 """torch's own formulas, and those of kernels that it does not know, or not with heads that share keys."""
 
 
-def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation as a dispatch mode is given it. torch's fake product of groups takes bfloat16 alone, the real one
     what a processor multiplies; experts of a mixture are computed by it."""
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
@@ -49,7 +49,7 @@ def call(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def asked_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
+def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
     """The answer where this is no operation, but the question on which device a fake tensor is, which torch asks more
     often than it does anything else."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

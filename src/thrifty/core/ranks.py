@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thrifty.core.batches import BatchSource, Share
+from thrifty.core.batches import BatchSource, RankShard
 from thrifty.core.mesh import axis
 
 
@@ -17,21 +17,21 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def own_share(source: BatchSource) -> BatchSource:
+def rank_shard(source: BatchSource) -> BatchSource:
     """The equal part of each effective batch that is this rank's, and that of the ranks it computes together with.
     Raises Refused when a batch cannot be shared equally."""
     data = axis("data")
-    return source if data.size == 1 else Share(source, data.place, data.size)
+    return source if data.size == 1 else RankShard(source, data.place, data.size)
 
 
-def own_draws() -> int:
+def random_stream() -> int:
     """A number that ranks have in common if they must draw the same random values: those that compute the same blocks
     for the same examples."""
     data, pipeline = axis("data"), axis("pipeline")
     return pipeline.place * data.size + data.place
 
 
-def gathered(message: bytes, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
+def gather_bytes(message: bytes, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
     """What each rank of a group (None: all) has to say, in order of rank; blanks are added behind shorter messages."""
     with unset_fake_temporarily():
         size = dist.get_world_size(group)

@@ -11,8 +11,8 @@ from typing import Annotated
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.old_names import order_key
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Natural, Positive, Probability, Rate, check_bounds
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Natural, Positive, Probability, Rate, SettingBound, check_bounds
 from thrifty.core.technique import Technique
 
 
@@ -48,7 +48,7 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
-class Augmentation:
+class AugmentationSettings:
     """How training images are changed, each time in another way; see `data/images/augmentation.py`. All off unless
     set."""
 
@@ -56,7 +56,7 @@ class Augmentation:
     """Pixels of padding around an image, out of which a piece of the old size is cut at random."""
     flip: bool = False
     """Whether half of the images are mirrored, left for right."""
-    operations: Annotated[int, Bound(least=0, most=32)] = 0
+    operations: Annotated[int, SettingBound(least=0, most=32)] = 0
     """How many of the operations on colours and geometry are made, one after the other."""
     magnitude: Probability = 0.3
     """How strong they are, from nothing to the strongest."""
@@ -98,7 +98,7 @@ class DataSettings:
     out; 0.8 is usual. None are looked for unless it is given."""
     size: int | None = None
     """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
-    augment: Augmentation | None = None
+    augment: AugmentationSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSettings:
     every: Positive = 100
     """Steps between evaluations on held-out data; one at the end is always made."""
     examples: Positive = 64
@@ -159,12 +159,12 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointSettings:
     every: Positive = 200
     """Steps between checkpoints; one at the end is always made."""
     keep: Positive = 2
     """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
-    also: tuple[Moment, ...] = ()
+    also: tuple[StepOrFraction, ...] = ()
     """Further moments of the run at which a checkpoint is made, and those always stay."""
 
     def __post_init__(self) -> None:
@@ -186,8 +186,8 @@ class Recipe:
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     budget: Budget = field(default_factory=lambda: Budget(steps=500))
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     mesh: Mesh = field(default_factory=Mesh)
     techniques: tuple[Technique, ...] = ()
     """In order of stage, whatever the order given."""

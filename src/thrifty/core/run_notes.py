@@ -8,7 +8,7 @@ _notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
 
 
 @contextmanager
-def noting() -> Iterator[list[str]]:
+def collect_notes() -> Iterator[list[str]]:
     """Collects what is said by `note` and `select` inside the block, for `explain`."""
     token = _notes.set(notes := [])
     try:
@@ -17,7 +17,7 @@ def noting() -> Iterator[list[str]]:
         _notes.reset(token)
 
 
-def note(text: str) -> None:
+def add_note(text: str) -> None:
     notes = _notes.get()
     if notes is not None and text not in notes:
         notes.append(text)

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Annotated, Any, TypeVar
 
 from thrifty.core.errors import UsageError
-from thrifty.core.setting_bounds import Bound, hints_of
+from thrifty.core.setting_bounds import SettingBound, hints_of
 
-Moment = Annotated[int | float, "moment of a run"]
-EffectiveBatch = Annotated[int, "effective batch of a run", Bound(least=0)]
+StepOrFraction = Annotated[int | float, "moment of a run"]
+EffectiveBatch = Annotated[int, "effective batch of a run", SettingBound(least=0)]
 T = TypeVar("T")
 
 
@@ -21,15 +21,16 @@ def in_steps(moment: int | float, steps: int) -> int:
 
 
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
-    """A copy of a dataclass with each field annotated `Moment` (or a tuple of them) in steps of a run of `steps`, and
+    """A copy of a dataclass with each field annotated `StepOrFraction` (or a tuple of them) in steps of a run of
+    `steps`, and
     each `EffectiveBatch` that is 0 replaced by `batch`."""
     hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         current = getattr(value, field.name)
-        if hints[field.name] == Moment:
+        if hints[field.name] == StepOrFraction:
             changes[field.name] = in_steps(current, steps)
-        elif hints[field.name] == tuple[Moment, ...]:
+        elif hints[field.name] == tuple[StepOrFraction, ...]:
             changes[field.name] = tuple(in_steps(moment, steps) for moment in current)
         elif hints[field.name] == EffectiveBatch:
             changes[field.name] = current or batch
@@ -40,7 +41,7 @@ def refuse_shares(value: object, name: str) -> None:
     """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
-        if hints[field.name] == Moment and isinstance(current := getattr(value, field.name), float):
+        if hints[field.name] == StepOrFraction and isinstance(current := getattr(value, field.name), float):
             raise UsageError(
                 f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
                 fix=f"give a number of steps, such as {field.name}=1000",

@@ -4,8 +4,9 @@ safetensors with
     scores                         float32 (n,), the mean over runs; higher is harder, whatever they were scored by
     runs                           float32 (r, n), those of each run
     labels                         int64 (n,), where examples have classes
-    predicted, confidence, own     int64, float32, float32 (n,), where a classifier was trained: see `Guesses`
-and one entry of JSON as metadata (`Facts`), which has the fingerprint of the examples: the scores of other data are no
+    predicted, confidence, own     int64, float32, float32 (n,), where a classifier was trained: see `PredictedLabels`
+and one entry of JSON as metadata (`ScoreProvenance`), which has the fingerprint of the examples: the scores of other
+data are no
 use. A recipe names a file together with its sha256.
 """
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.tensor_tracing import unseen
+from thrifty.core.tensor_tracing import untraced
 
 KEY = "thrifty-scores"
 FORMAT = 1
@@ -38,7 +39,7 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Guesses:
+class PredictedLabels:
     """What the models that scored would have answered, each (n,)."""
 
     predicted: Tensor
@@ -54,7 +55,7 @@ class Guesses:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ScoreProvenance:
     method: str
     """What was scored by: el2n, grand, …"""
     fingerprint: str
@@ -79,12 +80,12 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Scores:
+class ExampleScores:
     scores: Tensor
     runs: Tensor
-    facts: Facts
+    facts: ScoreProvenance
     labels: Tensor | None = None
-    guesses: Guesses | None = None
+    guesses: PredictedLabels | None = None
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -95,7 +96,7 @@ class Scores:
         return names[number] if number < len(names) else str(number)
 
 
-def scores_bytes(scores: Scores) -> bytes:
+def scores_bytes(scores: ExampleScores) -> bytes:
     """The file; the same scores and facts are the same bytes."""
     tensors = {"scores": scores.scores.float(), "runs": scores.runs.float()}
     if scores.labels is not None:
@@ -116,30 +117,34 @@ def file_hash(path: Path) -> str:
         ) from None
 
 
-def read_scores(path: Path) -> Scores:
+def read_scores(path: Path) -> ExampleScores:
     """Raises UsageError where there is no file, IntegrityError where it holds no scores."""
     file_hash(path)
-    with unseen(), unset_fake_temporarily():  # real where all else is counted on fake tensors
+    with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors
         try:
             with safe_open(path, "pt") as file:
                 told = (file.metadata() or {})[KEY]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = _facts(json.loads(told))
             _check(tensors)
-            guesses = [tensors[field.name] for field in fields(Guesses)] if "predicted" in tensors else None
+            guesses = [tensors[field.name] for field in fields(PredictedLabels)] if "predicted" in tensors else None
         except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             what = "it has no facts of scores" if isinstance(error, KeyError) and error.args == (KEY,) else str(error)
             raise IntegrityError(f"{path} is no scores file: {what}", fix="score again: thrifty data score") from None
-        return Scores(
-            tensors["scores"], tensors["runs"], facts, tensors.get("labels"), Guesses(*guesses) if guesses else None
+        return ExampleScores(
+            tensors["scores"],
+            tensors["runs"],
+            facts,
+            tensors.get("labels"),
+            PredictedLabels(*guesses) if guesses else None,
         )
 
 
-def _facts(told: dict[str, Any]) -> Facts:
+def _facts(told: dict[str, Any]) -> ScoreProvenance:
     if told.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}, which this version reads")
     lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-    return Facts(**(told | lists))
+    return ScoreProvenance(**(told | lists))
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
@@ -154,7 +159,7 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
         raise ValueError("it has no scores")
 
 
-def averaged(parts: Sequence[Scores]) -> Scores:
+def average_scores(parts: Sequence[ExampleScores]) -> ExampleScores:
     """The scores of several runs by the same method as those of one: means, and what all of them cost."""
     runs, facts = torch.cat([part.runs for part in parts]), [part.facts for part in parts]
     told = replace(
@@ -165,14 +170,14 @@ def averaged(parts: Sequence[Scores]) -> Scores:
     )
     guesses = [part.guesses for part in parts if part.guesses is not None]
     voted = _voted(guesses) if len(guesses) == len(parts) else None
-    return Scores(runs.double().mean(0).float(), runs, told, parts[0].labels, voted)
+    return ExampleScores(runs.double().mean(0).float(), runs, told, parts[0].labels, voted)
 
 
-def _voted(guesses: Sequence[Guesses]) -> Guesses:
+def _voted(guesses: Sequence[PredictedLabels]) -> PredictedLabels:
     predicted = torch.stack([each.predicted for each in guesses])
     confidence = torch.stack([each.confidence for each in guesses]).double()
     support = torch.stack([(confidence * (predicted == each.predicted)).sum(0) for each in guesses])
     best = support.argmax(0, keepdim=True)
     own = torch.stack([each.own for each in guesses]).double().mean(0)
     believed = support.gather(0, best).squeeze(0) / len(guesses)
-    return Guesses(predicted.gather(0, best).squeeze(0), believed.float(), own.float())
+    return PredictedLabels(predicted.gather(0, best).squeeze(0), believed.float(), own.float())

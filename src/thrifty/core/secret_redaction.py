@@ -92,7 +92,7 @@ def _redact_assignment(match: re.Match[str]) -> str:
     return f"{key}{sign}{quote}{REDACTED}{quote}"
 
 
-def redacted(command: list[str]) -> list[str]:
+def redact_command_line(command: list[str]) -> list[str]:
     """The words of a command line, with what is or looks like a secret blanked out.
 
     `--api-key VALUE`, `--set x.token=VALUE`, a password in an address, and keys of known shapes.

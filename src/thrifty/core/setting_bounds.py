@@ -11,7 +11,7 @@ from thrifty.core.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Bound:
+class SettingBound:
     """What a number, or each of several, may be; `above` and `below` exclude the limit itself."""
 
     least: float | None = None
@@ -32,12 +32,12 @@ class Bound:
         return " and ".join(f"{word} {limit:g}" for word, limit in parts.items() if limit is not None)
 
 
-Positive = Annotated[int, Bound(least=1)]
-Natural = Annotated[int, Bound(least=0)]
-Share = Annotated[float, Bound(above=0, most=1)]
-Probability = Annotated[float, Bound(least=0, most=1)]
-Rate = Annotated[float, Bound(least=0)]
-Betas = Annotated[tuple[float, float], Bound(least=0, below=1)]
+Positive = Annotated[int, SettingBound(least=1)]
+Natural = Annotated[int, SettingBound(least=0)]
+Fraction = Annotated[float, SettingBound(above=0, most=1)]
+Probability = Annotated[float, SettingBound(least=0, most=1)]
+Rate = Annotated[float, SettingBound(least=0)]
+Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 
 
 @cache
@@ -59,7 +59,7 @@ def check_bounds(value: Any, name: str) -> None:
         for bound in getattr(hints[field.name], "__metadata__", ()):
             given = getattr(value, field.name)
             numbers = given if isinstance(given, tuple) else (given,)
-            if isinstance(bound, Bound) and not all(map(bound.admits, numbers)):
+            if isinstance(bound, SettingBound) and not all(map(bound.admits, numbers)):
                 raise UsageError(f"{name}: {field.name} is {given!r}", fix=f"{field.name} must be {bound}")
 
 

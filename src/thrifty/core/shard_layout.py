@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """The part of a full tensor of shape `full` that starts at `offset` and has shape `shape`."""
 
     full: tuple[int, ...]
@@ -27,7 +27,7 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def within(self, other: "Box") -> tuple[slice, ...]:
+    def within(self, other: "TensorBox") -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds `other`."""
         places = zip(self.offset, other.offset, self.shape, strict=True)
         return tuple(slice(start - origin, start - origin + length) for start, origin, length in places)
@@ -39,15 +39,15 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalShard:
     """Values that this rank holds: a box of the whole, and where it lies in the local values."""
 
-    box: Box
+    box: TensorBox
     place: tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Order:
+class FusedOrder:
     """The lines of a dim, in slices of these sizes, as they are kept for so many ranks."""
 
     dim: int
@@ -76,7 +76,7 @@ class Order:
         """All that is kept, in the order of the whole."""
         return kept.index_select(self.dim, self._places.argsort().to(kept.device))
 
-    def boxes(self, held: Box) -> Iterator[tuple[Box, Box]]:
+    def boxes(self, held: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
         """The boxes of the whole that lie in a box of what is kept, and where in the latter each of them lies."""
         first, stop = held.offset[self.dim], held.offset[self.dim] + held.shape[self.dim]
         at = 0
@@ -88,25 +88,25 @@ class Order:
             at += length
 
 
-def _with(box: Box, dim: int, start: int, length: int) -> Box:
+def _with(box: TensorBox, dim: int, start: int, length: int) -> TensorBox:
     offset, shape = list(box.offset), list(box.shape)
     offset[dim], shape[dim] = start, length
     return replace(box, offset=tuple(offset), shape=tuple(shape))
 
 
-def order_of(tensor: Tensor) -> Order | None:
+def order_of(tensor: Tensor) -> FusedOrder | None:
     """The order that a tensor is kept in, None where it is that of the whole."""
     return getattr(tensor, "kept_in_order", None)
 
 
-def in_order(tensor: Tensor, order: Order | None) -> Tensor:
+def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
     """The same tensor, known to be kept in this order."""
     if order is not None:
         tensor.kept_in_order = order  # type: ignore[attr-defined]
     return tensor
 
 
-def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines."""
     order = order_of(parameter)
     if order is None or not isinstance(tensor, DTensor):
@@ -114,32 +114,32 @@ def in_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
     dims = [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim)
     for dim in dims:
         if tensor.shape[dim] == sum(order.sizes) and any(placement.is_shard(dim) for placement in tensor.placements):
-            return in_order(tensor, replace(order, dim=dim))
+            return tag_order(tensor, replace(order, dim=dim))
     return tensor
 
 
-def keep_orders(model: nn.Module) -> nn.Module:
+def record_orders(model: nn.Module) -> nn.Module:
     """Lets parameters know their orders, which modules have under `orders` by their names: whoever has put others in
     their place does not know of it."""
     for module in model.modules():
         for name, order in getattr(module, "orders", {}).items():
-            in_order(getattr(module, name), order)
+            tag_order(getattr(module, name), order)
     return model
 
 
-def held_parts(tensor: Tensor) -> list[Part]:
+def local_shards(tensor: Tensor) -> list[LocalShard]:
     """What this rank holds of a tensor: all of a plain one, the local shard of a DTensor."""
     full = tuple(tensor.shape)
-    held = Box(full, (0,) * len(full), full)
+    held = TensorBox(full, (0,) * len(full), full)
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()
-        held = Box(full, tuple(chunk.offsets), tuple(chunk.sizes))
+        held = TensorBox(full, tuple(chunk.offsets), tuple(chunk.sizes))
     order = order_of(tensor)
     if order is None:
-        return [Part(held, held.within(held))]
-    return [Part(there, here.within(held)) for there, here in order.boxes(held)]
+        return [LocalShard(held, held.within(held))]
+    return [LocalShard(there, here.within(held)) for there, here in order.boxes(held)]
 
 
-def local(tensors: Sequence[Tensor]) -> list[Tensor]:
+def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this rank holds of each tensor, sharing its memory."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.shard_layout import Order, held_parts, in_order, in_order_of, order_of
+from thrifty.core.shard_layout import FusedOrder, local_shards, order_of, tag_order, tag_order_like
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
 
 @dataclass(frozen=True)
-class Decision:
+class StructureLogEntry:
     """One structural change that was made: by whom, before which step, and what was decided (plain JSON)."""
 
     step: int
@@ -35,7 +35,7 @@ class TrainState:
     optimizer: TransformOptimizer | None = None
     techniques: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
-    log: list[Decision] = field(default_factory=list)
+    log: list[StructureLogEntry] = field(default_factory=list)
 
     def decided(self, technique: str, step: int) -> Mapping[str, Any] | None:
         """What this technique decided before this step, if the log says so."""
@@ -51,7 +51,7 @@ class TrainState:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         assert self.model is not None and self.optimizer is not None
         for name, parameter in self.model.named_parameters():
-            yield f"parameters/{name}", in_order(parameter.detach(), order_of(parameter))
+            yield f"parameters/{name}", tag_order(parameter.detach(), order_of(parameter))
         persistent = self.model.state_dict(keep_vars=True)
         for name, buffer in self.model.named_buffers():
             if name in persistent:
@@ -59,7 +59,7 @@ class TrainState:
         trained = dict(zip(self.optimizer.names, self.optimizer.parameters, strict=True))
         for slot, tensors in self.optimizer.slots.items():
             for (name, parameter), tensor in zip(trained.items(), tensors, strict=True):
-                yield f"optimizer/{slot}/{name}", in_order_of(parameter, tensor)
+                yield f"optimizer/{slot}/{name}", tag_order_like(parameter, tensor)
         for technique, memory in self.techniques.items():
             for name, tensor in memory.items():
                 yield f"techniques/{technique}/{name}", tensor
@@ -82,19 +82,19 @@ class TrainState:
         self.log = read_log(scalars)
 
 
-def read_log(scalars: Mapping[str, Any]) -> list[Decision]:
-    return [Decision(**entry) for entry in scalars["log"]]
+def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:
+    return [StructureLogEntry(**entry) for entry in scalars["log"]]
 
 
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
     """Copy a full value, which all ranks have, into a tensor: this rank's part of it where the tensor is divided."""
     here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    for part in held_parts(tensor):
+    for part in local_shards(tensor):
         here[part.place].copy_(value[part.box.slices])
 
 
-def full_value(tensor: Tensor, order: Order | None = None) -> Tensor:
+def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
     """The whole of a tensor, gathered where it is divided; a copy, so that the original may go. `order` is that in
     which it is kept, where the tensor itself does not know."""
     order = order or order_of(tensor)

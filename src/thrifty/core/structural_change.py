@@ -32,7 +32,7 @@ def same_shape(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Change:
+class StructuralChange:
     reason: str
     decision: Mapping[str, Any] = field(default_factory=dict)
     """Plain JSON, written to the log; enough to make `restructure` again on resume."""

@@ -15,14 +15,14 @@ from torch import nn
 from thrifty.core.backward import Backward
 from thrifty.core.batches import BatchSource
 from thrifty.core.footprint import Footprint
-from thrifty.core.gradient_transform import Transform
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective
 from thrifty.core.setting_bounds import check_bounds
 from thrifty.core.stages import Stage
 
 if TYPE_CHECKING:
     from thrifty.core.state import TrainState
-    from thrifty.core.structural_change import Change
+    from thrifty.core.structural_change import StructuralChange
 
 
 class Numerics(Enum):
@@ -65,11 +65,11 @@ class Technique:
     def backward(self, backward: Backward) -> Backward:
         return backward
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         """`transform` is what the later stages do with gradients."""
         return transform
 
-    def changes(self, step: int, state: "TrainState") -> "Change | None":
+    def changes(self, step: int, state: "TrainState") -> "StructuralChange | None":
         """What happens before this step (0 is before the first). Must be a function of the settings, the step and
         the state's values; a decision already in the state's log is taken from there."""
         return None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thrifty.core.op_flops import FLOPS_OF, asked_device, call
+from thrifty.core.op_flops import FLOPS_OF, call_operation, traced_device
 
 
 def tensor_bytes(tensor: Tensor) -> int:
@@ -19,7 +19,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Without the cycle collector, whose moments are nobody's promise: the same count every time."""
     was_enabled = gc.isenabled()
     gc.collect()
@@ -35,7 +35,7 @@ _is_settled = False
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """The cycle collector leaves alone what is there before the block. Several counts then take a moment each, where
     going through all that is imported takes tenths of a second."""
     global _is_settled
@@ -105,9 +105,9 @@ class StepTrace(TorchDispatchMode):
         _open_traces.remove(self)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if (device := asked_device(func, args)) is not None:
+        if (device := traced_device(func, args)) is not None:
             return device
-        result = call(func, args, kwargs or {})
+        result = call_operation(func, args, kwargs or {})
         if self.paused:
             return result
         formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
@@ -148,7 +148,7 @@ def _sums_gradients(func: Any) -> bool:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def untraced() -> Iterator[None]:
     """What runs inside the block, and leaves nothing behind, is not counted by the traces that are open already."""
     paused = [trace for trace in _open_traces if not trace.paused]
     for trace in paused:

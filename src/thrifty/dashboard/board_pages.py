@@ -7,11 +7,11 @@ from typing import Any
 
 import jinja2
 
-from thrifty.dashboard.run_summary import FINISHED, RUNNING, Row
+from thrifty.dashboard.run_summary import FINISHED, RUNNING, RunListRow
 from thrifty.reporting import run_tables
 from thrifty.reporting.color_theme import DARK, LIGHT
 from thrifty.reporting.key_figures import KeyFigures, verdict
-from thrifty.reporting.loss_curves import Point
+from thrifty.reporting.loss_curves import CurvePoint
 from thrifty.reporting.number_format import scaled, significant, whole
 from thrifty.reporting.page_templates import asset, environment
 from thrifty.reporting.run_charts import EACH, HELD_OUT, SMOOTHED, TRAINED
@@ -42,7 +42,7 @@ def part(template: str, name: str, *values: Any) -> str:
     return getattr(_environment().get_template(template).module, name)(*values)
 
 
-def sorted_rows(rows: Sequence[Row], by: str) -> list[Row]:
+def sorted_rows(rows: Sequence[RunListRow], by: str) -> list[RunListRow]:
     _, key, reverse = SORTS[by]
     return sorted(rows, key=key, reverse=reverse)
 
@@ -70,7 +70,7 @@ def script() -> str:
     return asset("board.js", "thrifty.dashboard") + asset("copy_button.js")
 
 
-def sparkline(points: Sequence[Point]) -> str:
+def sparkline(points: Sequence[CurvePoint]) -> str:
     """An SVG path through the points in a box of 100 x 24; nothing for fewer than two."""
     if len(points) < 2:
         return ""

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote
 
 from thrifty.core.errors import UsageError
-from thrifty.dashboard.board_site import Site
-from thrifty.dashboard.page_responses import OWN_POLICY, Answer
+from thrifty.dashboard.board_site import BoardSite
+from thrifty.dashboard.page_responses import OWN_POLICY, PageResponse
 
 HOST = "127.0.0.1"
 SILENCE = 30.0
@@ -35,7 +35,7 @@ class BoardServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, site: Site, token: str, port: int = 0):
+    def __init__(self, site: BoardSite, token: str, port: int = 0):
         self.site, self.token = site, token
         try:
             super().__init__((HOST, port), _Handler)
@@ -77,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> PageResponse:
         refused = self._refused()
         if refused is not None:
             return refused
@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # a page that fails must not take the others with it
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, f"This page could not be made: {type(error).__name__}.")
 
-    def _refused(self) -> Answer | None:
+    def _refused(self) -> PageResponse | None:
         """403 unless the request is for this host, by no other site's page, and knows the token."""
         hosts = self.headers.get_all("Host") or []
         origins = self.headers.get_all("Origin") or []
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         token, slash, path = unquote(address).removeprefix("/").partition("/")
         return (token, path, query) if slash else ("", "", "")
 
-    def _send(self, answer: Answer, **more: str) -> None:
+    def _send(self, answer: PageResponse, **more: str) -> None:
         keeping = "private, max-age=86400" if answer.lasting else "no-store"
         headers: Mapping[str, str] = {
             "Content-Type": answer.kind,
@@ -129,5 +129,5 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: an address has the token in it."""
 
 
-def _plain(status: HTTPStatus, text: str) -> Answer:
-    return Answer(f"{text}\n".encode(), "text/plain; charset=utf-8", status, OWN_POLICY)
+def _plain(status: HTTPStatus, text: str) -> PageResponse:
+    return PageResponse(f"{text}\n".encode(), "text/plain; charset=utf-8", status, OWN_POLICY)

@@ -12,13 +12,13 @@ from urllib.parse import quote
 
 from thrifty.core.secret_redaction import redact, redact_text
 from thrifty.dashboard import board_pages, live_charts
-from thrifty.dashboard.cached_files import Files
-from thrifty.dashboard.page_responses import Answer, Query, changed, figure_data
-from thrifty.dashboard.run_listing import Entry
-from thrifty.dashboard.run_summary import RUNNING, Row
-from thrifty.dashboard.run_watcher import Watch
-from thrifty.dashboard.saved_results import kept_results, outcome, tables
-from thrifty.dashboard.technique_cards import Card, card_from
+from thrifty.dashboard.cached_files import CachedFiles
+from thrifty.dashboard.page_responses import PageResponse, Query, changed_parts, figure_data
+from thrifty.dashboard.run_listing import RunListing
+from thrifty.dashboard.run_summary import RUNNING, RunListRow
+from thrifty.dashboard.run_watcher import RunWatcher
+from thrifty.dashboard.saved_results import outcome, saved_results, tables
+from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.color_theme import chart_look, css_variable
 from thrifty.reporting.run_page import VEGA_LITE, repeat_command, scripts_policy, vega_bundle
 from thrifty.reporting.run_record import read_run
@@ -37,7 +37,7 @@ Listed = tuple[str, str, str, str, str]
 """Of a study or a comparison: name, address, about, outcome, and the address of its offline page or nothing."""
 
 
-class Site:
+class BoardSite:
     """The pages over a folder of runs and one of kept results.
 
     `told` tells of each technique what `cards.card_from` takes, and may take seconds; `evidence` gives lines on what
@@ -51,11 +51,11 @@ class Site:
         told: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         evidence: Callable[[str], Sequence[str]] = lambda technique: (),
     ):
-        self.watch, self.results, self.files = Watch(runs), results, Files()
+        self.watch, self.results, self.files = RunWatcher(runs), results, CachedFiles()
         self.told, self.evidence = told, evidence
-        self._cards: dict[str, Card] = {}
+        self._cards: dict[str, TechniqueCard] = {}
         self._telling = Lock()
-        self._routes: dict[str, Callable[[Query], Answer | None]] = {
+        self._routes: dict[str, Callable[[Query], PageResponse | None]] = {
             "": self.runs_page,
             "run": self.run_page,
             "studies": self.studies_page,
@@ -67,34 +67,35 @@ class Site:
             "page": self.offline_page,
             "api/runs": self.runs_now,
             "api/run": self.run_now,
-            "board.css": lambda query: Answer(board_pages.style().encode(), "text/css; charset=utf-8"),
-            "board.js": lambda query: Answer(board_pages.script().encode(), SCRIPT),
-            "vega.js": lambda query: Answer(vega_bundle().encode(), SCRIPT, lasting=True),
+            "board.css": lambda query: PageResponse(board_pages.style().encode(), "text/css; charset=utf-8"),
+            "board.js": lambda query: PageResponse(board_pages.script().encode(), SCRIPT),
+            "vega.js": lambda query: PageResponse(vega_bundle().encode(), SCRIPT, lasting=True),
         }
 
     def warm(self) -> None:
         """Prepares what takes a second the first time, beside whatever is asked meanwhile."""
         Thread(
-            target=lambda: (vega_bundle(), live_charts.specification(live_charts.Look(), ("smoothed",))), daemon=True
+            target=lambda: (vega_bundle(), live_charts.specification(live_charts.ChartTheme(), ("smoothed",))),
+            daemon=True,
         ).start()
 
-    def answer(self, path: str, query: Query) -> Answer:
+    def answer(self, path: str, query: Query) -> PageResponse:
         """`path` without the token. 404 for anything that is not there."""
         route = self._routes.get(path)
         found = route(query) if route else None
-        return found or Answer(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+        return found or PageResponse(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
 
-    def runs_page(self, query: Query) -> Answer:
+    def runs_page(self, query: Query) -> PageResponse:
         sort = _sort(query)
         return self._page("runs", "./", runs=board_pages.sorted_rows(self.watch.rows(), sort), sort=sort)
 
-    def runs_now(self, query: Query) -> Answer:
+    def runs_now(self, query: Query) -> PageResponse:
         rows = board_pages.sorted_rows(self.watch.rows(), _sort(query))
         parts = {name: board_pages.part("run_list_parts.html", name, rows) for name in ("rows", "count")}
         moving = any(_moves(row) for row in rows)
-        return changed({"moving": moving, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
+        return changed_parts({"moving": moving, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
 
-    def run_page(self, query: Query) -> Answer | None:
+    def run_page(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "run")
         if entry is None:
             return None
@@ -113,7 +114,7 @@ class Site:
             vega=VEGA_LITE,
         )
 
-    def run_now(self, query: Query) -> Answer | None:
+    def run_now(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "run")
         if entry is None:
             return None
@@ -134,12 +135,12 @@ class Site:
                     "figures": [figure_data(each) for each in live_charts.figures(index, record, key)],
                 }
 
-            return changed({"moving": _moves(row), "share": share}, query, version, told)
+            return changed_parts({"moving": _moves(row), "share": share}, query, version, told)
 
-    def studies_page(self, query: Query) -> Answer:
+    def studies_page(self, query: Query) -> PageResponse:
         made = [self._made(entry) for entry in self.watch.entries() if entry.kind != "run"]
         kept: dict[str, list[Listed]] = {}
-        for each in kept_results(self.results, self.files):
+        for each in saved_results(self.results, self.files):
             if each.group not in SIMULATIONS:
                 row = (each.name.removeprefix(f"{each.group}/"), _at("result", each.name), each.about, each.outcome, "")
                 kept.setdefault(each.group, []).append(row)
@@ -147,12 +148,12 @@ class Site:
         groups = sorted(kept.items(), key=lambda group: (group[0] == "benchmarks", group[0]))
         return self._page("studies", "studies", made=made, groups=groups)
 
-    def _made(self, entry: Entry) -> Listed:
+    def _made(self, entry: RunListing) -> Listed:
         data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
         offline = _at("page", entry.name) if (entry.path / "report.html").is_file() else ""
         return entry.name, _at("folder", entry.name), str(data.get("about") or entry.kind), outcome(data), offline
 
-    def folder_page(self, query: Query) -> Answer | None:
+    def folder_page(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "study", "comparison", "lottery")
         if entry is None:
             return None
@@ -161,22 +162,22 @@ class Site:
         told = "" if about == entry.kind else about
         return self._tables(name, entry.kind, told, [("", shown)], offline=offline, here="studies")
 
-    def result_page(self, query: Query) -> Answer | None:
-        kept = next((each for each in kept_results(self.results, self.files) if each.name == query.get("name")), None)
+    def result_page(self, query: Query) -> PageResponse | None:
+        kept = next((each for each in saved_results(self.results, self.files) if each.name == query.get("name")), None)
         if kept is None:
             return None
         here = "simulations" if kept.group in SIMULATIONS else "studies"
         return self._tables(kept.name, kept.group, kept.about, [("", tables(kept.data))], here=here)
 
-    def simulations_page(self, query: Query) -> Answer:
-        kept = [each for each in kept_results(self.results, self.files) if each.group in SIMULATIONS]
+    def simulations_page(self, query: Query) -> PageResponse:
+        kept = [each for each in saved_results(self.results, self.files) if each.group in SIMULATIONS]
         groups = [(each.name, tables(each.data)) for each in kept]
         return self._tables("Simulations", "of hardware that is not here", "", groups, here="simulations")
 
-    def techniques_page(self, query: Query) -> Answer:
+    def techniques_page(self, query: Query) -> PageResponse:
         return self._page("techniques", "techniques", cards=list(self.cards().values()))
 
-    def technique_page(self, query: Query) -> Answer | None:
+    def technique_page(self, query: Query) -> PageResponse | None:
         card = self.cards().get(query.get("name", ""))
         if card is None:
             return None
@@ -184,29 +185,29 @@ class Site:
         evidence = [redact_text(line) for line in self.evidence(card.name)]
         return self._page("technique", "techniques", card=card, evidence=evidence, used=used)
 
-    def offline_page(self, query: Query) -> Answer | None:
+    def offline_page(self, query: Query) -> PageResponse | None:
         """A page as it lies in a folder, in a sandbox: of its scripts only ours run, and they fetch nothing."""
         entry = self._entry(query)
         page = entry.path / "report.html" if entry else None
         if page is None or not page.is_file() or page.stat().st_size > LARGEST_PAGE:
             return None
-        return Answer(page.read_bytes(), policy=f"sandbox allow-scripts; {scripts_policy()}")
+        return PageResponse(page.read_bytes(), policy=f"sandbox allow-scripts; {scripts_policy()}")
 
-    def cards(self) -> dict[str, Card]:
+    def cards(self) -> dict[str, TechniqueCard]:
         with self._telling:
             if not self._cards:
                 self._cards = {card.name: card for card in map(card_from, self.told())}
             return self._cards
 
-    def _entry(self, query: Query, *kinds: str) -> Entry | None:
+    def _entry(self, query: Query, *kinds: str) -> RunListing | None:
         entry = self.watch.find(query.get("name", ""))
         return entry if entry and (not kinds or entry.kind in kinds) else None
 
-    def _page(self, template: str, here: str, **values: Any) -> Answer:
+    def _page(self, template: str, here: str, **values: Any) -> PageResponse:
         places = {"folder": self.watch.runs, "results": self.results}
-        return Answer(board_pages.page(template, here=here, **places, **values).encode(errors="replace"))
+        return PageResponse(board_pages.page(template, here=here, **places, **values).encode(errors="replace"))
 
-    def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> Answer:
+    def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> PageResponse:
         empty = f"There are none in {self.results}."
         told = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
         return self._page("tables", here, groups=groups, **told)
@@ -216,7 +217,7 @@ def _digest(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _moves(row: Row) -> bool:
+def _moves(row: RunListRow) -> bool:
     return row.state == RUNNING or time.time() - row.updated < FRESH
 
 

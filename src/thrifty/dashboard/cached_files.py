@@ -11,7 +11,7 @@ LARGEST = 8 << 20
 """Bytes of a file that is read as a whole; a larger one counts as unreadable."""
 
 
-class Files:
+class CachedFiles:
     """Parsed files by path. What is missing, too large or not what it should be is None."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from thrifty.dashboard.live_curves import Curve
 from thrifty.dashboard.run_index import NOTED, RunIndex
 from thrifty.reporting.key_figures import KeyFigures
-from thrifty.reporting.loss_curves import Point
+from thrifty.reporting.loss_curves import CurvePoint
 from thrifty.reporting.number_format import prefix_for, scaled, significant
 from thrifty.reporting.run_charts import (
     CHANGE_LINES,
@@ -28,7 +28,7 @@ from thrifty.reporting.run_charts import (
     describe,
 )
 from thrifty.reporting.run_record import RunRecord
-from thrifty.reporting.run_tables import CHART_ROWS, Table, curve_table
+from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
 Rows = list[dict[str, Any]]
 EACH_POINTS, LINE_POINTS = 600, 300
@@ -36,7 +36,7 @@ EACH_POINTS, LINE_POINTS = 600, 300
 
 
 @dataclass(frozen=True)
-class Look:
+class ChartTheme:
     scale: str = "linear"
     from_zero: bool = False
     number_format: str = "~s"
@@ -54,7 +54,7 @@ class LiveFigure:
     legend: tuple[str, ...]
     spec: Mapping[str, Any]
     data: Mapping[str, Rows]
-    table: Table
+    table: TextTable
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class _Plot:
     title: str
     unit: str
     curve: Curve
-    look: Look = Look()
-    held_out: Sequence[Point] = ()
-    trained: Sequence[Point] = ()
+    look: ChartTheme = ChartTheme()
+    held_out: Sequence[CurvePoint] = ()
+    trained: Sequence[CurvePoint] = ()
     references: Sequence[tuple[float, str]] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     smoothing: bool = True
@@ -88,7 +88,7 @@ def figures(index: RunIndex, record: RunRecord, key: KeyFigures) -> list[LiveFig
             "Learning rate",
             "",
             steps.curve("learning_rate"),
-            Look(from_zero=True, number_format="~g"),
+            ChartTheme(from_zero=True, number_format="~g"),
             smoothing=False,
         ),
         _noise_scale(steps.curve(NOTED)),
@@ -104,7 +104,7 @@ def _loss(index: RunIndex, record: RunRecord, key: KeyFigures) -> _Plot:
         "Loss",
         key.nats,
         index.steps.curve("loss"),
-        Look(height=320),
+        ChartTheme(height=320),
         held_out=index.evaluations.curve("loss").thin(LINE_POINTS),
         trained=index.evaluations.curve("trained_loss").thin(LINE_POINTS),
         references=[(entropy, f"unigram entropy {significant(entropy)}")] if entropy is not None else (),
@@ -113,7 +113,7 @@ def _loss(index: RunIndex, record: RunRecord, key: KeyFigures) -> _Plot:
 
 
 def _share(name: str, curve: Curve) -> _Plot:
-    look = Look(number_format=".0%")
+    look = ChartTheme(number_format=".0%")
     return _Plot(name, f"Held-out {name}", "share of the examples", curve, look, smoothing=False)
 
 
@@ -124,21 +124,21 @@ def _memory(curve: Curve, key: KeyFigures) -> _Plot:
     known = [(label, value) for label, value in (("predicted peak", key.predicted_memory), measured) if value]
     size, prefix = prefix_for(max([highest or 0.0, *(value for _, value in known)]))
     references = [(value / size, f"{label} {scaled(value, 'B')}") for label, value in known]
-    shown, look = Curve(curve.steps, curve.values / size), Look(from_zero=True)
+    shown, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)
     return _Plot("memory", "Memory", f"{prefix}B", shown, look, references=references, smoothing=False)
 
 
 def _gradient_norm(curve: Curve) -> _Plot:
     values = curve.values
     spiky = len(values) > 0 and values.min() > 0 and values.max() > 20 * np.median(values)
-    unit, look = ("logarithmic scale", Look(scale="log")) if spiky else ("", Look())
+    unit, look = ("logarithmic scale", ChartTheme(scale="log")) if spiky else ("", ChartTheme())
     return _Plot("gradient_norm", "Gradient norm", unit, curve, look)
 
 
 def _noise_scale(curve: Curve) -> _Plot:
     above = curve.values > 0
     curve = Curve(curve.steps[above], curve.values[above])
-    return _Plot(NOTED, "Gradient noise scale", "examples", curve, Look(scale="log"))
+    return _Plot(NOTED, "Gradient noise scale", "examples", curve, ChartTheme(scale="log"))
 
 
 def _drawn(plot: _Plot) -> LiveFigure:
@@ -167,7 +167,7 @@ def _drawn(plot: _Plot) -> LiveFigure:
     return LiveFigure(plot.id, plot.title, plot.unit, summary, legend if len(legend) > 1 else (), spec, data, table)
 
 
-def _summary(plot: _Plot, thinned: Sequence[Point]) -> str:
+def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
     sentences = [describe(plot.title, thinned)]
     if plot.held_out:
         sentences.append(f"Held-out loss ends at {significant(plot.held_out[-1].value)}.")
@@ -175,12 +175,12 @@ def _summary(plot: _Plot, thinned: Sequence[Point]) -> str:
     return " ".join(sentences)
 
 
-def _rows(points: Iterable[Point]) -> Rows:
+def _rows(points: Iterable[CurvePoint]) -> Rows:
     return [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
 
 
 @functools.cache
-def specification(look: Look, names: tuple[str, ...]) -> dict[str, Any]:
+def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
     """The Vega-Lite of a chart of these data, without them; Vega warns of a scale over data that are empty."""
     axis = alt.Axis(title=None, format=look.number_format, tickCount=5)
     value = alt.Y("value:Q", axis=axis, scale=alt.Scale(type=look.scale, zero=look.from_zero))

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thrifty.reporting.loss_curves import Point, Span
+from thrifty.reporting.loss_curves import CurvePoint, CurveSpan
 from thrifty.reporting.run_record import number
 
 
-class Curves:
+class RunCurves:
     """Columns of numbers by step. Of a step that comes twice, as after a resume, the later one counts."""
 
     def __init__(self, fields: Sequence[str]):
@@ -60,7 +60,7 @@ class Curve:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def thin(self, limit: int) -> list[Point]:
+    def thin(self, limit: int) -> list[CurvePoint]:
         """At most `limit` points with both ends and the lowest and highest of every stretch among them.
 
         limit: at least 4.
@@ -73,7 +73,7 @@ class Curve:
             kept |= {first + int(stretch.argmin()), first + int(stretch.argmax())}
         return self._points(sorted(kept))
 
-    def smooth(self, limit: int, share: float = 1 / 60) -> list[Point]:
+    def smooth(self, limit: int, share: float = 1 / 60) -> list[CurvePoint]:
         """`limit` points, evenly spread, of a centred moving mean over about twice `share` of the run."""
         places = np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64))
         reach, smoothed = int(len(self) * share), []
@@ -81,20 +81,20 @@ class Curve:
             half = min(reach, place)  # the window shrinks towards the steep beginning
             # a sum of its own: differences of running sums are nothing but rounding after one enormous value
             mean = self.values[place - half : place + half + 1].mean()
-            smoothed.append(Point(int(self.steps[place]), float(mean)))
+            smoothed.append(CurvePoint(int(self.steps[place]), float(mean)))
         return smoothed
 
-    def spans(self, limit: int) -> list[Span]:
+    def spans(self, limit: int) -> list[CurveSpan]:
         """The curve cut into at most `limit` stretches of equally many points."""
         made = []
         for first, end in _stretches(len(self), min(limit, len(self))):
             stretch = self.values[first:end]
             ends = int(self.steps[first]), int(self.steps[end - 1])
-            made.append(Span(*ends, float(stretch.mean()), float(stretch.min()), float(stretch.max())))
+            made.append(CurveSpan(*ends, float(stretch.mean()), float(stretch.min()), float(stretch.max())))
         return made
 
-    def _points(self, places: Sequence[int]) -> list[Point]:
-        return [Point(int(self.steps[place]), float(self.values[place])) for place in places]
+    def _points(self, places: Sequence[int]) -> list[CurvePoint]:
+        return [CurvePoint(int(self.steps[place]), float(self.values[place])) for place in places]
 
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ OWN_POLICY = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class PageResponse:
     body: bytes
     kind: str = "text/html; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
@@ -27,10 +27,10 @@ class Answer:
     """Whether a browser may keep it."""
 
 
-def changed(told: dict[str, Any], query: Query, version: str, more: Callable[[], dict[str, Any]]) -> Answer:
+def changed_parts(told: dict[str, Any], query: Query, version: str, more: Callable[[], dict[str, Any]]) -> PageResponse:
     """What changes with every question, and the rest where the asker has another version of it."""
     told |= {"version": version, **({"same": True} if query.get("have") == version else more())}
-    return Answer(json.dumps(told, allow_nan=False).encode(), "application/json")
+    return PageResponse(json.dumps(told, allow_nan=False).encode(), "application/json")
 
 
 def figure_data(figure: LiveFigure) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from thrifty.dashboard.live_curves import Curve, Curves
-from thrifty.reporting.file_tail import Tail
+from thrifty.dashboard.live_curves import Curve, RunCurves
+from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.key_figures import KeyFigures, key_figures
 from thrifty.reporting.run_record import EVENTS, RunRecord, number, parse_record, read_run
 
@@ -27,13 +27,13 @@ class RunIndex:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.tail = Tail(folder / "records.jsonl")
+        self.tail = FileTail(folder / "records.jsonl")
         self._is_whole = False
         self._forget()
 
     def _forget(self) -> None:
-        self.steps = Curves([*STEP_FIELDS, NOTED, "skipped", "tokens", "seconds"])
-        self.evaluations = Curves(["loss", "trained_loss"])
+        self.steps = RunCurves([*STEP_FIELDS, NOTED, "skipped", "tokens", "seconds"])
+        self.evaluations = RunCurves(["loss", "trained_loss"])
         self.events: dict[tuple[str, float, str, str], Mapping[str, Any]] = {}
         self.unreadable = 0
         self._restarts = self.tail.restarts
@@ -116,7 +116,7 @@ class RunIndex:
         return [f"records.jsonl: {lost} unreadable lines were left out."] if lost else []
 
 
-def _telling_rows(curves: Curves, kind: str) -> list[dict[str, Any]]:
+def _telling_rows(curves: RunCurves, kind: str) -> list[dict[str, Any]]:
     losses = np.array(curves.columns["loss"])
     finite = np.flatnonzero(np.isfinite(losses))
     places = {len(losses) - 1} if len(losses) else set()

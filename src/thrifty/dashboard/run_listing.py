@@ -16,7 +16,7 @@ KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json":
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunListing:
     """A folder worth showing. `name` is its path below the folder of runs, with slashes: how a page asks for it."""
 
     name: str
@@ -25,7 +25,7 @@ class Entry:
     """run, study, comparison or lottery."""
 
 
-def entries(runs: Path) -> list[Entry]:
+def entries(runs: Path) -> list[RunListing]:
     """All of them. Only these can be asked for, so no request reaches a file that is not in one of them."""
     found = []
     for count, (name, path) in enumerate(_folders(runs, "", DEEPEST)):
@@ -35,7 +35,7 @@ def entries(runs: Path) -> list[Entry]:
         if kind is None and is_run_folder(path):
             kind = "run"
         if kind is not None:
-            found.append(Entry(name, path, kind))
+            found.append(RunListing(name, path, kind))
     return found
 
 

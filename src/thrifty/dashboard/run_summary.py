@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from thrifty.core.secret_redaction import redact_text
-from thrifty.dashboard.cached_files import Files
-from thrifty.reporting.file_tail import Tail
-from thrifty.reporting.loss_curves import Point, thin
+from thrifty.dashboard.cached_files import CachedFiles
+from thrifty.reporting.file_tail import FileTail
+from thrifty.reporting.loss_curves import CurvePoint, thin
 from thrifty.reporting.run_record import number, parse_record
 from thrifty.training.run_lock import holder
 
@@ -26,7 +26,7 @@ RUNNING, FINISHED, STOPPED, WAITING = "running", "finished", "stopped", "not sta
 
 
 @dataclass(frozen=True)
-class Row:
+class RunListRow:
     """Of the list. Losses as the objective has them, `updated` in seconds since 1970; None for what is not known."""
 
     name: str
@@ -41,18 +41,18 @@ class Row:
     held_out_loss: float | None
     tokens_per_second: float | None
     updated: float
-    sparkline: tuple[Point, ...]
+    sparkline: tuple[CurvePoint, ...]
     """The training loss at some steps, sampled: a short spike between them is not seen."""
 
 
-class Glance:
+class RunSummary:
     """Follows one run. Not for several threads at once."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
-        self.files = Files()
-        self.tail = Tail(folder / "records.jsonl")
-        self._sampled: tuple[int, tuple[Point, ...]] = (-1, ())
+        self.files = CachedFiles()
+        self.tail = FileTail(folder / "records.jsonl")
+        self._sampled: tuple[int, tuple[CurvePoint, ...]] = (-1, ())
         self._forget()
 
     def _forget(self) -> None:
@@ -61,7 +61,7 @@ class Glance:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self._restarts = self.tail.restarts
 
-    def look(self) -> Row:
+    def look(self) -> RunListRow:
         """The run now. Raises nothing for files that are missing or damaged."""
         self._follow()
         recipe = self.files.toml(self.folder / "recipe.toml")
@@ -73,7 +73,7 @@ class Glance:
         state, reason = self._state(status, step, number(summary.get("steps")) or 0)
         rate = median(self.rates) if self.rates else None
         loss = number(self.step.get("loss"))
-        return Row(
+        return RunListRow(
             name=self.name,
             about=redact_text(str(recipe.get("about", ""))),
             recipe=redact_text(_in_short(recipe)),
@@ -127,14 +127,14 @@ class Glance:
                 continue
         return max(times)
 
-    def _sparkline(self) -> tuple[Point, ...]:
+    def _sparkline(self) -> tuple[CurvePoint, ...]:
         size = self.tail.size
         if size != self._sampled[0]:
             self._sampled = size, tuple(sampled_losses(self.tail.file, size))
         return self._sampled[1]
 
 
-def sampled_losses(file: Path, size: int) -> list[Point]:
+def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
     """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
     found: dict[int, float] = {}
     if not file.is_file():
@@ -149,7 +149,7 @@ def sampled_losses(file: Path, size: int) -> list[Point]:
                     found |= _losses(opened.read(AROUND), most=1)
     except OSError:
         return []
-    return thin([Point(step, found[step]) for step in sorted(found)], 2 * SAMPLES)
+    return thin([CurvePoint(step, found[step]) for step in sorted(found)], 2 * SAMPLES)
 
 
 def _losses(content: bytes, most: int | None = None) -> dict[int, float]:

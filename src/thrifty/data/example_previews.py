@@ -8,23 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Choice
-from thrifty.core.errors import Refused
-from thrifty.core.model_spec import ImageEnds
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.core.batches import ExampleSubset
+from thrifty.core.errors import RefusedError
+from thrifty.core.model_spec import ImageModelSpec
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.images.image_arrays import ImageArrays
 from thrifty.data.images.image_previews import picture
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import TextData
-from thrifty.data.text.text_pairs import Pairs
-from thrifty.data.text.token_windows import Windows
+from thrifty.data.text.text_pairs import TextPairs
+from thrifty.data.text.token_windows import TokenWindows
 
 EACH = 12
 """How many examples of each kind a run keeps for its report."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class ExamplePreview:
     number: int
     """Of the example in the training part of its data, from 0."""
     picture: str = ""
@@ -34,44 +34,48 @@ class Shown:
     file: str = ""
 
 
-def shown(data: RunData, numbers: Sequence[int]) -> list[Shown]:
+def preview_examples(data: RunData, numbers: Sequence[int]) -> list[ExamplePreview]:
     """The training examples of these numbers. Raises Refused where there is no way to show them."""
-    contents = data.train.contents if isinstance(data.train, Epochs) else None
+    contents = data.train.contents if isinstance(data.train, EpochSource) else None
     places = np.array(numbers, np.int64)
     if not len(places):
         return []
     if isinstance(contents, ImageArrays):
         pictures = map(picture, contents.shown(places))
-        names = data.ends.labels if isinstance(data.ends, ImageEnds) else ()
+        names = data.ends.labels if isinstance(data.ends, ImageModelSpec) else ()
         labels = [names[label] if names else "" for label in contents.labels[places].tolist()]
         files = [contents.names[place] if contents.names else "" for place in places.tolist()]
-        return [Shown(*each) for each in zip(numbers, pictures, [""] * len(places), labels, files, strict=True)]
-    if isinstance(contents, Windows) and isinstance(data, TextData):
         return [
-            Shown(number, text=data.tokenizer.decode(tokens))
+            ExamplePreview(*each) for each in zip(numbers, pictures, [""] * len(places), labels, files, strict=True)
+        ]
+    if isinstance(contents, TokenWindows) and isinstance(data, TextData):
+        return [
+            ExamplePreview(number, text=data.tokenizer.decode(tokens))
             for number, tokens in zip(numbers, contents.at(places).tolist(), strict=True)
         ]
-    if isinstance(contents, Pairs) and isinstance(data, TextData):
+    if isinstance(contents, TextPairs) and isinstance(data, TextData):
         rows = contents.fields(places)
         sides = zip(numbers, rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
         return [
-            Shown(number, text=" → ".join(data.tokenizer.decode(_filled(side, contents.end_of_text)) for side in both))
+            ExamplePreview(
+                number, text=" → ".join(data.tokenizer.decode(_filled(side, contents.end_of_text)) for side in both)
+            )
             for number, *both in sides
         ]
-    raise Refused("examples of this kind cannot be shown", fix="look at images or text")
+    raise RefusedError("examples of this kind cannot be shown", fix="look at images or text")
 
 
 def _filled(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
-def selection(data: RunData, choice: Choice) -> dict[str, Any]:
+def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
     """What a run that trains on some of its examples keeps for its report: counts by label, and examples of those that
     are kept and of those that are left out, the hardest first."""
     there = data.train.inventory()
     kept = torch.zeros(there.count, dtype=torch.bool)
     kept[choice.kept] = True
-    names = data.ends.labels if isinstance(data.ends, ImageEnds) else ()
+    names = data.ends.labels if isinstance(data.ends, ImageModelSpec) else ()
     rows: list[tuple[str, int, int]] = []
     if there.labels is not None:
         for number, name in enumerate(names):
@@ -95,8 +99,8 @@ def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str,
         ends = torch.cat([numbers[:EACH], numbers[-EACH:]])
         numbers = ends if scores is not None else numbers[torch.linspace(0, len(numbers) - 1, 2 * EACH).long()]
     try:
-        found = shown(data, numbers.tolist())
-    except Refused:  # a report goes without
+        found = preview_examples(data, numbers.tolist())
+    except RefusedError:  # a report goes without
         return []
     told = [None] * len(found) if scores is None else scores[numbers].tolist()
     return [{**asdict(each), "score": score} for each, score in zip(found, told, strict=True)]

@@ -3,7 +3,7 @@
 import json
 
 from thrifty.core.errors import IntegrityError
-from thrifty.data.catalogue import Entry
+from thrifty.data.catalogue import CatalogueEntry
 from thrifty.data.data_cache import file_sha256
 
 DOCUMENTS = "documents.jsonl"
@@ -11,7 +11,7 @@ DOCUMENTS = "documents.jsonl"
 ORIGIN = "ORIGIN.json"
 
 
-def origin(entry: Entry) -> dict:
+def read_origin(entry: CatalogueEntry) -> dict:
     """What ORIGIN.json says of a fetched entry; raises IntegrityError where it is damaged."""
     try:
         said = json.loads((entry.folder / ORIGIN).read_text(encoding="utf-8"))
@@ -20,10 +20,10 @@ def origin(entry: Entry) -> dict:
         raise IntegrityError(f"{entry.folder}: {ORIGIN} is damaged", fix=f"thrifty data get {entry.name}") from None
 
 
-def damage(entry: Entry) -> str:
+def find_damage(entry: CatalogueEntry) -> str:
     """What is wrong with the fetched files, or nothing: each must have the sha256 it was written with."""
     try:
-        files = origin(entry)["files"]
+        files = read_origin(entry)["files"]
     except IntegrityError:
         return f"{ORIGIN} is damaged"
     for name, sha256 in files.items():

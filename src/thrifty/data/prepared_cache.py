@@ -10,9 +10,9 @@ import numpy as np
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.data_cache import file_sha256, locked
+from thrifty.data.data_cache import file_sha256, lock_folder
 from thrifty.data.tokenizer import TextTokenizer, check_vocabulary, read_tokenizer
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 MANIFEST = "manifest.json"
 
@@ -26,30 +26,32 @@ TRAINING_TEXT = 16_000_000
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenCache:
     """A folder of prepared tokens, opened and verified."""
 
     folder: Path
     manifest: dict
     tokenizer: TextTokenizer
 
-    def tokens(self, part: Part) -> np.ndarray:
+    def tokens(self, part: DataSplit) -> np.ndarray:
         """The tokens of a part (n,), memory-mapped."""
         return np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["type"], mode="r")
 
 
-def prepared_once(key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Prepared:
+def open_or_build_tokens(
+    key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]
+) -> TokenCache:
     """Open the prepared tokens of this key, building them first where they are missing or damaged."""
-    return _open(built_once(key, f"the tokens of {source}", build, say))
+    return _open(open_or_build(key, f"the tokens of {source}", build, say))
 
 
-def built_once(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
     """The prepared folder of this key, built first where it is missing or damaged: its files have the sizes and hashes
     that its manifest says."""
     folder = cache_folder() / "prepared" / key
     if not _damage(folder):
         return folder
-    with locked(folder):
+    with lock_folder(folder):
         found = _damage(folder)  # again: another process may have built it in the meantime
         if found:
             again = f" again, since {found}" if folder.exists() else ", once"
@@ -76,8 +78,8 @@ def read_manifest(folder: Path) -> dict:
     return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
 
 
-def _open(folder: Path) -> Prepared:
-    return Prepared(folder, read_manifest(folder), read_tokenizer(folder / TOKENIZER))
+def _open(folder: Path) -> TokenCache:
+    return TokenCache(folder, read_manifest(folder), read_tokenizer(folder / TOKENIZER))
 
 
 def _damage(folder: Path) -> str:

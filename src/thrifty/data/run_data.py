@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.model_spec import Ends
+from thrifty.core.model_spec import ModelSpec
 from thrifty.data.epoch_sampler import HeldOutExamples
 
 
@@ -22,7 +22,7 @@ class RunData(Protocol):
         ...
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> ModelSpec:
         """What is asked of a model's inputs and outputs."""
         ...
 

@@ -5,18 +5,18 @@ import json
 from pathlib import Path
 
 from thrifty.core.errors import IntegrityError
-from thrifty.core.model_spec import Ends, ImageEnds, PairEnds, TextEnds
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
 from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.tokenizer import read_tokenizer
 
 LABELS = "images.json"
 
 
-def keep_images(folder: Path, ends: ImageEnds) -> None:
+def write_image_metadata(folder: Path, ends: ImageModelSpec) -> None:
     (folder / LABELS).write_text(json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def kept_ends(folder: Path, length: int) -> Ends:
+def read_model_spec(folder: Path, length: int) -> ModelSpec:
     """What a run folder says of its model's inputs and outputs; `length` is that of the run's examples of text.
 
     Raises IntegrityError where what it says of images is damaged, UsageError where it holds neither.
@@ -25,12 +25,12 @@ def kept_ends(folder: Path, length: int) -> Ends:
     images = path.is_file()
     if images and not (folder / TOKENIZER).is_file():
         return _kept_images(path)
-    text = TextEnds(read_tokenizer(folder / TOKENIZER).vocabulary, length)
-    return PairEnds(_kept_images(path), text) if images else text
+    text = TextModelSpec(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    return PairModelSpec(_kept_images(path), text) if images else text
 
 
-def _kept_images(path: Path) -> ImageEnds:
+def _kept_images(path: Path) -> ImageModelSpec:
     try:
-        return ImageEnds.from_data(json.loads(path.read_text(encoding="utf-8")))
+        return ImageModelSpec.from_data(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{path} is damaged: {error}", fix="bring the file back, or train again") from None

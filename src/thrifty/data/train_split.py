@@ -11,13 +11,13 @@ SCARCE = 0.25
 """The split by hash is good enough when the held-out text has this share of the bytes it should have."""
 
 
-class Part(StrEnum):
+class DataSplit(StrEnum):
     TRAIN = "train"
     HELD_OUT = "held_out"
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitPlan:
     """How the documents of a source are divided, and how large the training part is.
 
     A document is held out when the hash of its text falls into the chosen fraction. Where the documents are so few that
@@ -29,7 +29,7 @@ class Split:
     """Digest of the document whose end is held out, where the split is not by hash."""
     train_characters: int
 
-    def parts(self, documents: Iterable[str]) -> Iterator[tuple[Part, str]]:
+    def parts(self, documents: Iterable[str]) -> Iterator[tuple[DataSplit, str]]:
         """Each document with the part it belongs to; the longest one may come in two pieces."""
         for text in documents:
             digest = _digest(text)
@@ -37,22 +37,22 @@ class Split:
                 yield _part(digest, self.held_out), text
             elif digest == self.longest:
                 cut = _cut(text, self.held_out)
-                yield Part.TRAIN, text[:cut]
-                yield Part.HELD_OUT, text[cut:]
+                yield DataSplit.TRAIN, text[:cut]
+                yield DataSplit.HELD_OUT, text[cut:]
             else:
-                yield Part.TRAIN, text
+                yield DataSplit.TRAIN, text
 
     def sample(self, documents: Iterable[str], characters: int) -> Iterator[str]:
         """Training text of about this many characters, chosen by the documents' hashes."""
         share = min(1.0, characters / max(1, self.train_characters))
         for part, text in self.parts(documents):
-            if part is Part.TRAIN and (share == 1 or _fraction(_digest(text)[8:]) < share):
+            if part is DataSplit.TRAIN and (share == 1 or _fraction(_digest(text)[8:]) < share):
                 yield text
 
 
-def plan_split(documents: Iterable[str], held_out: float, name: str) -> Split:
+def plan_split(documents: Iterable[str], held_out: float, name: str) -> SplitPlan:
     """Read the documents once and decide. Raises UsageError where there is not enough text to divide."""
-    characters = {Part.TRAIN: 0, Part.HELD_OUT: 0}
+    characters = {DataSplit.TRAIN: 0, DataSplit.HELD_OUT: 0}
     longest = (0, b"")
     for text in documents:
         digest = _digest(text)
@@ -61,14 +61,14 @@ def plan_split(documents: Iterable[str], held_out: float, name: str) -> Split:
     total = sum(characters.values())
     if longest[0] < 2:
         raise UsageError(f"{name} holds no text to train on", fix="give a source with some text in it")
-    enough = characters[Part.HELD_OUT] >= SCARCE * held_out * total
-    if enough and characters[Part.TRAIN] >= SCARCE * (1 - held_out) * total:
-        return Split(held_out, None, characters[Part.TRAIN])
-    return Split(held_out, longest[1], total)
+    enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
+    if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
+        return SplitPlan(held_out, None, characters[DataSplit.TRAIN])
+    return SplitPlan(held_out, longest[1], total)
 
 
-def _part(digest: bytes, held_out: float) -> Part:
-    return Part.HELD_OUT if _fraction(digest[:8]) < held_out else Part.TRAIN
+def _part(digest: bytes, held_out: float) -> DataSplit:
+    return DataSplit.HELD_OUT if _fraction(digest[:8]) < held_out else DataSplit.TRAIN
 
 
 def _fraction(digest: bytes) -> float:

@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from thrifty.core.mesh import AXES, Mesh, lay, lift
+from thrifty.core.mesh import AXES, Mesh, clear_mesh, set_mesh
 
 
 @contextmanager
-def as_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
+def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
     """This process as one of the ranks of a mesh with these axes. Collectives return at once, and what they leave in
     their tensors means nothing: for fake tensors, whose values nobody asks for."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -19,19 +19,19 @@ def as_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
     assert not dist.is_initialized(), "a process that is a rank already cannot be another"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(sizes.values()))
     try:
-        lay(sizes, "cpu")
+        set_mesh(sizes, "cpu")
         yield
     finally:
-        lift()
+        clear_mesh()
         dist.destroy_process_group()
         # what it remembers names the groups of this rank, and is found again by the next one's equal mesh
         _clear_sharding_prop_cache()
 
 
-def as_first_rank(mesh: Mesh) -> AbstractContextManager[None]:
+def fake_first_rank(mesh: Mesh) -> AbstractContextManager[None]:
     """This process as the first of the fewest ranks that a mesh can have; as it is where that is one."""
     ranks = mesh.least_ranks
-    return nullcontext() if ranks == 1 else as_rank(0, mesh.sizes(ranks, sharded=False))
+    return nullcontext() if ranks == 1 else fake_rank(0, mesh.sizes(ranks, sharded=False))
 
 
 def ranks_of_stages(sizes: Mapping[str, int]) -> list[range]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.module_surgery import find_stacks, is_under
@@ -27,7 +27,7 @@ PASSES = 6
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelPartition:
     stack: str
     """The list of blocks, by name."""
     front: tuple[str, ...]
@@ -38,13 +38,15 @@ class Parts:
     """Of the front, each block, and the back: seconds, or FLOPs where they were counted."""
 
 
-def parts_of(model: nn.Module, timed: bool) -> Parts:
+def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
     """The parts of a model of tokens, or of one whose `example` says what it takes. Fake tensors are counted, never
     timed. Raises Refused where one of its parameters belongs to no part, or its blocks are not one list called in
     order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
-        raise Refused(f"there are {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="take a model with one")
+        raise RefusedError(
+            f"there are {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="take a model with one"
+        )
     ((stack, blocks),) = stacks.items()
     outside = {
         name: module
@@ -53,8 +55,10 @@ def parts_of(model: nn.Module, timed: bool) -> Parts:
     }
     if around := [name for name in outside if is_under(stack, name)]:
         parameters = ", ".join(name for name, _ in model.get_submodule(around[0]).named_parameters(recurse=False))
-        raise Refused(f"{parameters} of {around[0] or 'the model'} belongs to all blocks", fix="leave out what adds it")
-    watch = _Watch(model, blocks, outside)
+        raise RefusedError(
+            f"{parameters} of {around[0] or 'the model'} belongs to all blocks", fix="leave out what adds it"
+        )
+    watch = _LayerTimer(model, blocks, outside)
     if timed and not is_fake(next(model.parameters())):
         passes = [watch.costs(_Clock(watch.device)) for _ in range(PASSES)][1:]
         costs = _alike([min(each) for each in zip(*passes, strict=True)], blocks)
@@ -62,18 +66,18 @@ def parts_of(model: nn.Module, timed: bool) -> Parts:
         with StepTrace() as trace:
             costs = watch.costs(lambda: float(trace.flops))
     back = watch.behind | (outside.keys() - watch.before)
-    return Parts(
+    return ModelPartition(
         stack, tuple(n for n in outside if n not in back), tuple(n for n in outside if n in back), tuple(costs)
     )
 
 
-def balanced(costs: Sequence[float], stages: int) -> list[int]:
+def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
     """How many blocks each stage takes, at least one, so that the slowest stage is as fast as can be, and then all as
     equal as can be; `costs` are those of the front, which the first stage has, each block, and the back, of the last.
     Raises Refused where there are fewer blocks than stages."""
     front, *blocks, back = costs
     if len(blocks) < stages:
-        raise Refused(f"{len(blocks)} blocks do not make {stages} stages", fix="take fewer stages, or chunks = 1")
+        raise RefusedError(f"{len(blocks)} blocks do not make {stages} stages", fix="take fewer stages, or chunks = 1")
     sums = [0.0, *accumulate(blocks)]
     # best[n]: of the first n blocks in the stages so far, the slowest stage, the sum of squares, and the counts
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
@@ -102,7 +106,7 @@ class _Clock:
         return time.perf_counter()
 
 
-class _Watch:
+class _LayerTimer:
     """Forward passes of a model with an eye on what runs when."""
 
     def __init__(self, model: nn.Module, blocks: nn.ModuleList, outside: dict[str, nn.Module]):
@@ -123,9 +127,9 @@ class _Watch:
         finally:
             self.model.train(was_training)
         if [place for place, _, _ in self.calls] != list(range(len(self.blocks))):
-            raise Refused("its blocks are not called once each and in order", fix="take another model")
+            raise RefusedError("its blocks are not called once each and in order", fix="take another model")
         if both := self.before & self.behind:
-            raise Refused(f"{min(both)} runs before and behind the blocks", fix="take another model")
+            raise RefusedError(f"{min(both)} runs before and behind the blocks", fix="take another model")
         inside = [end - begin for _, begin, end in self.calls]
         return [self.calls[0][1] - began, *inside, ended - self.calls[-1][2]]
 
@@ -137,14 +141,14 @@ class _Watch:
             began = now()
             try:
                 return began, self.model(self._inputs())
-            except Refused:
+            except RefusedError:
                 raise
             except UsageError:  # longer than the model was built for
                 if self.length == 1:
                     raise
                 self.length //= 2
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-                raise Refused(
+                raise RefusedError(
                     f"{type(self.model).__name__} does not take tokens alone: {error}", fix="take a language model"
                 ) from error
 
@@ -158,7 +162,7 @@ class _Watch:
         left = [name for name in self.outside if name not in self.before | self.behind]
         head = find_head(self.model)
         if other := [name for name in left if head is None or self.outside[name] is not head[1]]:
-            raise Refused(f"{other[0]} does not run in a forward pass", fix="leave out what adds it")
+            raise RefusedError(f"{other[0]} does not run in a forward pass", fix="leave out what adds it")
         if left and head is not None:
             head[1](output)
 
@@ -172,7 +176,7 @@ class _Watch:
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if not isinstance(output, Tensor):
-                raise Refused(
+                raise RefusedError(
                     f"a block gives a {type(output).__name__}, not hidden states alone", fix="take another model"
                 )
             place, began, _ = self.calls.pop()

@@ -18,10 +18,10 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction
-from thrifty.distributed.pipeline_stages import Loan, StageModel
-from thrifty.distributed.stage_communication import receive, send, tell
-from thrifty.memory.recomputation import run_again
-from thrifty.modeling.stage_placeholders import Passage
+from thrifty.distributed.pipeline_stages import SharedParameter, StageModel
+from thrifty.distributed.stage_communication import broadcast_from_stage, receive, send
+from thrifty.memory.recomputation import recompute
+from thrifty.modeling.stage_placeholders import StageIO
 
 Kept = Callable[[StageModel, int], bool]
 """Whether a stage keeps the activations of the micro-batch of this number."""
@@ -29,13 +29,13 @@ Schedules = Callable[[list[PipelineStage]], Any]
 """torch's schedule for the stages of a rank."""
 
 
-class Line:
+class PipelineRunner:
     """`places` are those of all stages along the pipeline; of them this rank has `stages`."""
 
     def __init__(
         self,
         stages: list[StageModel],
-        loans: list[Loan],
+        loans: list[SharedParameter],
         places: Sequence[int],
         device: torch.device,
         schedules: Schedules,
@@ -62,7 +62,7 @@ class Line:
 
     def tell(self, tensor: Tensor | None) -> Tensor:
         """What the last stage found, on all."""
-        return tell(tensor, self.places[-1], self.device)
+        return broadcast_from_stage(tensor, self.places[-1], self.device)
 
     @torch.no_grad()
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
@@ -114,10 +114,10 @@ class Line:
         """A block's forward pass, which is run again in the backward pass unless its activations are kept."""
         if self.keeping or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return run_again(inner, args, kwargs)
+        return recompute(inner, args, kwargs)
 
     @contextmanager
-    def _as(self, stage: StageModel, received: Tensor | None) -> Iterator[Passage]:
+    def _as(self, stage: StageModel, received: Tensor | None) -> Iterator[StageIO]:
         self.running = stage
         try:
             with stage.running(received) as passage:
@@ -138,7 +138,7 @@ class Line:
             loss = torch.empty((), device="meta", requires_grad=True)
             made = [
                 PipelineStage(
-                    _Pass(self, stage),
+                    _MicroBatchPass(self, stage),
                     stage.index,
                     len(self.places),
                     self.device,
@@ -160,7 +160,7 @@ class Line:
             with torch.random.fork_rng(devices), self._as(stage, None) as passage:
                 objective.predict(model, batch.rows(0, 1))
                 one = passage.given
-        one = tell(one, self.places[0], self.device)
+        one = broadcast_from_stage(one, self.places[0], self.device)
         return torch.empty((len(batch), *one.shape[1:]), dtype=one.dtype, device="meta", requires_grad=True)
 
     def _expected(self, given: Tensor | None) -> Tensor:
@@ -174,10 +174,10 @@ class Line:
         return given
 
 
-class _Pass(nn.Module):
+class _MicroBatchPass(nn.Module):
     """A stage as torch's pipeline sees it: called with what it received and the number of a micro-batch."""
 
-    def __init__(self, line: Line, stage: StageModel):
+    def __init__(self, line: PipelineRunner, stage: StageModel):
         super().__init__()
         self.line, self.stage = line, stage
 
@@ -208,7 +208,7 @@ class _Doubled(torch.autograd.Function):
 
 
 @cache
-def goes_in_halves() -> bool:
+def supports_split_backward() -> bool:
     """Whether schedules that compute gradients of weights later go through functions that are not torch's own."""
     node: Any = _Doubled.apply(torch.zeros((), requires_grad=True)).grad_fn
     try:

@@ -1,6 +1,7 @@
 """A model cut into stages: what one rank keeps, and how each of its stages is run.
 
-At rest a rank's model holds the parameters of its stages under their own names, and `Elsewhere` for all other modules.
+At rest a rank's model holds the parameters of its stages under their own names, and `StagePlaceholder` for all other
+modules.
 To run one stage, what is around its blocks stands aside for as long as the pass lasts: whatever feeds the first block
 and follows the last is computed on, and ignored. So the model's own forward pass and the objective's `predict` run
 unchanged, masks and positions included.
@@ -18,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.mesh import DATA, axis
-from thrifty.core.shard_layout import local
-from thrifty.distributed.model_partition import Parts
-from thrifty.modeling.stage_placeholders import Arrival, Departure, Elsewhere, Passage
+from thrifty.core.shard_layout import local_tensors
+from thrifty.distributed.model_partition import ModelPartition
+from thrifty.modeling.stage_placeholders import StageInput, StageIO, StageOutput, StagePlaceholder
 
 
 @dataclass
@@ -34,12 +35,12 @@ class StageModel:
     is_last: bool
     modules: list[nn.Module]
     """Its own."""
-    passage: Passage = field(default_factory=Passage)
+    passage: StageIO = field(default_factory=StageIO)
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     """What stands where while it runs: holder, name and module."""
 
     @contextmanager
-    def running(self, received: Tensor | None) -> Iterator[Passage]:
+    def running(self, received: Tensor | None) -> Iterator[StageIO]:
         """The model as this stage, with what the stage before sent."""
         aside = [(holder, name, holder._modules[name]) for holder, name, _ in self.places]
         self.passage.received, self.passage.given = received, None
@@ -62,7 +63,7 @@ class StageModel:
 
 
 @dataclass(frozen=True)
-class Loan:
+class SharedParameter:
     """A parameter of the rank at `owner` along the pipeline that the one at `borrower` computes with too."""
 
     owner: int
@@ -74,7 +75,7 @@ class Loan:
 
     def lend(self) -> None:
         """Give the borrower the value."""
-        here, (value,) = axis("pipeline"), local([_whole_over_data(self._tensor.detach())])
+        here, (value,) = axis("pipeline"), local_tensors([_whole_over_data(self._tensor.detach())])
         if here.place == self.owner:
             dist.send(value.contiguous(), group=here.group, group_dst=self.borrower)
         else:
@@ -88,13 +89,13 @@ class Loan:
         mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if isinstance(tensor, DTensor):
             mine = mine.redistribute(placements=tensor.placements)
-        (gradient,) = local([mine.detach()])
+        (gradient,) = local_tensors([mine.detach()])
         if here.place == self.borrower:
             dist.send(gradient.contiguous(), group=here.group, group_dst=self.owner)
             tensor.grad = None
         else:
             whole = _whole_over_data(tensor.detach())
-            (theirs,) = local([torch.empty_like(whole)])
+            (theirs,) = local_tensors([torch.empty_like(whole)])
             dist.recv(theirs, group=here.group, group_src=self.borrower)
             gradient.add_(_own_part(theirs, whole, tensor))
             tensor.grad = mine
@@ -124,9 +125,9 @@ def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
     return summed.redistribute(placements=tensor.placements).to_local()
 
 
-def cut(
-    model: nn.Module, parts: Parts, counts: Sequence[int], places: Sequence[int]
-) -> tuple[list[StageModel], list[Loan]]:
+def cut_into_stages(
+    model: nn.Module, parts: ModelPartition, counts: Sequence[int], places: Sequence[int]
+) -> tuple[list[StageModel], list[SharedParameter]]:
     """Leave this rank's stages in a model, and nothing else: stage i has `counts[i]` blocks and is on the rank at
     `places[i]` along the pipeline. Gives this rank's stages and loans."""
     here, blocks = axis("pipeline").place, model.get_submodule(parts.stack)
@@ -143,20 +144,20 @@ def cut(
         own = [module for module, stage in stage_of.items() if stage == index]
         made = StageModel(index, index == 0, index == len(counts) - 1, own)
         first = sum(counts[:index])
-        beside = {str(first - 1): Arrival, str(first + counts[index]): Departure}
+        beside = {str(first - 1): StageInput, str(first + counts[index]): StageOutput}
         for holder, name, module in holders:
             if stage_of[module] != index:
-                kind = beside.get(name) if holder is blocks else Arrival if module in front else None
-                made.places.append((holder, name, kind(module, made.passage) if kind else Elsewhere(module)))
+                kind = beside.get(name) if holder is blocks else StageInput if module in front else None
+                made.places.append((holder, name, kind(module, made.passage) if kind else StagePlaceholder(module)))
         stages.append(made)
     loans = _loans(stage_of, places)
     for holder, name, module in holders:
         if places[stage_of[module]] != here:
-            holder._modules[name] = Elsewhere(module)
+            holder._modules[name] = StagePlaceholder(module)
     return stages, loans
 
 
-def _stages(model: nn.Module, parts: Parts, counts: Sequence[int]) -> dict[nn.Module, int]:
+def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> dict[nn.Module, int]:
     """The stage of each module that is to be on one only."""
     found = {model.get_submodule(name): 0 for name in parts.front}
     blocks = [block for block in model.get_submodule(parts.stack).children()]
@@ -172,13 +173,13 @@ def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> No
             if parameter.requires_grad:
                 owners.setdefault(parameter, places[stage])
     if idle := set(places) - set(owners.values()):
-        raise Refused(
+        raise RefusedError(
             f"nothing on rank {min(idle)} of the pipeline would be trained",
             fix="train parameters in all blocks, or leave the pipeline out",
         )
 
 
-def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[Loan]:
+def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[SharedParameter]:
     """Find what ranks share, and let this one's modules compute with what it borrows."""
     here = axis("pipeline").place
     users: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
@@ -191,7 +192,7 @@ def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[Loa
         owner, holder, its_name = uses[0]  # modules come in the order of their stages
         for borrower in sorted({place for place, _, _ in uses} - {owner}):
             if here == owner:
-                loans.append(Loan(owner, borrower, holder, its_name))
+                loans.append(SharedParameter(owner, borrower, holder, its_name))
             elif here == borrower:
                 stand_in = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 own = [(module, name) for place, module, name in uses if place == here]
@@ -199,5 +200,5 @@ def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[Loa
                     del module._parameters[name]  # it is there to be computed with, and under no name
                     vars(module)[name] = stand_in
                     vars(module).setdefault("borrowed", []).append(stand_in)
-                loans.append(Loan(owner, borrower, *own[0]))
+                loans.append(SharedParameter(owner, borrower, *own[0]))
     return loans

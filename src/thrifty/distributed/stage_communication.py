@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thrifty.core.mesh import axis
-from thrifty.core.ranks import gathered
+from thrifty.core.ranks import gather_bytes
 
 _DTYPES = (
     torch.float32,
@@ -44,7 +44,7 @@ def receive(place: int, device: torch.device) -> Tensor:
     return tensor
 
 
-def tell(tensor: Tensor | None, place: int, device: torch.device) -> Tensor:
+def broadcast_from_stage(tensor: Tensor | None, place: int, device: torch.device) -> Tensor:
     """The tensor of the stage at this place, on all stages; what the others give does not matter."""
     here = axis("pipeline")
     if here.place == place:
@@ -59,26 +59,26 @@ def tell(tensor: Tensor | None, place: int, device: torch.device) -> Tensor:
     return tensor
 
 
-def over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
+def merge_over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
     """What all stages know by name, taken together: plain values, which travel as JSON."""
     stages, text = axis("pipeline"), json.dumps(dict(facts)).encode()
     if stages.size == 1:
         return dict(facts)
-    known = map(json.loads, gathered(text, stages.group, torch.device("cpu")))  # blanks mean nothing in JSON
+    known = map(json.loads, gather_bytes(text, stages.group, torch.device("cpu")))  # blanks mean nothing in JSON
     return {name: value for facts in known for name, value in facts.items()}
 
 
-def values_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
+def gather_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
     """The tensors of these names, whichever stage has them; names that none has are left out."""
     stages = axis("pipeline")
     if stages.size == 1:
         return {name: values[name] for name in wanted if name in values}
-    holders = over_stages(dict.fromkeys(values, stages.place))
-    asked = over_stages(dict.fromkeys(wanted, True))
+    holders = merge_over_stages(dict.fromkeys(values, stages.place))
+    asked = merge_over_stages(dict.fromkeys(wanted, True))
     device = next(iter(values.values())).device
     found = {}
     for name in sorted(asked.keys() & holders.keys()):
-        value = tell(values.get(name), holders[name], device)
+        value = broadcast_from_stage(values.get(name), holders[name], device)
         if name in wanted:
             found[name] = value
     return found

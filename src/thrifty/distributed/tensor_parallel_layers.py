@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.shard_layout import Order, keep_orders
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.shard_layout import FusedOrder, record_orders
 from thrifty.core.state import full_value
-from thrifty.distributed.tensor_parallel_rng import Region, drawing_apart
+from thrifty.distributed.tensor_parallel_rng import ParallelRandomRegion, parallel_randomness
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
 
@@ -30,7 +30,7 @@ WHOLE, LAST, TOKENS = Replicate(), Shard(-1), Shard(1)
 
 
 @dataclass
-class Splitting:
+class TensorParallelizer:
     """What is done to one model, and how to undo it."""
 
     mesh: DeviceMesh
@@ -43,7 +43,7 @@ class Splitting:
     _divided: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """What takes the place of each whole parameter, until it does."""
 
-    def column(self, layer: nn.Module, slices: Sequence[int] = (), region: Region | None = None) -> None:
+    def column(self, layer: nn.Module, slices: Sequence[int] = (), region: ParallelRandomRegion | None = None) -> None:
         """Each rank has its part of every slice of the outputs; of a table, of the columns."""
         out = 1 if is_transposed(layer) or isinstance(layer, nn.Embedding) else 0
         self._divide(layer, {"weight": out, "bias": 0}, slices)
@@ -56,7 +56,7 @@ class Splitting:
 
         self._behind(layer, local)
 
-    def row(self, layer: nn.Module, region: Region | None = None) -> None:
+    def row(self, layer: nn.Module, region: ParallelRandomRegion | None = None) -> None:
         """Each rank takes its part of the inputs; the bias is added once, to the sum."""
         self._divide(layer, {"weight": 0 if is_transposed(layer) else 1, "bias": None})
 
@@ -78,7 +78,7 @@ class Splitting:
         """Hidden states become whole where a module takes them, and the gradients there are summed once."""
         self._before(module, lambda x: self._given(x, self.stream).redistribute(placements=[WHOLE]))
 
-    def closing(self, module: nn.Module, region: Region) -> None:
+    def closing(self, module: nn.Module, region: ParallelRandomRegion) -> None:
         """A region ends with the module's forward pass, if a row layer has not ended it."""
 
         def forward(_: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +119,7 @@ class Splitting:
                     fix=f"take texts of a multiple of {self.mesh.size()} tokens, or set along_tokens = false",
                 )
             x = self._turn(x, WHOLE, TOKENS)
-        with drawing_apart(self.mesh.get_local_rank()) if draws and block.training else nullcontext():
+        with parallel_randomness(self.mesh.get_local_rank()) if draws and block.training else nullcontext():
             result = inner(x, *args, **kwargs)
         if not last:
             return result
@@ -146,20 +146,22 @@ class Splitting:
                 continue
             kept, placement = whole.detach(), WHOLE if dim is None else Shard(dim)
             if dim is not None and len(slices) > 1:
-                orders[name] = Order(dim, tuple(slices), self.mesh.size())
+                orders[name] = FusedOrder(dim, tuple(slices), self.mesh.size())
                 kept = orders[name].kept(kept)
             if whole not in self._divided:
                 parted = distribute_tensor(kept, self.mesh, [placement], src_data_rank=None)
                 self._divided[whole] = nn.Parameter(parted, whole.requires_grad)
             elif self._divided[whole].placements != (placement,):
-                raise Refused("two layers that share a weight are split differently", fix="untie them, or give a plan")
+                raise RefusedError(
+                    "two layers that share a weight are split differently", fix="untie them, or give a plan"
+                )
         layer.orders = orders
         self.undo.callback(delattr, layer, "orders")
 
     def exchange(self, model: nn.Module) -> None:
         """Puts the divided parameters in the place of whole ones, wherever those are used."""
         _replace(model, self._divided)
-        keep_orders(model)
+        record_orders(model)
         self._divided.clear()
         self.undo.callback(_unite, model)
 

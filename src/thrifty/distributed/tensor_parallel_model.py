@@ -8,11 +8,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
-from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, Splitting
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
+from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, TensorParallelizer
 from thrifty.distributed.tensor_parallel_plan import Style, split_plan
-from thrifty.distributed.tensor_parallel_rng import Region, drops
+from thrifty.distributed.tensor_parallel_rng import ParallelRandomRegion, drops
 from thrifty.modeling.attention_sites import HEAD_WIDTHS
 from thrifty.modeling.embeddings import find_head, token_tables
 from thrifty.modeling.module_surgery import find_stacks, is_under
@@ -27,7 +27,7 @@ HEAD_COUNTS = (
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """One layer of the plan: the slices of a column layer's outputs, or of a row layer's inputs, and what each must be
     a multiple of."""
 
@@ -47,18 +47,20 @@ class Split:
             if size % (ranks * self.unit):
                 what = f"{size // self.unit} heads" if self.unit > 1 else f"{size} numbers"
                 best = math.gcd(ranks, *(each // self.unit for each in self.sizes))
-                raise Refused(
+                raise RefusedError(
                     f"{self.name}: {what} cannot be divided equally among {ranks} ranks",
                     fix=f"a mesh of tensor={best}, or a model with a multiple of {ranks}",
                 )
 
 
-def split_model(model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), along_tokens: bool = False) -> Splitting:
+def split_model(
+    model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), along_tokens: bool = False
+) -> TensorParallelizer:
     """Split a model in place over a mesh of one axis; `given` and the styles as in `split_plan`. Raises Refused, with
     the model as it was, where that is not possible."""
     plan, stacks = split_plan(model, given), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
-    owners: dict[str, list[Split]] = {}
+    owners: dict[str, list[LayerSplit]] = {}
     for split in _splits(model, plan):
         split.check(mesh.size())
         owners.setdefault(split.name.rpartition(".")[0], []).append(split)
@@ -66,7 +68,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), a
         _refuse_unpaired(name, own)
         if model.get_submodule(name) not in blocks:
             _refuse_strays(model, name, plan)
-    splitting = Splitting(mesh, TOKENS if along_tokens else WHOLE)
+    splitting = TensorParallelizer(mesh, TOKENS if along_tokens else WHOLE)
     for name, own in owners.items():
         owner = model.get_submodule(name)
         _split_owner(splitting, owner, own, in_stream=owner in blocks)
@@ -82,11 +84,11 @@ def split_model(model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), a
         for stack in stacks.values():
             splitting.along_tokens(list(stack), draws=any(map(drops, stack)))
     between = ", and tokens between them" if along_tokens else ""
-    note(f"{sum(map(len, owners.values()))} layers over {mesh.size()} ranks{between}")
+    add_note(f"{sum(map(len, owners.values()))} layers over {mesh.size()} ranks{between}")
     return splitting
 
 
-def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[Split]:
+def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     cuts = dict(zip(parameters, fused_slices([*parameters], [*parameters.values()]), strict=True))
     found = []
@@ -95,7 +97,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[Split]:
         if style not in ("column", "row"):
             continue
         if getattr(getattr(layer, "weight", None), "ndim", 0) != 2 or "forward" in vars(layer):
-            raise Refused(
+            raise RefusedError(
                 f"{name} is a {type(layer).__name__} that is not computed from its weight alone",
                 fix="leave out the technique that changed it, or name other layers in plan",
             )
@@ -106,7 +108,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[Split]:
             sizes = (layer.embedding_dim,)
         else:
             sizes = tuple(getattr(layer, "parts", {}).values()) or (cut.sizes if cut else (out_width(layer),))
-        found.append(Split(name, layer, style, sizes, _unit(model, name, plan)))
+        found.append(LayerSplit(name, layer, style, sizes, _unit(model, name, plan)))
     return found
 
 
@@ -120,39 +122,39 @@ def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
     for attribute in HEAD_WIDTHS:
         if isinstance(width := getattr(module, attribute, None), int):
             return 3 * width if part_of_attention(name) == "query_key_value" else width
-    raise Refused(f"it cannot be told how wide a head of {owner} is", fix=f"give it an attribute {HEAD_WIDTHS[0]}")
+    raise RefusedError(f"it cannot be told how wide a head of {owner} is", fix=f"give it an attribute {HEAD_WIDTHS[0]}")
 
 
 def _refuse_strays(model: nn.Module, owner: str, plan: Mapping[str, Style]) -> None:
     for path, _ in model.get_submodule(owner).named_parameters():
         name = f"{owner}.{path}"
         if not any(is_under(name, module) for module in plan):
-            raise Refused(
+            raise RefusedError(
                 f"{name} is used among split layers, and nothing says on what",
                 fix=f'plan = ["{name.rpartition(".")[0]}=summed"] if on a rank\'s own part, or "=whole"',
             )
 
 
-def _refuse_unpaired(owner: str, own: Sequence[Split]) -> None:
+def _refuse_unpaired(owner: str, own: Sequence[LayerSplit]) -> None:
     columns = [split for split in own if split.gives_parts]
     rows = [split for split in own if split.style == "row"]
     made = {size for split in columns for size in (split.sizes[0], split.sizes[0] // 3)}
     if any(row.sizes[0] not in made for row in rows) or (columns and not rows):
-        raise Refused(
+        raise RefusedError(
             f"{owner}: what {', '.join(split.name for split in columns) or 'no layer'} gives in parts is not what "
             f"{', '.join(split.name for split in rows) or 'a layer'} takes in parts",
             fix="name in plan the layers that are split by column and by row",
         )
     for split in own:
         if split.style == "column" and set(dict(split.layer.named_parameters())) - {"weight", "bias"}:
-            raise Refused(f"{split.name} has more than a weight and a bias", fix="leave out what was added to it")
+            raise RefusedError(f"{split.name} has more than a weight and a bias", fix="leave out what was added to it")
 
 
-def _split_owner(splitting: Splitting, owner: nn.Module, own: Sequence[Split], in_stream: bool) -> None:
+def _split_owner(splitting: TensorParallelizer, owner: nn.Module, own: Sequence[LayerSplit], in_stream: bool) -> None:
     """The layers that one module holds: column layers, and row layers that take what those give."""
     is_region = any(split.gives_parts for split in own)
     draws_apart = is_region and splitting.stream is WHOLE and drops(owner)
-    region = Region(splitting.mesh.get_local_rank()) if draws_apart else None
+    region = ParallelRandomRegion(splitting.mesh.get_local_rank()) if draws_apart else None
     if is_region and not in_stream:
         splitting.entrance(owner)
     for split in own:
@@ -177,7 +179,7 @@ def _along_vocabulary(model: nn.Module, ranks: int) -> list[nn.Module]:
     against = {name: reason for name, layer in ends.items() if (reason := _against(layer, ranks))}
     kept = {id(ends[name].weight) for name in against}
     for name, reason in against.items():
-        note(f"{name} stays whole: {reason}")
+        add_note(f"{name} stays whole: {reason}")
     return [layer for layer in ends.values() if id(layer.weight) not in kept]
 
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.module_surgery import find_stacks, is_under
 
 Style = Literal["column", "row", "summed", "whole"]
@@ -48,7 +48,7 @@ def split_plan(model: nn.Module, given: Sequence[str] = ()) -> dict[str, Style]:
             if re.fullmatch(pattern, name):
                 styles.setdefault(name, style)
     if not any(style == "row" for style in styles.values()):
-        raise Refused(
+        raise RefusedError(
             f"nothing says how the layers of {type(model).__name__} are split",
             fix='name them, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"], or use a model of '
             "transformers that has a tensor-parallel plan",
@@ -66,7 +66,7 @@ def _known(model: nn.Module) -> Iterator[tuple[str, Style]]:
                 if not any(is_under(full, stack) for stack in stacks):
                     continue  # tables and the head
                 if theirs not in OF_TRANSFORMERS:
-                    raise Refused(
+                    raise RefusedError(
                         f"the plan of {type(module).__name__} splits {pattern} as {theirs}, which is not known here",
                         fix=f'say how, for instance plan = ["*.{pattern.rpartition("*.")[2]}=column"]',
                     )
@@ -80,7 +80,9 @@ def _given(entries: Sequence[str]) -> Iterator[tuple[str, Style]]:
     for entry in entries:
         pattern, _, style = entry.rpartition("=")
         if style not in get_args(Style) or not pattern:
-            raise Refused(f"plan: {entry!r} is not pattern=style", fix=f"the styles are {', '.join(get_args(Style))}")
+            raise RefusedError(
+                f"plan: {entry!r} is not pattern=style", fix=f"the styles are {', '.join(get_args(Style))}"
+            )
         yield _regular(pattern), style
 
 

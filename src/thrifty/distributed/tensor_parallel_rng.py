@@ -17,7 +17,7 @@ from thrifty.core.randomness import seed_of
 
 
 @contextmanager
-def drawing_apart(place: int) -> Iterator[None]:
+def parallel_randomness(place: int) -> Iterator[None]:
     """Random numbers of the rank at this place alone, for as long as the block lasts."""
     common = int(torch.empty((), dtype=torch.int64).random_())
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -33,7 +33,7 @@ def drops(module: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in (*own, *handed))
 
 
-class Region:
+class ParallelRandomRegion:
     """The stretch of a module's forward pass in which each rank has its part: from its first column layer to its row
     layer."""
 
@@ -45,7 +45,7 @@ class Region:
     def enter(self) -> None:
         if not self._entered:
             self._entered = True
-            self._open.enter_context(drawing_apart(self.place))
+            self._open.enter_context(parallel_randomness(self.place))
 
     def leave(self) -> None:
         self._open.close()

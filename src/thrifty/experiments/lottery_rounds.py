@@ -24,28 +24,34 @@ from torch import Tensor
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Budget, Recipe
-from thrifty.core.run_relative_settings import Moment, in_steps
-from thrifty.core.setting_bounds import Bound, Positive, check_bounds, check_pattern
-from thrifty.experiments.mask_export import masks_of, write_whole
+from thrifty.core.run_relative_settings import StepOrFraction, in_steps
+from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds, check_pattern
+from thrifty.experiments.mask_export import masks_of, write_atomically
 from thrifty.optim.mask_selection import masked_shapes
 from thrifty.recipes.recipe_toml import recipe_to_data
-from thrifty.techniques.sparsity.mask_from_file import Scope, Ticket, density_of, pruned, ticket_bytes
+from thrifty.techniques.sparsity.mask_from_file import (
+    MaskFromFile,
+    Scope,
+    density_of,
+    mask_file_bytes,
+    prune_by_magnitude,
+)
 from thrifty.training import checkpoint
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_setup import BuildModel, prepare
-from thrifty.training.trainer import resume, rewind, train
+from thrifty.training.run_setup import BuildModel, prepare_run
+from thrifty.training.trainer import resume, rewind_run, train
 
 Control = Literal["random-mask", "reinitialise"]
 CONTROLS: tuple[Control, ...] = ("random-mask", "reinitialise")
 
 
 @dataclass(frozen=True)
-class Lottery:
+class LotterySettings:
     rounds: Positive = 8
     """Tickets that are drawn and trained, after the dense run."""
-    prune: Annotated[float, Bound(above=0, below=1)] = 0.2
+    prune: Annotated[float, SettingBound(above=0, below=1)] = 0.2
     """Share of the weights left that goes after each round."""
-    rewind: Moment = 0
+    rewind: StepOrFraction = 0
     """The step of the dense run that every ticket starts from: 0 for the first values, otherwise weights, optimizer,
     schedule and data order are those of that moment."""
     scope: Scope = "global"
@@ -70,9 +76,9 @@ class Lottery:
             )
 
 
-def play(
+def run_lottery(
     recipe: Recipe,
-    lottery: Lottery,
+    lottery: LotterySettings,
     runs: Path = Path("runs"),
     *,
     model: BuildModel | None = None,
@@ -99,14 +105,14 @@ def play(
         return _Rounds(recipe, lottery, Path(runs), folder, model, dict(origins or {}), quiet, say).to_the_end()
 
 
-def _refuse_nothing_to_prune(recipe: Recipe, lottery: Lottery, model: BuildModel | None, quiet: bool) -> None:
+def _refuse_nothing_to_prune(recipe: Recipe, lottery: LotterySettings, model: BuildModel | None, quiet: bool) -> None:
     """Also what no ticket can go with. The model that is built to see it is let go again."""
-    dense = replace(recipe, techniques=(*recipe.techniques, Ticket()))
-    built = prepare(dense, model, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
+    dense = replace(recipe, techniques=(*recipe.techniques, MaskFromFile()))
+    built = prepare_run(dense, model, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
     _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
 
 
-def draw(run: Path, step: int, lottery: Lottery) -> tuple[bytes, float]:
+def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[bytes, float]:
     """The next ticket, as its file has it, and its density: of the weights that a run had after this step, and of those
     that its masks keep. Raises UsageError where no matrix has a name that matches `where`."""
     found = checkpoint.load(run / "checkpoints", step).tensors
@@ -117,11 +123,11 @@ def draw(run: Path, step: int, lottery: Lottery) -> tuple[bytes, float]:
     weights = _chosen(parameters, lottery, f"{run}")
     masks = {name: now.get(name, torch.ones_like(weight, dtype=torch.bool)) for name, weight in weights.items()}
     half = {name for name in weights if re.search(lottery.half, name)}
-    new = pruned(weights, masks, lottery.prune, lottery.scope, half)
-    return ticket_bytes(new, f"after step {step} of {run.name}", weights), density_of(new)
+    new = prune_by_magnitude(weights, masks, lottery.prune, lottery.scope, half)
+    return mask_file_bytes(new, f"after step {step} of {run.name}", weights), density_of(new)
 
 
-def _chosen(parameters: Mapping[str, Tensor], lottery: Lottery, of: str) -> dict[str, Tensor]:
+def _chosen(parameters: Mapping[str, Tensor], lottery: LotterySettings, of: str) -> dict[str, Tensor]:
     """The matrices that are pruned."""
     found = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
     if not found:
@@ -130,7 +136,7 @@ def _chosen(parameters: Mapping[str, Tensor], lottery: Lottery, of: str) -> dict
 
 
 @contextmanager
-def _claimed(path: Path, recipe: Recipe, lottery: Lottery) -> Iterator[RunFolder]:
+def _claimed(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[RunFolder]:
     """The folder of the lottery, new or of an earlier part of the same, locked."""
     meant = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
@@ -156,7 +162,7 @@ def _binding(definition: Mapping[str, Any]) -> dict[str, Any]:
 @dataclass
 class _Rounds:
     recipe: Recipe
-    lottery: Lottery
+    lottery: LotterySettings
     runs: Path
     folder: RunFolder
     model: BuildModel | None
@@ -206,9 +212,9 @@ class _Rounds:
 
     def draw(self, number: int) -> float:
         """The ticket of a round, where it was not drawn already; drawn again it is the same."""
-        content, density = draw(self.path(number - 1), self.steps, self.lottery)
+        content, density = next_mask_file(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
-            write_whole(self.ticket(number), content)
+            write_atomically(self.ticket(number), content)
         return density
 
     def finished(self, number: int, control: str) -> dict[str, Any] | None:
@@ -226,16 +232,16 @@ class _Rounds:
         options = {"model": self.model, "origins": self.origins, "quiet": self.quiet}
         if number == 0:
             kept = replace(recipe.checkpoints, also=(*recipe.checkpoints.also, self.lottery.rewind))
-            recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, Ticket()))
+            recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, MaskFromFile()))
         else:
             file = self.ticket(number)
             sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-            ticket = Ticket(str(file), sha256, control, self.lottery.seed)  # type: ignore[arg-type]
+            ticket = MaskFromFile(str(file), sha256, control, self.lottery.seed)  # type: ignore[arg-type]
             budget = Budget(steps=self.steps)
             recipe = replace(recipe, name=name, budget=budget, techniques=(*recipe.techniques, ticket))
             start = in_steps(self.lottery.rewind, self.steps)
             if start and control != "reinitialise":
-                return rewind(self.path(0), start, recipe, **options)
+                return rewind_run(self.path(0), start, recipe, **options)
         if (path / "recipe.toml").is_file():
             return resume(path, recipe, **options)
         return train(recipe, self.runs, **options)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.optim.weight_masks import SLOT
-from thrifty.techniques.sparsity.mask_from_file import density_of, ticket_bytes
+from thrifty.techniques.sparsity.mask_from_file import density_of, mask_file_bytes
 from thrifty.training import checkpoint
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -24,7 +24,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def keep_ticket(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
+def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
     """Writes the masks that a sparse run had, whatever technique drew them, as a ticket for other runs; returns its
     density and its sha256, which a recipe must give with it. Raises UsageError for a run without masks and for a file
     that exists."""
@@ -35,14 +35,14 @@ def keep_ticket(run: Path, file: Path, step: int | None = None) -> tuple[float, 
     if file.exists():
         raise UsageError(f"{file} exists already", fix="name a file that does not exist yet")
     weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
-    content = ticket_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
-    write_whole(file, content)
+    content = mask_file_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
+    write_atomically(file, content)
     return density_of(masks), hashlib.sha256(content).hexdigest()
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """A file as a whole, or not at all."""
-    files, aside = Durable(), path.with_name(f".{path.name}.partial")
+    files, aside = AtomicFiles(), path.with_name(f".{path.name}.partial")
     files.write_file(aside, [content])
     files.rename(aside, path)
     files.sync_folder(path.parent)

@@ -21,7 +21,7 @@ FOLDERS = (Path("results"), Path("runs"))
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PastComparison:
     """One arm of a finished comparison in which a technique took part."""
 
     technique: str
@@ -64,7 +64,7 @@ class Evidence:
         )
 
 
-def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[Evidence]:
+def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
     """Of every technique by which an arm of a finished comparison differs from its baseline, in all comparisons found
     below the folders: an entry for each technique and arm. Files that are no comparison are passed over."""
     found = []
@@ -74,7 +74,7 @@ def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[Evidence]:
     return found
 
 
-def _of_comparison(data: dict[str, Any], file: Path) -> list[Evidence]:
+def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
     runs = [
         entry
         for entry in data["runs"]
@@ -102,7 +102,7 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[Evidence]:
             for name in names:
                 others = tuple(other for other in touched if other != name)
                 alone = not others and _differs_by_techniques(data, label)
-                found.append(Evidence(technique=name, role=role, others=others, alone=alone, **of_arm))  # type: ignore[arg-type]
+                found.append(PastComparison(technique=name, role=role, others=others, alone=alone, **of_arm))  # type: ignore[arg-type]
     return found
 
 
@@ -125,7 +125,7 @@ def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
 
 
 @dataclass(frozen=True)
-class StudyResult:
+class PastStudy:
     """A kept or finished study of which a technique is part."""
 
     study: str
@@ -139,7 +139,7 @@ class StudyResult:
         return f"study {self.study}: {self.held} of {self.expected} expectations hold ({self.cpu}): {self.file}"
 
 
-def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[StudyResult]:
+def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
     """Results of studies whose file names the technique, AdamW, schedules and clipping too where it uses those."""
     found = []
     files = {file for folder in folders for file in (*folder.glob("*/study.json"), *folder.glob("studies/*/*.json"))}
@@ -151,7 +151,7 @@ def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[Stu
             continue
         if technique in _used_in(study):
             held = sum(each["verdict"] == "holds" for each in expectations)
-            found.append(StudyResult(study, len(expectations), held, cpu, file))
+            found.append(PastStudy(study, len(expectations), held, cpu, file))
     return found
 
 

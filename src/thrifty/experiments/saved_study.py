@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError
-from thrifty.experiments.study_result import Result, kept_summary
-from thrifty.experiments.study_summary import Estimate
+from thrifty.experiments.study_result import StudyResult, kept_summary
+from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
@@ -20,30 +20,30 @@ of Python bring another text, and other processors other roundings."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class StudyComparison:
     """What a fresh result has of a kept one: how many numbers were compared, and a sentence for each that is off."""
 
     compared: int
     off: tuple[str, ...]
 
 
-def refuse_existing(file: Path) -> None:
+def refuse_existing_study(file: Path) -> None:
     """Raises UsageError where a kept result or its table would be overwritten."""
     refuse_overwriting("results/studies/STUDY/DEVICE.json", file, file.with_suffix(".md"))
 
 
-def keep(result: Result, file: Path) -> None:
+def save_study(result: StudyResult, file: Path) -> None:
     """Writes a finished result as JSON, with its table in Markdown beside it."""
-    refuse_existing(file)
+    refuse_existing_study(file)
     if not result.finished:
         raise UsageError(f"{result.study.name} is not measured completely", fix="keep it when all cells are there")
-    Durable().make_folders(file.parent)
+    AtomicFiles().make_folders(file.parent)
     folder = RunFolder(file.parent)
     folder.write_json(file.stem, result.as_data())
     folder.write_text(f"{file.stem}.md", table(result))
 
 
-def compare(result: Result, kept: Mapping[str, Any]) -> Comparison:
+def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyComparison:
     """Whether each mean of a fresh result lies within the interval of the kept one.
 
     The interval allows for the uncertainty of both means: the kept half-width times sqrt(1 + kept seeds / fresh
@@ -62,10 +62,10 @@ def compare(result: Result, kept: Mapping[str, Any]) -> Comparison:
             before = old.get(label, {}).get(name)
             if before is None or not _agrees(fresh, before):
                 off.append(_told(label, name, fresh, before))
-    return Comparison(compared, tuple(off))
+    return StudyComparison(compared, tuple(off))
 
 
-def _agrees(fresh: Estimate, kept: Estimate) -> bool:
+def _agrees(fresh: SeedMean, kept: SeedMean) -> bool:
     if 0 < kept.never < kept.runs:  # the kept result says that both outcomes happen
         return True
     if kept.never or fresh.never:
@@ -76,7 +76,7 @@ def _agrees(fresh: Estimate, kept: Estimate) -> bool:
     return math.isfinite(fresh.mean) and abs(fresh.mean - kept.mean) <= within
 
 
-def _told(label: str, name: str, fresh: Estimate, kept: Estimate | None) -> str:
+def _told(label: str, name: str, fresh: SeedMean, kept: SeedMean | None) -> str:
     if kept is None:
         return f"{label}: {name} is {shown(fresh.mean)}, and the kept result has none"
     return f"{label}: {name} is {interval(fresh)}, kept {interval(kept)}"

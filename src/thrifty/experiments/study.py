@@ -24,7 +24,7 @@ Cells = Mapping[str, Numbers]
 
 
 @dataclass(frozen=True)
-class Quantity:
+class MeasuredQuantity:
     """One of the numbers that a study measures."""
 
     about: str
@@ -43,7 +43,7 @@ class Expectation:
 
 
 @dataclass(frozen=True)
-class Plot:
+class StudyPlot:
     """Numbers drawn against a setting, a number, or the cases themselves; one line per value of the setting `by`."""
 
     id: str
@@ -64,13 +64,13 @@ class Study:
     measure: Callable[..., Numbers]
     """A function at the top level of a module: it is called as measure(seed=…, **settings) in processes of its own."""
     cases: Mapping[str, Settings]
-    quantities: Mapping[str, Quantity]
+    quantities: Mapping[str, MeasuredQuantity]
     seeds: int = 3
     """How many: seeds count from 0."""
     derive: Callable[[Cells], Cells] | None = None
     """What only all cases of a seed together show, such as the best rate: further rows, by their own labels."""
     expect: Sequence[Expectation] = ()
-    plots: Sequence[Plot] = ()
+    plots: Sequence[StudyPlot] = ()
     minutes: float = 1.0
     """About how long all of it takes on two cores."""
 

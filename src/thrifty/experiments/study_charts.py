@@ -7,9 +7,9 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from thrifty.experiments.study import Plot, level_text
-from thrifty.experiments.study_result import Result
-from thrifty.experiments.study_summary import Estimate
+from thrifty.experiments.study import StudyPlot, level_text
+from thrifty.experiments.study_result import StudyResult
+from thrifty.experiments.study_summary import SeedMean
 from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
 
@@ -23,7 +23,7 @@ LEVELS = 8
 """Up to so many different values of x, each has a tick of its own."""
 
 
-def points(result: Result, plot: Plot) -> tuple[list[Row], list[str]]:
+def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
     """What the plot shows: x, y, the interval and the line of each case that has them; and the labels of those that
     are infinite and cannot be drawn."""
     drawn, left_out = [], []
@@ -44,11 +44,11 @@ def points(result: Result, plot: Plot) -> tuple[list[Row], list[str]]:
     return drawn, left_out
 
 
-def _value(name: str, settings: Mapping[str, Any], numbers: Mapping[str, Estimate]) -> Any:
+def _value(name: str, settings: Mapping[str, Any], numbers: Mapping[str, SeedMean]) -> Any:
     return numbers[name].mean if name in numbers else settings.get(name)
 
 
-def chart(result: Result, plot: Plot) -> alt.LayerChart:
+def chart(result: StudyResult, plot: StudyPlot) -> alt.LayerChart:
     drawn, _ = points(result, plot)
     lowest = min((row["y"] for row in drawn), default=1.0)
     for row in drawn if plot.log_y else ():  # an interval may reach below zero, a logarithmic axis does not
@@ -68,7 +68,7 @@ def chart(result: Result, plot: Plot) -> alt.LayerChart:
     return alt.layer(*layers).properties(width=460, height=280)
 
 
-def _x(plot: Plot, drawn: list[Row]) -> alt.X:
+def _x(plot: StudyPlot, drawn: list[Row]) -> alt.X:
     if plot.x == "case":
         return alt.X("x:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30))
     if all(isinstance(row["x"], int | float) for row in drawn):
@@ -81,7 +81,7 @@ def _x(plot: Plot, drawn: list[Row]) -> alt.X:
     return alt.X("x:N", title=_words(plot.x), sort=None, axis=alt.Axis(labelAngle=0))
 
 
-def picture(result: Result, plot: Plot, kind: str) -> bytes:
+def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
     """A plot on white, as "png" or "svg"."""
     title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
     spec = {**chart(result, plot).to_dict(), "padding": 20, "background": LIGHT["surface"], "title": title}
@@ -92,7 +92,7 @@ def picture(result: Result, plot: Plot, kind: str) -> bytes:
     return vl_convert.vegalite_to_svg(spec, **look).encode()
 
 
-def caption(result: Result, plot: Plot) -> str:
+def caption(result: StudyResult, plot: StudyPlot) -> str:
     """What those see who do not see the plot, and what it leaves out."""
     drawn, left_out = points(result, plot)
     if not drawn:

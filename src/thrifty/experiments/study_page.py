@@ -5,9 +5,9 @@ import shlex
 from pathlib import Path
 
 from thrifty.core.secret_redaction import redact, redact_command
-from thrifty.experiments.study import Plot
+from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, picture
-from thrifty.experiments.study_result import Result
+from thrifty.experiments.study_result import StudyResult
 from thrifty.experiments.study_table import rows, sentence, spread
 from thrifty.reporting.number_format import duration
 from thrifty.reporting.page_templates import template
@@ -16,7 +16,7 @@ from thrifty.training.run_folder import RunFolder
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 
 
-def write_page(result: Result, folder: Path) -> Path:
+def write_page(result: StudyResult, folder: Path) -> Path:
     """Writes report.html and plots/*.png; returns the path of the page."""
     run = RunFolder(folder)
     run.plots.mkdir(exist_ok=True)
@@ -26,7 +26,7 @@ def write_page(result: Result, folder: Path) -> Path:
     return run.report
 
 
-def render(result: Result) -> str:
+def render(result: StudyResult) -> str:
     study, (head, body) = result.study, rows(result)
     facts = redact(dict(result.environment))
     return template("study.html", "thrifty.experiments").render(
@@ -44,6 +44,6 @@ def render(result: Result) -> str:
     )
 
 
-def _embedded(result: Result, plot: Plot) -> str:
+def _embedded(result: StudyResult, plot: StudyPlot) -> str:
     """A picture as an address that holds it: nothing is fetched, and nothing in it can run."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()

@@ -17,7 +17,14 @@ from typing import Any
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.experiments.study import Numbers, Study
-from thrifty.experiments.study_summary import Estimate, ExpectationVerdict, Measured, Summary, judge, summarize
+from thrifty.experiments.study_summary import (
+    ExpectationVerdict,
+    Measured,
+    SeedMean,
+    Summary,
+    judge_expectations,
+    summarize,
+)
 
 MACHINE = ("cpu", "python", "torch")
 """Facts of the environment that all cells of one result share."""
@@ -26,16 +33,16 @@ _KEPT = "kept results are results/studies/STUDY/DEVICE.json"
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     numbers: Numbers
     seconds: float
 
 
 @dataclass
-class Result:
+class StudyResult:
     study: Study
     environment: Mapping[str, Any]
-    cells: dict[tuple[str, int], Cell] = field(default_factory=dict)
+    cells: dict[tuple[str, int], StudyCell] = field(default_factory=dict)
 
     @property
     def measured(self) -> Measured:
@@ -52,18 +59,18 @@ class Result:
 
     @property
     def verdicts(self) -> list[ExpectationVerdict]:
-        return judge(self.study, self.measured)
+        return judge_expectations(self.study, self.measured)
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from thrifty.experiments.study_table import rows, sentence
         from thrifty.reporting.notebook_view import piece
-        from thrifty.reporting.run_tables import Table
+        from thrifty.reporting.run_tables import TextTable
 
         head, body = rows(self)
         title = self.study.name if self.finished else f"{self.study.name}: in progress"
         sentences = [self.study.about, *map(sentence, self.verdicts)]
-        return piece(title, sentences, [Table("Means by case", head, body, frozenset(range(1, len(head))))])
+        return piece(title, sentences, [TextTable("Means by case", head, body, frozenset(range(1, len(head))))])
 
     def as_data(self) -> dict[str, Any]:
         """Plain JSON; equal cells give equal text, in whatever order they were measured."""
@@ -93,7 +100,7 @@ class Result:
         self.environment = data["environment"]
         for cell in data["cells"]:
             numbers = {name: _number(value) for name, value in cell["numbers"].items()}
-            self.cells[cell["case"], cell["seed"]] = Cell(numbers, cell["seconds"])
+            self.cells[cell["case"], cell["seed"]] = StudyCell(numbers, cell["seconds"])
 
     def _changed_since(self, data: Mapping[str, Any]) -> list[str]:
         definition, environment = self.study.definition(), data["environment"]
@@ -122,7 +129,7 @@ def kept_summary(data: Mapping[str, Any]) -> Summary:
     """The summary as it stands in a kept result."""
     return {
         label: {
-            name: Estimate(
+            name: SeedMean(
                 _number(found["mean"]),
                 math.nan if found["half_width"] is None else found["half_width"],
                 found["runs"],

@@ -8,9 +8,9 @@ from pathlib import Path
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.experiments.study import Study
 from thrifty.experiments.study_page import write_page
-from thrifty.experiments.study_result import Cell, Result, read_result
+from thrifty.experiments.study_result import StudyCell, StudyResult, read_result
 from thrifty.experiments.study_table import shown, table
-from thrifty.experiments.study_workers import Answer, Task, measure_all
+from thrifty.experiments.study_workers import CellResult, CellTask, measure_all
 from thrifty.machine.cpu_features import usable_cores
 from thrifty.reporting.number_format import duration
 from thrifty.training.run_environment import environment
@@ -26,14 +26,14 @@ def run_study(
     only: Sequence[str] = (),
     jobs: int | None = None,
     say: Callable[[str], None] = lambda text: None,
-) -> Result:
+) -> StudyResult:
     """Measure a study into a folder: study.json, table.md, plots/ and report.html.
 
     A folder with part of the cells is gone on with. `only` restricts the cases to those whose labels contain one of
     the words; `jobs` is the number of processes, one per core if not given. Raises UsageError for a folder that holds
     anything else, and for one in which nothing is left to measure.
     """
-    result = Result(study, environment("cpu"))
+    result = StudyResult(study, environment("cpu"))
     with _claimed(folder, result) as run:
         tasks = _missing(result, _chosen(study, only))
         if not tasks:
@@ -43,35 +43,35 @@ def run_study(
         progress = _Progress(len(tasks))
         with closing(measure_all(tasks, jobs or len(usable_cores()))) as answers:
             for answer in answers:
-                result.cells[answer.task.case, answer.task.seed] = Cell(answer.numbers, answer.seconds)
+                result.cells[answer.task.case, answer.task.seed] = StudyCell(answer.numbers, answer.seconds)
                 run.write_json("study", result.as_data())
                 say(progress.after(answer))
         write_outcome(result, folder)
     return result
 
 
-def write_outcome(result: Result, folder: Path) -> None:
+def write_outcome(result: StudyResult, folder: Path) -> None:
     """The table and the page beside study.json."""
     RunFolder(folder).write_text("table.md", table(result))
     write_page(result, folder)
 
 
-def read_folder(study: Study, folder: Path) -> Result | None:
+def read_folder(study: Study, folder: Path) -> StudyResult | None:
     """What was measured of a study in its folder; None where nothing was."""
     if not (folder / FILE).is_file():
         return None
-    result = Result(study, environment("cpu"))
+    result = StudyResult(study, environment("cpu"))
     result.take_over(read_result(folder / FILE))
     return result
 
 
-def is_measured(result: Result, only: Sequence[str] = ()) -> bool:
+def is_measured(result: StudyResult, only: Sequence[str] = ()) -> bool:
     """Whether no cell of these cases is left to measure."""
     return not _missing(result, _chosen(result.study, only))
 
 
 @contextmanager
-def _claimed(folder: Path, result: Result) -> Iterator[RunFolder]:
+def _claimed(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
     """The folder, new or with an earlier part of this study, locked; what it holds is taken into `result`."""
     there = (folder / FILE).is_file()
     with RunFolder(folder).lock() if there else RunFolder.create(folder) as run:
@@ -87,11 +87,11 @@ def _chosen(study: Study, only: Sequence[str]) -> list[str]:
     return [label for label in study.cases if not only or any(word in label for word in only)]
 
 
-def _missing(result: Result, labels: Sequence[str]) -> list[Task]:
+def _missing(result: StudyResult, labels: Sequence[str]) -> list[CellTask]:
     """Seed by seed, so that the first results cover all cases."""
     study = result.study
     return [
-        Task(study.measured_by, label, study.cases[label], seed)
+        CellTask(study.measured_by, label, study.cases[label], seed)
         for seed in range(study.seeds)
         for label in labels
         if (label, seed) not in result.cells
@@ -104,7 +104,7 @@ class _Progress:
     def __init__(self, total: int):
         self.total, self.done, self.began = total, 0, time.monotonic()
 
-    def after(self, answer: Answer) -> str:
+    def after(self, answer: CellResult) -> str:
         self.done += 1
         left = (time.monotonic() - self.began) / self.done * (self.total - self.done)
         numbers = ", ".join(f"{name} {shown(value)}" for name, value in answer.numbers.items())

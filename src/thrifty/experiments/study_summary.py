@@ -16,12 +16,12 @@ HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
 
 Measured = Mapping[tuple[str, int], Numbers]
 """The numbers of each cell, by its case and seed."""
-Summary = Mapping[str, Mapping[str, "Estimate"]]
+Summary = Mapping[str, Mapping[str, "SeedMean"]]
 """By case (and derived row) and number."""
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SeedMean:
     """The mean of a number over `runs` seeds; infinite as soon as one of them is."""
 
     mean: float
@@ -47,14 +47,14 @@ class ExpectationVerdict:
     seeds: int
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> SeedMean:
     runs, never = len(values), sum(not math.isfinite(value) for value in values)
     if never:
-        return Estimate(math.inf, math.nan, runs, never)
+        return SeedMean(math.inf, math.nan, runs, never)
     if runs == 1:
-        return Estimate(values[0], math.nan, 1)
+        return SeedMean(values[0], math.nan, 1)
     quantile = float(stdtrit(runs - 1, (1 + CONFIDENCE) / 2))
-    return Estimate(fmean(values), quantile * stdev(values) / math.sqrt(runs), runs)
+    return SeedMean(fmean(values), quantile * stdev(values) / math.sqrt(runs), runs)
 
 
 def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
@@ -68,7 +68,7 @@ def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
     return seeds
 
 
-def summarize(study: Study, measured: Measured) -> dict[str, dict[str, Estimate]]:
+def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]]:
     """In the order of the study's cases, derived rows last. Raises UsageError for a number the study does not name."""
     values: dict[str, dict[str, list[float]]] = {label: {} for label in study.cases}
     for cells in cells_of(study, measured).values():
@@ -85,7 +85,7 @@ def summarize(study: Study, measured: Measured) -> dict[str, dict[str, Estimate]
     }
 
 
-def judge(study: Study, measured: Measured) -> list[ExpectationVerdict]:
+def judge_expectations(study: Study, measured: Measured) -> list[ExpectationVerdict]:
     """Every statement of the study, held against the means and against each seed."""
     means = {
         label: {name: found.mean for name, found in numbers.items()}

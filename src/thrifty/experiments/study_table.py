@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thrifty.experiments.study_result import Result
-from thrifty.experiments.study_summary import OPEN, Estimate, ExpectationVerdict
+from thrifty.experiments.study_result import StudyResult
+from thrifty.experiments.study_summary import OPEN, ExpectationVerdict, SeedMean
 
 NEVER, MISSING = "never", "–"
 
@@ -23,7 +23,7 @@ def shown(value: float) -> str:
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
-def interval(found: Estimate) -> str:
+def interval(found: SeedMean) -> str:
     """A mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
     if found.never:
         return NEVER if found.never == found.runs else f"{NEVER} in {found.never} of {found.runs}"
@@ -35,7 +35,7 @@ def interval(found: Estimate) -> str:
     return f"{found.mean:,.{decimals}f} ± {found.half_width:,.{decimals}f}"
 
 
-def rows(result: Result) -> tuple[list[str], list[list[str]]]:
+def rows(result: StudyResult) -> tuple[list[str], list[list[str]]]:
     """The table's head and its rows of text; numbers that no row has are left out."""
     summary = result.summary
     names = [name for name in result.study.quantities if any(name in numbers for numbers in summary.values())]
@@ -53,7 +53,7 @@ def sentence(verdict: ExpectationVerdict) -> str:
     return f"{verdict.verdict} (in {verdict.held} of {verdict.seeds} seeds): {verdict.sentence}"
 
 
-def spread(result: Result) -> str:
+def spread(result: StudyResult) -> str:
     """What stands behind the numbers, in one sentence."""
     seeds = Counter(label for label, _ in result.cells).values()
     fewest, most = min(seeds, default=0), max(seeds, default=0)
@@ -68,7 +68,7 @@ def place(facts: Mapping[str, Any]) -> str:
     return f"Measured on {facts['cpu']}, torch {facts['torch']}, Python {facts['python']}, by `{command}`."
 
 
-def table(result: Result) -> str:
+def table(result: StudyResult) -> str:
     """The outcome as Markdown."""
     study, (head, body) = result.study, rows(result)
     lines = [f"# {study.name}", "", study.about, "", *_markdown(head, body), ""]

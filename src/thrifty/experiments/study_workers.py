@@ -25,7 +25,7 @@ from thrifty.experiments.study import Settings
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """One cell to measure; `measure` is its function as `module:function`."""
 
     measure: str
@@ -35,13 +35,13 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Answer:
-    task: Task
+class CellResult:
+    task: CellTask
     numbers: dict[str, float]
     seconds: float
 
 
-class Worker:
+class CellWorker:
     """A process that measures one cell at a time."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Worker:
             env=os.environ | variables,
         )
 
-    def measure(self, task: Task) -> Answer:
+    def measure(self, task: CellTask) -> CellResult:
         """Raises ThriftyError when the measure fails or its process ends."""
         assert self.process.stdin and self.process.stdout
         try:
@@ -72,22 +72,22 @@ class Worker:
         if "error" in answer:
             raise ThriftyError(f"{where}: {answer['error']}")
         numbers = {name: math.inf if value is None else value for name, value in answer["numbers"].items()}
-        return Answer(task, numbers, answer["seconds"])
+        return CellResult(task, numbers, answer["seconds"])
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
 
-def measure_all(tasks: Sequence[Task], jobs: int) -> Iterator[Answer]:
+def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
     """The cells in the order in which they are finished. Leaving the iteration, however that happens, ends all
     processes at once."""
-    workers = [Worker() for _ in range(min(jobs, len(tasks)))]
-    free: SimpleQueue[Worker] = SimpleQueue()
+    workers = [CellWorker() for _ in range(min(jobs, len(tasks)))]
+    free: SimpleQueue[CellWorker] = SimpleQueue()
     for worker in workers:
         free.put(worker)
 
-    def measure(task: Task) -> Answer:
+    def measure(task: CellTask) -> CellResult:
         worker = free.get()
         try:
             return worker.measure(task)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors in the dtype that products of them are to have, as torch's own attention takes them."""
     device = "cpu" if tensors[0].is_meta else tensors[0].device.type
     if not torch.is_autocast_enabled(device):

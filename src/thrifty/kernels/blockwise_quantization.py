@@ -70,7 +70,7 @@ def blocks(columns: int) -> tuple[int, int]:
     return count, -(-columns // count)
 
 
-def encode(numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize(numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes in uint8, shaped as the float32 `numbers` (r, …), and scales (r, blocks); each row has blocks of its own.
 
     Without a seed a number gets the nearest code, up to a 512th of the distance between codes and the 11 bits of
@@ -85,7 +85,7 @@ def encode(numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None) ->
     return (places >> 8).to(torch.uint8).view(numbers.shape), scales
 
 
-def decode(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
     """The float32 numbers, shaped as `codes` (r, …), that these codes with scales (r, blocks) stand for."""
     rows = codes.flatten(1)
     values = book.values.index_select(0, rows.flatten().long())  # with int32 it is slower

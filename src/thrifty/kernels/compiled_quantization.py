@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from thrifty.kernels import groupwise_quantization_cpp
-from thrifty.kernels.cpp_extension import Library
+from thrifty.kernels.cpp_extension import NativeLibrary
 
-CODES = Library(groupwise_quantization_cpp.SOURCE, "-ffp-contract=off", "-fno-trapping-math")
+CODES = NativeLibrary(groupwise_quantization_cpp.SOURCE, "-ffp-contract=off", "-fno-trapping-math")
 NUMBERS = (torch.float32, torch.bfloat16)
 """The formats that it codes; masks can be truth values, too."""
 FEWEST = 2**19
@@ -15,11 +15,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 """Integers as large as a number, by its bytes."""
 
 
-def codes_natively(dtype: torch.dtype) -> bool:
+def has_compiled_kernel(dtype: torch.dtype) -> bool:
     return (dtype in NUMBERS or dtype == torch.bool) and CODES.is_there()
 
 
-def encode_lines(
+def pack_lines(
     lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     count, width = lines.shape
@@ -35,7 +35,7 @@ def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-def quantise(
+def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
     codes = lines.new_empty((len(lines), lines.shape[1] * bits // 8), dtype=torch.uint8)
@@ -44,7 +44,7 @@ def quantise(
     return codes
 
 
-def decode_lines(
+def unpack_lines(
     packed: Tensor,
     least: Tensor,
     step: Tensor,

@@ -28,7 +28,7 @@ PARTS = 4
 _building = Lock()
 
 
-class Library:
+class NativeLibrary:
     """Functions `extern "C"` of a source, each of which works on a range and may be called from several threads."""
 
     def __init__(self, source: str, *options: str):

@@ -8,7 +8,7 @@ import hashlib
 
 import numpy as np
 
-from thrifty.kernels.keyed_permutation import mixed
+from thrifty.kernels.keyed_permutation import mix_bits
 
 _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -16,20 +16,20 @@ _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 def example_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
     """The keys (b,) of the examples with these numbers (b,) in a run; int64, all bits in use."""
     start = int.from_bytes(hashlib.blake2b(f"examples/{seed}".encode(), digest_size=8).digest())
-    return mixed(np.uint64(start) + (numbers.astype(np.uint64) + np.uint64(1)) * _STRIDE).view(np.int64)
+    return mix_bits(np.uint64(start) + (numbers.astype(np.uint64) + np.uint64(1)) * _STRIDE).view(np.int64)
 
 
-def drawn(keys: np.ndarray, count: int, skip: int = 0) -> np.ndarray:
+def random_integers(keys: np.ndarray, count: int, skip: int = 0) -> np.ndarray:
     """The numbers `skip` … `skip` + `count` - 1 of each key (b,): uint64 (b, count)."""
     steps = np.arange(skip + 1, skip + count + 1, dtype=np.uint64) * _STRIDE
-    return mixed(keys.view(np.uint64)[:, None] + steps)
+    return mix_bits(keys.view(np.uint64)[:, None] + steps)
 
 
-def fractions(numbers: np.ndarray) -> np.ndarray:
+def random_fractions(numbers: np.ndarray) -> np.ndarray:
     """Drawn numbers as uniform ones in [0, 1), float64."""
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
-def chosen(scores: np.ndarray, count: int) -> np.ndarray:
+def random_subset(scores: np.ndarray, count: int) -> np.ndarray:
     """The places of the `count` smallest of each row of drawn numbers (b, n), in ascending order: (b, count)."""
     return np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1)

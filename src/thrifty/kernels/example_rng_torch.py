@@ -13,13 +13,13 @@ _FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _LOWEST = -(2**63)
 
 
-def drawn(keys: Tensor, count: int) -> Tensor:
+def random_integers_torch(keys: Tensor, count: int) -> Tensor:
     """The first `count` numbers of each key (b,) int64: int64 (b, count), all bits in use."""
     steps = torch.arange(1, count + 1, device=keys.device) * _STRIDE
     return _mixed(keys[:, None] + steps)
 
 
-def chosen(scores: Tensor, count: int) -> Tensor:
+def random_subset_torch(scores: Tensor, count: int) -> Tensor:
     """The places of the `count` smallest of each row of drawn numbers (b, n), taken as unsigned, in ascending order:
     int64 (b, count)."""
     places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices

@@ -67,7 +67,7 @@ def grand(
     return vmap(norm_of_one, chunk_size=chunk)(dict(examples)).detach()
 
 
-class Forgetting:
+class ForgettingCounter:
     """Counts how often each of n examples was told right at one look and wrong at the next."""
 
     def __init__(self, n: int):

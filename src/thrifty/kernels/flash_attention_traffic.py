@@ -18,7 +18,7 @@ Outer = Literal["keys", "queries"]
 
 
 @dataclass
-class Traffic:
+class MemoryTraffic:
     """Words that were read from the large memory and written to it."""
 
     read: int = 0
@@ -62,29 +62,29 @@ def flash_words(tokens: int, width: int, memory: int, outer: Outer = "keys", den
 
 
 @dataclass
-class _Running:
+class _RunningSoftmax:
     """The output so far of a tile of queries, with the maximum and the sum of its softmax."""
 
     output: Tensor
     largest: Tensor
     total: Tensor
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor) -> "_Running":
+    def add(self, q: Tensor, k: Tensor, v: Tensor) -> "_RunningSoftmax":
         """With one more tile of keys and values: online softmax, the output kept divided by its sum."""
         scores = q @ k.mT * q.shape[-1] ** -0.5
         largest = torch.maximum(self.largest, scores.amax(-1, keepdim=True))
         probability, before = (scores - largest).exp(), self.total * (self.largest - largest).exp()
         total = before + probability.sum(-1, keepdim=True)
-        return _Running((self.output * before + probability @ v) / total, largest, total)
+        return _RunningSoftmax((self.output * before + probability @ v) / total, largest, total)
 
 
 def counted_attention(
     q: Tensor, k: Tensor, v: Tensor, memory: int, outer: Outer = "keys"
-) -> tuple[Tensor, Tensor, Traffic]:
+) -> tuple[Tensor, Tensor, MemoryTraffic]:
     """Softmax attention of one head, q, k and v (N, d), tile by tile: output (N, d), log-sum-exp (N, 1), and the words
     that went back and forth."""
     of_queries, of_keys = tile_sizes(q.shape[1], memory)
-    traffic, output = Traffic(), torch.zeros_like(q)
+    traffic, output = MemoryTraffic(), torch.zeros_like(q)
     largest, total = q.new_full((len(q), 1), float("-inf")), q.new_zeros(len(q), 1)
     key_tiles = list(zip(k.split(of_keys), v.split(of_keys), strict=True))
     query_tiles = [slice(at, at + of_queries) for at in range(0, len(q), of_queries)]
@@ -93,13 +93,13 @@ def counted_attention(
             traffic.load(keys, values)
             for at in query_tiles:
                 traffic.load(q[at], output[at], largest[at], total[at])
-                now = _Running(output[at], largest[at], total[at]).add(q[at], keys, values)
+                now = _RunningSoftmax(output[at], largest[at], total[at]).add(q[at], keys, values)
                 output[at], largest[at], total[at] = now.output, now.largest, now.total
                 traffic.store(now.output, now.largest, now.total)
         return output, largest + total.log(), traffic
     for at in query_tiles:
         traffic.load(q[at])
-        now = _Running(output[at], largest[at], total[at])
+        now = _RunningSoftmax(output[at], largest[at], total[at])
         for keys, values in key_tiles:
             traffic.load(keys, values)
             now = now.add(q[at], keys, values)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.kernels.autocast_inputs import as_autocast
+from thrifty.kernels.autocast_inputs import cast_for_autocast
 
 TILE = 64
 """Tokens of a tile's side, unless told."""
@@ -157,7 +157,7 @@ def flash_attention(
             f"flash attention was given queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}",
             fix="give as many tokens of each, and heads of a width that is a power of two from 16 on",
         )
-    given = (x.contiguous() for x in as_autocast(q, k, v))
+    given = (x.contiguous() for x in cast_for_autocast(q, k, v))
     if tile < 16 or tile & (tile - 1):
         raise UsageError(f"tiles of {tile} tokens", fix="take a power of two from 16 on")
     return torch.ops.thrifty.flash_attention(*given, causal, segments, tile)[0]

@@ -18,7 +18,7 @@ MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class Format:
+class Float8Format:
     """One sign bit, an exponent, a mantissa; subnormal numbers below 2^least_exponent."""
 
     name: str
@@ -30,8 +30,8 @@ class Format:
     has_infinity: bool
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 3, -6, 448.0, False)
-E5M2 = Format("e5m2", torch.float8_e5m2, 2, -14, 57344.0, True)
+E4M3 = Float8Format("e4m3", torch.float8_e4m3fn, 3, -6, 448.0, False)
+E5M2 = Float8Format("e5m2", torch.float8_e5m2, 2, -14, 57344.0, True)
 FORMATS = {format.name: format for format in (E4M3, E5M2)}
 
 
@@ -46,7 +46,7 @@ def amax_of(numbers: Tensor, dim: int | None = None) -> Tensor:
 
 
 def scale_from_amax(
-    amax: Tensor, format: Format, old: Tensor | float = 1.0, margin: int = 0, powers_of_two: bool = False
+    amax: Tensor, format: Float8Format, old: Tensor | float = 1.0, margin: int = 0, powers_of_two: bool = False
 ) -> Tensor:
     """The scale by which `amax` becomes the format's largest number over 2^margin, shaped as `amax`, in float32.
 
@@ -61,7 +61,7 @@ def scale_from_amax(
     return torch.where((amax > 0) & amax.isfinite(), scale, old)
 
 
-def cast(numbers: Tensor, scale: Tensor, format: Format) -> Tensor:
+def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
     """The codes, in the format's dtype, of numbers times their scale, rounded to the nearest, ties to even."""
     scaled = numbers.float() * scale
     within = scaled.clamp(-format.largest, format.largest)
@@ -69,12 +69,12 @@ def cast(numbers: Tensor, scale: Tensor, format: Format) -> Tensor:
     return torch.where(numbers.isfinite(), within, lost).to(format.dtype)
 
 
-def decode(codes: Tensor, scale: Tensor) -> Tensor:
+def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
     """The numbers that codes stand for, in float32."""
     return codes.float() / scale
 
 
-def round_reference(numbers: Tensor, format: Format) -> Tensor:
+def round_reference(numbers: Tensor, format: Float8Format) -> Tensor:
     """What `cast` makes of scaled numbers, by arithmetic in float64 instead of torch's dtypes; values, not codes."""
     exact = numbers.double()
     exponent = torch.frexp(exact).exponent - 1
@@ -115,7 +115,7 @@ def scaled_matmul(
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The same in float32 from the numbers that the codes stand for, on any device."""
     with torch.autocast(a.device.type, enabled=False):
-        return _as(decode(a, a_scale) @ decode(b, b_scale), dtype)
+        return _as(dequantize_float8(a, a_scale) @ dequantize_float8(b, b_scale), dtype)
 
 
 def _as(product: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,7 +124,7 @@ def _as(product: Tensor, dtype: torch.dtype) -> Tensor:
     return product if product.dtype == dtype else product.to(dtype)
 
 
-def pushed(history: Tensor, amax: Tensor) -> Tensor:
+def update_amax_history(history: Tensor, amax: Tensor) -> Tensor:
     """A history (…, h), newest first, with a new amax (…); one that is not finite counts as none, 0: for as long as it
     stood in the history there would be no scale."""
     newest = torch.where(amax.isfinite(), amax, 0.0)

@@ -13,13 +13,13 @@ from torch.autograd.function import once_differentiable
 from thrifty.kernels.float8 import (
     E4M3,
     E5M2,
-    Format,
+    Float8Format,
     amax_of,
-    cast,
-    pushed,
+    cast_float8,
     scale_from_amax,
     scaled_matmul,
     scaled_matmul_reference,
+    update_amax_history,
 )
 
 INPUT, WEIGHT, GRADIENT = range(3)
@@ -27,7 +27,7 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 @dataclass(frozen=True)
-class Casting:
+class CastRule:
     """How numbers get their codes."""
 
     rows: bool = False
@@ -35,11 +35,11 @@ class Casting:
     margin: int = 0
     """Powers of two left free above the largest number."""
     powers_of_two: bool = False
-    gradients: Format = E5M2
+    gradients: Float8Format = E5M2
     emulated: bool = True
     """Products by the reference instead of the device's own units."""
 
-    def format(self, role: int) -> Format:
+    def format(self, role: int) -> Float8Format:
         return self.gradients if role == GRADIENT else E4M3
 
     def scale(self, amax: Tensor, role: int, old: Tensor | float = 1.0) -> Tensor:
@@ -47,7 +47,7 @@ class Casting:
 
 
 @dataclass
-class Delayed:
+class DelayedScaling:
     """Scales from the numbers of earlier steps. All tensors start at zero; what has seen nothing yet takes the scale of
     the tensor at hand."""
 
@@ -60,18 +60,18 @@ class Delayed:
 
 @torch.no_grad()
 def next_scales(
-    histories: Tensor, scales: Tensor, seen: Tensor, casting: Casting, most_recent: bool = False
+    histories: Tensor, scales: Tensor, seen: Tensor, casting: CastRule, most_recent: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Histories (…, 3, h) and scales (…, 3) after a step that has seen these largest magnitudes (…, 3): those for the
     largest of the history, or for the newest of it. Where there is nothing to go by a scale stays as it is."""
-    histories = pushed(histories, seen)
+    histories = update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)
     roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]
     return histories, torch.stack(roles, -1)
 
 
 def float8_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, casting: Casting, delayed: Delayed | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> Tensor:
     """x (…, k) times weight (n, k), plus the bias in high precision, in the dtype that `F.linear` would give here.
 
@@ -79,21 +79,21 @@ def float8_linear(
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    result = _Product.apply(x.reshape(-1, x.shape[-1]), weight, casting, delayed, dtype)
+    result = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, casting, delayed, dtype)
     if bias is not None:
         result = result + bias.to(dtype)
     return result.view(*x.shape[:-1], weight.shape[0])
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, casting, delayed, dtype):  # type: ignore[override]
         ctx.casting, ctx.delayed, ctx.dtypes = casting, delayed, (x.dtype, weight.dtype)
-        x_codes, x_scale, x_amax = coded(x, INPUT, 1, casting, delayed)
-        w_codes, w_scale, w_amax = coded(weight, WEIGHT, 1, casting, delayed)
+        x_codes, x_scale, x_amax = quantize_operand(x, INPUT, 1, casting, delayed)
+        w_codes, w_scale, w_amax = quantize_operand(weight, WEIGHT, 1, casting, delayed)
         result = _multiply(casting, x_codes, x_scale, *_turned(w_codes, w_scale), dtype, fast=True)
         if casting.rows and ctx.needs_input_grad[1]:  # the product for the weight's gradient sums along the other dim
-            x_codes, x_scale, _ = coded(x, INPUT, 0, casting)
+            x_codes, x_scale, _ = quantize_operand(x, INPUT, 0, casting)
         # as plain bytes, which nobody takes for numbers that could be compressed
         kept = x_codes.view(torch.uint8) if ctx.needs_input_grad[1] else None
         noted = () if delayed is None else (x_amax, w_amax)
@@ -103,29 +103,29 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[override]
-        casting: Casting = ctx.casting
+        casting: CastRule = ctx.casting
         x_codes, x_scale, weight, w_scale, *noted = ctx.saved_tensors
         of_x, of_weight = None, None
-        codes, scale, amax = coded(gradient, GRADIENT, 1, casting, ctx.delayed)
+        codes, scale, amax = quantize_operand(gradient, GRADIENT, 1, casting, ctx.delayed)
         if ctx.delayed is not None:
             seen = ctx.delayed.seen
             seen.copy_(torch.maximum(seen, torch.stack([*noted, amax])))
         if weight is not None:
             if casting.rows:
-                w_codes, w_scale, _ = coded(weight, WEIGHT, 0, casting)
+                w_codes, w_scale, _ = quantize_operand(weight, WEIGHT, 0, casting)
             else:  # cast again rather than kept: the weight is there anyway
-                w_codes = cast(weight, w_scale, casting.format(WEIGHT))
+                w_codes = cast_float8(weight, w_scale, casting.format(WEIGHT))
             of_x = _multiply(casting, codes, scale, w_codes, w_scale, ctx.dtypes[0])
         if x_codes is not None:
             if casting.rows:
-                codes, scale, _ = coded(gradient, GRADIENT, 0, casting)
+                codes, scale, _ = quantize_operand(gradient, GRADIENT, 0, casting)
             x_codes = x_codes.view(casting.format(INPUT).dtype)
             of_weight = _multiply(casting, *_turned(codes, scale), x_codes, x_scale, ctx.dtypes[1])
         return of_x, of_weight, None, None, None
 
 
-def coded(
-    numbers: Tensor, role: int, dim: int, casting: Casting, delayed: Delayed | None = None
+def quantize_operand(
+    numbers: Tensor, role: int, dim: int, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of a matrix, their scale, and the largest magnitude, for a product that sums along `dim`."""
     amax = amax_of(numbers, dim if casting.rows else None)
@@ -133,12 +133,12 @@ def coded(
     if delayed is not None:
         known = delayed.scales[role]
         scale = torch.where(known > 0, known, scale)
-    return cast(numbers, scale, casting.format(role)), scale, amax
+    return cast_float8(numbers, scale, casting.format(role)), scale, amax
 
 
 def _turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.T, scale.T if scale.ndim else scale
 
 
-def _multiply(casting: Casting, *factors: Any, fast: bool = False) -> Tensor:
+def _multiply(casting: CastRule, *factors: Any, fast: bool = False) -> Tensor:
     return scaled_matmul_reference(*factors) if casting.emulated else scaled_matmul(*factors, fast=fast)

@@ -26,7 +26,7 @@ _SPREAD = -1640531527
 """The golden ratio times 2^32, in 32 bits."""
 
 
-def mixed(words: Tensor) -> Tensor:
+def mix_bits_torch(words: Tensor) -> Tensor:
     """A permutation of the int32 numbers in which every bit of the result hangs on every bit of the word."""
     words = (words ^ (words >> 16 & 0xFFFF)) * 0x21F0AAAD
     words = (words ^ (words >> 15 & 0x1FFFF)) * 0x735A2D97
@@ -45,12 +45,12 @@ def seed_word(seed: int, device: torch.device) -> Tensor:
 def words_of_lines(first: int, count: int, seed: Tensor) -> Tensor:
     """What chance is to `count` lines of a tensor from the first on, int32 (count, 1)."""
     lines = torch.arange(first, first + count, dtype=torch.int32, device=seed.device)
-    return mixed(mixed(lines * _SPREAD) + seed)[:, None]
+    return mix_bits_torch(mix_bits_torch(lines * _SPREAD) + seed)[:, None]
 
 
 def words_of_places(width: int, device: torch.device) -> Tensor:
     """What chance is to the places of a line, int32 (width,)."""
-    return mixed(torch.arange(1, width + 1, dtype=torch.int32, device=device) * _SPREAD)
+    return mix_bits_torch(torch.arange(1, width + 1, dtype=torch.int32, device=device) * _SPREAD)
 
 
 def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def _extreme(lines: Tensor, of_two: Callable[..., Tensor], of_line: Callable[...
     return of_line(lines, 1, keepdim=True).float()
 
 
-def outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
+def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
     """Least number and step, float32 that bfloat16 can hold, of codes that reach from `low` or below to `high` or
     above."""
     bits_of_low = low.view(torch.int32)
@@ -83,7 +83,7 @@ def outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, 
     return least, (step + 0xFFFF & ~0xFFFF).view(torch.float32)
 
 
-def quantise(
+def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
     """Bytes (n, w·bits/8) for numbers (n, w) in groups of given least number and step (n, 1); what lies outside of
@@ -100,7 +100,7 @@ def quantise(
         if zeros:  # what is far outside would overflow
             numbers = torch.where(is_zero, least, numbers)
         if part % 2 == 0:  # a word of 32 bits serves two numbers
-            word = mixed(by_line ^ by_place[part // 2 * lanes : (part // 2 + 1) * lanes])
+            word = mix_bits_torch(by_line ^ by_place[part // 2 * lanes : (part // 2 + 1) * lanes])
         chance = (word >> 16 if part % 2 else word) & 0xFFFF
         code = (((numbers - least) * scale).to(torch.int32) + chance >> 16).clamp(0, top)
         if zeros:
@@ -109,16 +109,16 @@ def quantise(
     return packed.to(torch.uint8)
 
 
-def encode_lines(
+def pack_lines(
     lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bytes of lines that are each a group of its own, and their least numbers and steps (n, 1) in bfloat16."""
-    least, step = outward(*extremes(lines, zeros), bits, zeros)
-    packed = quantise(lines, least, step, seed, by_place, first, bits, zeros)
+    least, step = round_outward(*extremes(lines, zeros), bits, zeros)
+    packed = quantize_lines(lines, least, step, seed, by_place, first, bits, zeros)
     return packed, least.bfloat16(), step.bfloat16()
 
 
-def decode_lines(
+def unpack_lines(
     packed: Tensor,
     least: Tensor,
     step: Tensor,
@@ -141,7 +141,7 @@ def decode_lines(
             numbers = torch.where(code == 0, 0.0, numbers)
         if fraction:
             if part % 2 == 0:
-                word = mixed(by_line ^ by_place[part // 2 * lanes : (part // 2 + 1) * lanes])
+                word = mix_bits_torch(by_line ^ by_place[part // 2 * lanes : (part // 2 + 1) * lanes])
             chance = (word >> 16 if part % 2 else word) & fraction
             numbers = (numbers.view(torch.int32) + chance & ~fraction).view(torch.float32)
         parts.append(numbers.to(dtype))

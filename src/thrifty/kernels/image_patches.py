@@ -19,20 +19,20 @@ def unpatchify(pixels: Tensor, patch: int, height: int, width: int) -> Tensor:
     return cut.permute(0, 5, 1, 3, 2, 4).reshape(len(pixels), -1, height, width)
 
 
-def standardized(pixels: Tensor) -> Tensor:
+def standardize_patches(pixels: Tensor) -> Tensor:
     """Each patch (…, m) less its mean, over its deviation: sqrt(variance + 1e-6), the variance with m - 1 in the
     denominator (MAE, section 4.1, and as its authors computed it)."""
     variance, mean = torch.var_mean(pixels, dim=-1, correction=1, keepdim=True)
     return (pixels - mean) / (variance + 1e-6).sqrt()
 
 
-def as_bright_as(pixels: Tensor, like: Tensor) -> Tensor:
+def match_brightness(pixels: Tensor, like: Tensor) -> Tensor:
     """Standardised patches (…, m) at the mean and the deviation of others: `standardized` undone."""
     variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
     return pixels * (variance + 1e-6).sqrt() + mean
 
 
-def blanked(images: Tensor, visible: Tensor, patch: int) -> Tensor:
+def blank_patches(images: Tensor, visible: Tensor, patch: int) -> Tensor:
     """Images (b, c, h, w) with zeros in every patch but those at the places `visible` (b, n)."""
     rows, columns = images.shape[-2] // patch, images.shape[-1] // patch
     seen = torch.zeros(len(images), rows * columns, dtype=images.dtype, device=images.device)

@@ -12,7 +12,7 @@ import numpy as np
 ROUNDS = 6
 
 
-def permuted(positions: np.ndarray, n: int, *key: int) -> np.ndarray:
+def permute(positions: np.ndarray, n: int, *key: int) -> np.ndarray:
     """Where each of `positions` (b,), 0 … n-1, goes in the order of 0 … n-1 that `key` chooses; int64."""
     half = max(1, (int(n - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)
@@ -32,11 +32,11 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (mixed(right + key) & mask)
+        left, right = right, left ^ (mix_bits(right + key) & mask)
     return (left << shift) | right
 
 
-def mixed(x: np.ndarray) -> np.ndarray:
+def mix_bits(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele et al. 2014): every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.sparse import to_sparse_semi_structured
 
-from thrifty.kernels.n_of_m_masks import Pattern, unbiased_estimate
+from thrifty.kernels.n_of_m_masks import NOfMPattern, unbiased_estimate
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 ROWS, COLUMNS = 32, 64
@@ -23,10 +23,10 @@ ROWS, COLUMNS = 32, 64
 
 
 @dataclass(frozen=True)
-class Products:
+class NOfMProducts:
     """How the products of a layer are made."""
 
-    pattern: Pattern
+    pattern: NOfMPattern
     estimate: bool = False
     """Whether the weight's gradient is made of an unbiased N:M estimate of the output's."""
     on_units: bool = False
@@ -38,22 +38,22 @@ class Products:
         return self.on_units and fits and matrix.dtype in SIXTEEN_BITS and not torch.compiler.is_compiling()
 
 
-def has_sparse_units(device: torch.device, pattern: Pattern) -> bool:
+def has_sparse_units(device: torch.device, pattern: NOfMPattern) -> bool:
     """Whether a device multiplies by matrices of this pattern faster than by dense ones."""
     is_two_of_four = (pattern.n, pattern.m) == (2, 4)
     return is_two_of_four and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def masked_linear(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+def masked_linear(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None, products: NOfMProducts) -> Tensor:
     """x (…, in) times weight (out, in) under a mask of its shape, plus the bias, in the dtype that `F.linear` would
     give here. The weight's gradient is that of the masked weight, at masked places too."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    result = _Product.apply(x.reshape(-1, x.shape[-1]), weight, mask, bias, products, dtype)
+    result = _MaskedProduct.apply(x.reshape(-1, x.shape[-1]), weight, mask, bias, products, dtype)
     return result.view(*x.shape[:-1], weight.shape[0])
 
 
-class _Product(torch.autograd.Function):
+class _MaskedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, mask, bias, products, dtype):  # type: ignore[override]
         ctx.products, ctx.dtypes = products, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -66,7 +66,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):  # type: ignore[override]
-        products: Products = ctx.products
+        products: NOfMProducts = ctx.products
         x, weight, mask = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         of_x, of_weight, of_bias = None, None, None
@@ -87,7 +87,7 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, None, of_bias, None, None
 
 
-def _times_turned(x: Tensor, matrix: Tensor, products: Products, bias: Tensor | None = None) -> Tensor:
+def _times_turned(x: Tensor, matrix: Tensor, products: NOfMProducts, bias: Tensor | None = None) -> Tensor:
     """x (n, k) times the transpose of a matrix (m, k) whose rows are sparse, plus a bias."""
     if products.go_to_units(matrix):
         # units take no factor whose rows lie apart, and give results the other way round, which attention does not take

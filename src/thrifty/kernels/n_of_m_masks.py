@@ -15,7 +15,7 @@ from thrifty.kernels.transposable_masks import transposable_mask, transposable_p
 
 
 @dataclass(frozen=True)
-class Pattern:
+class NOfMPattern:
     """What a mask must look like. Raises UsageError where that leaves no choice, Refused where it cannot be searched
     for."""
 

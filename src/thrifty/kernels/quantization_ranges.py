@@ -11,7 +11,7 @@ GROUP = 256
 
 
 @dataclass(frozen=True)
-class Ranges:
+class QuantizationRanges:
     """Which numbers share a least number and a step: of a tensor in the order of its memory, seen as (outer, count,
     inner), those with the same entry of the middle. Each line of `width` numbers lies in one range."""
 
@@ -21,12 +21,12 @@ class Ranges:
     width: int
 
 
-def by_group(numbers: int, group: int = GROUP) -> Ranges:
+def by_group(numbers: int, group: int = GROUP) -> QuantizationRanges:
     """A range for each `group` neighbours in memory, the last of them perhaps fewer."""
-    return Ranges(1, -(-numbers // group), group, group)
+    return QuantizationRanges(1, -(-numbers // group), group, group)
 
 
-def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> Ranges | None:
+def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> QuantizationRanges | None:
     """A range for each head of (b, h, t, k), in whatever order they are in memory; in tensors of other shapes for each
     `group` neighbours on the last axis, over all tokens. None where lines in one range would be shorter than 8."""
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
@@ -38,4 +38,4 @@ def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> Ranges | 
         inner = math.gcd(sizes[-1], group)
         outer, count = math.prod(sizes[:-1]), sizes[-1] // inner
     width = math.gcd(inner, GROUP)
-    return Ranges(outer, count, inner, width) if width % 8 == 0 else None
+    return QuantizationRanges(outer, count, inner, width) if width % 8 == 0 else None

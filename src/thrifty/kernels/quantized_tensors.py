@@ -19,18 +19,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.kernels import compiled_quantization
 from thrifty.kernels.groupwise_quantization import (
-    decode_lines,
     decode_mask_lines,
-    encode_lines,
     encode_mask_lines,
     extremes,
-    outward,
-    quantise,
+    pack_lines,
+    quantize_lines,
+    round_outward,
     seed_word,
+    unpack_lines,
     words_of_places,
 )
-from thrifty.kernels.quantization_ranges import GROUP, Ranges, by_group
-from thrifty.machine.cpu_features import NUMBERS, NUMBERS_ON_A_GPU
+from thrifty.kernels.quantization_ranges import GROUP, QuantizationRanges, by_group
+from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 COMPILED_FROM = 2**16
 """Tensors of fewer numbers are not worth compiling for."""
@@ -42,13 +42,13 @@ _TOO_WIDE = 1e30
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantizedTensor:
     """A tensor in codes. `decode` gives one of its shape, format and order in memory, the same every time."""
 
     codes: Tensor
     least: Tensor
     step: Tensor
-    ranges: Ranges
+    ranges: QuantizationRanges
     bits: int
     zeros: bool
     seed: int
@@ -65,7 +65,7 @@ class Coded:
 
 
 @dataclass(frozen=True)
-class CodedMask:
+class PackedMask:
     """A tensor of two values, exactly, with a bit for each number."""
 
     codes: Tensor
@@ -78,7 +78,9 @@ class CodedMask:
         return _decode_mask(self.codes, *self.values, self.dtype).as_strided(self.size, self.stride)
 
 
-def encode(tensor: Tensor, bits: int, seed: int, ranges: Ranges | None = None, zeros: bool = False) -> Coded | None:
+def quantize_tensor(
+    tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
+) -> QuantizedTensor | None:
     """A dense tensor of floating-point numbers in codes of 2, 4 or 8 bits. None where it has numbers that are not
     finite, or numbers that only a mask has, beyond 10^30.
 
@@ -86,19 +88,19 @@ def encode(tensor: Tensor, bits: int, seed: int, ranges: Ranges | None = None, z
     ones: whoever asks which activations a ReLU let through relies on that.
     """
     r = ranges or by_group(tensor.numel())
-    codes, least, step, sound = _encode(in_memory(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
+    codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
     if not isinstance(sound, FakeTensor) and not bool(sound):
         return None
-    return Coded(codes, least, step, r, bits, zeros, seed, tensor.dtype, tensor.size(), tensor.stride())
+    return QuantizedTensor(codes, least, step, r, bits, zeros, seed, tensor.dtype, tensor.size(), tensor.stride())
 
 
-def encode_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> CodedMask:
+def pack_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> PackedMask:
     """A dense tensor of truth values, or of these two values and no others, with a bit for each number."""
-    codes = _encode_mask(in_memory(tensor), values[1])
-    return CodedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
+    codes = _encode_mask(memory_order(tensor), values[1])
+    return PackedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
 
 
-def in_memory(tensor: Tensor) -> Tensor:
+def memory_order(tensor: Tensor) -> Tensor:
     """The numbers of a dense tensor in the order of its memory, sharing it."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
@@ -112,16 +114,16 @@ def _encode(
     outer, count, inner = ranges
     words = seed_word(seed, numbers.device), _words_of_places(width, numbers.device)
     if outer == 1 and inner == width:
-        parts = [_run(encode_lines, part, *words, lines.start, bits, zeros) for lines, part in _lines(numbers, width)]
+        parts = [_run(pack_lines, part, *words, lines.start, bits, zeros) for lines, part in _lines(numbers, width)]
         codes, least, step = map(_joined, zip(*parts, strict=True))
     else:
         ends = [_run(extremes, part, zeros) for _, part in _lines(numbers, width)]
         low, high = (_joined(end).view(outer, count, -1) for end in zip(*ends, strict=True))
-        least, step = outward(low.amin((0, 2)), high.amax((0, 2)), bits, zeros)
+        least, step = round_outward(low.amin((0, 2)), high.amax((0, 2)), bits, zeros)
         each = [_of_lines(end, ranges, width) for end in (least, step)]
         codes = _joined(
             [
-                _run(quantise, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
+                _run(quantize_lines, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
                 for lines, part in _lines(numbers, width)
             ]
         )
@@ -146,11 +148,11 @@ def _decode(
     words = seed_word(seed, codes.device), _words_of_places(width, codes.device)
     each = [_of_lines(end, ranges, width) for end in (least, step)]
     if _is_compiled(codes.device, dtype, len(codes) * width):
-        return _run_compiled(decode_lines, codes, *each, *words, 0, bits, zeros, dtype)
+        return _run_compiled(unpack_lines, codes, *each, *words, 0, bits, zeros, dtype)
     lines = codes.new_empty((len(codes), width), dtype=dtype)
     for piece in _pieces(lines):
         ends = (end[piece] for end in each)
-        lines[piece] = decode_lines(codes[piece], *ends, *words, piece.start, bits, zeros, dtype)
+        lines[piece] = unpack_lines(codes[piece], *ends, *words, piece.start, bits, zeros, dtype)
     return lines
 
 
@@ -204,7 +206,7 @@ def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 
 def _pieces(lines: Tensor) -> Iterator[slice]:
     """All lines at once where they are compiled for, else those that fit the cache together."""
-    size = NUMBERS if lines.device.type == "cpu" else NUMBERS_ON_A_GPU
+    size = CHUNK_ELEMENTS if lines.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     at_once = _is_compiled(lines.device, lines.dtype, lines.numel())
     rows = len(lines) if at_once else max(size // lines.shape[1], 1)
     for start in range(0, len(lines), max(rows, 1)):
@@ -229,7 +231,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _is_compiled(device: torch.device, dtype: torch.dtype, numbers: int) -> bool:
     if numbers < COMPILED_FROM:
         return False
-    return compiled_quantization.codes_natively(dtype) if device.type == "cpu" else _has_triton()
+    return compiled_quantization.has_compiled_kernel(dtype) if device.type == "cpu" else _has_triton()
 
 
 @cache

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+AttentionFunction = TypeVar("AttentionFunction", bound=Callable[..., Any])
 
 
-def plain_core(causal: bool) -> Callable[[Function], Function]:
+def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], AttentionFunction]:
     """Marks a function as plain softmax attention, of the past alone or of all: one that can be replaced."""
 
-    def mark(function: Function) -> Function:
+    def mark(function: AttentionFunction) -> AttentionFunction:
         vars(function)["is_causal"] = causal
         return function
 
@@ -49,14 +49,14 @@ def tiled_causal_attention(
         return _TiledCausalAttention.apply(q, k, v, mask, tile)
 
 
-@plain_core(causal=True)
+@mark_plain_attention(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The same by torch's own kernel; a mask must itself let no token see later ones."""
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
 
 
-@plain_core(causal=False)
+@mark_plain_attention(causal=False)
 def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
     """Softmax attention over everything that the mask leaves, by torch's kernels; `scale` multiplies the scores, with
     1 / sqrt(k) unless given."""

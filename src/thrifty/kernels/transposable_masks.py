@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 
 LARGEST_TILE = 4
 TILES_AT_ONCE = 4096
@@ -33,7 +33,7 @@ def transposable_patterns(n: int, m: int) -> Tensor:
     """All tiles (patterns, m, m) of zeros and ones with n ones in each row and each column. Raises Refused for tiles
     with too many of them."""
     if m > LARGEST_TILE:
-        raise Refused(
+        raise RefusedError(
             f"a transposable {n}:{m} mask is not searched for: the best is found among all patterns of a tile, and "
             "halves of 4 x 4 have 90 of them, of 8 x 8 116,963,796,250",
             fix=f"set m to at most {LARGEST_TILE}, or transposable = false",

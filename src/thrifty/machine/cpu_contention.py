@@ -14,7 +14,7 @@ LEAST = 0.3
 """Seconds below which the ticks of the system's clocks say nothing."""
 
 
-class OtherWork:
+class CpuContention:
     """Counts from when it is made: what all programs worked on the processors that this process may use, less what it
     and those that it started did; of several ranks, less what the process did that started them, and all of its."""
 

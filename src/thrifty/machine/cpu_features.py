@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-NUMBERS = 256 * 1024
+CHUNK_ELEMENTS = 256 * 1024
 """Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
 
-NUMBERS_ON_A_GPU = 16 * 1024 * 1024
+GPU_CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Large enough for its cores, small enough that temporaries stay below a hundred megabytes."""
 
 

@@ -14,7 +14,7 @@ NOT_MEASURABLE = "not measurable here"
 
 
 @dataclass(frozen=True)
-class Counter:
+class EnergyCounter:
     read: Callable[[], float]
     """Joules since some moment. Raises OSError where it cannot be read."""
     wraps: float = 0.0
@@ -25,7 +25,7 @@ class Counter:
 class EnergyMeter:
     """Joules since it was made. Ask it at least every minute: a processor's counter may start again after some."""
 
-    counters: dict[str, Counter]
+    counters: dict[str, EnergyCounter]
     """None of them any more once one could not be read."""
     last: dict[str, float] = field(default_factory=dict)
     joules: float = 0.0
@@ -46,28 +46,28 @@ class EnergyMeter:
         return self.joules if self.counters else None
 
 
-def counters(powercap: Path = POWERCAP) -> dict[str, Counter]:
+def counters(powercap: Path = POWERCAP) -> dict[str, EnergyCounter]:
     """What counts energy here and may be read; {} for nothing."""
     return {**_processors(powercap), **_gpus()}
 
 
-def _processors(powercap: Path) -> dict[str, Counter]:
+def _processors(powercap: Path) -> dict[str, EnergyCounter]:
     """Packages alone: cores and memory controllers inside of them are parts of those. Some machines show a package
     twice, by another way to the same counter."""
-    found: dict[str, Counter] = {}
+    found: dict[str, EnergyCounter] = {}
     for zone in sorted(powercap.glob("*:*")):
         with suppress(OSError, ValueError):
             name = (zone / "name").read_text().strip()
             if not name.startswith("package") or name in found:
                 continue
             file, wraps = zone / "energy_uj", float((zone / "max_energy_range_uj").read_text()) / 1e6
-            counter = Counter(lambda file=file: float(file.read_text()) / 1e6, wraps)
+            counter = EnergyCounter(lambda file=file: float(file.read_text()) / 1e6, wraps)
             counter.read()
             found[name] = counter
     return found
 
 
-def _gpus() -> dict[str, Counter]:
+def _gpus() -> dict[str, EnergyCounter]:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         if library.nvmlInit_v2():
@@ -81,7 +81,7 @@ def _gpus() -> dict[str, Counter]:
         device = ctypes.c_void_p()
         if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
             continue
-        counter = Counter(lambda device=device: _millijoules(library, device) / 1e3)
+        counter = EnergyCounter(lambda device=device: _millijoules(library, device) / 1e3)
         with suppress(OSError):
             counter.read()
             found[f"gpu {index}"] = counter

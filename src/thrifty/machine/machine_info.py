@@ -19,7 +19,7 @@ import torch.distributed
 import thrifty
 from thrifty.machine.cgroup_limits import cgroup_limits
 from thrifty.machine.cpu_features import cpp_compiler, has_python_headers, usable_cores
-from thrifty.machine.measured_rates import Rate, disk_rate, matmul_rate, memory_rate
+from thrifty.machine.measured_rates import MeasuredRate, disk_rate, matmul_rate, memory_rate
 
 EXTRAS = {
     "parquet": ("pyarrow",),
@@ -44,16 +44,16 @@ INSTRUCTIONS = {
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     name: str
     memory: int
     capability: str
-    matmul: dict[str, Rate]
+    matmul: dict[str, MeasuredRate]
     """FLOP/s by dtype."""
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """Sizes in bytes, rates in FLOP/s and bytes/s; what could not be found out or was not measured is None or empty."""
 
     platform: str
@@ -66,7 +66,7 @@ class Machine:
     instructions: tuple[str, ...]
     torch_instructions: str
     """The widest vector instructions torch itself uses."""
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuInfo, ...]
     memory: int
     memory_available: int
     disk_free: int
@@ -79,10 +79,10 @@ class Machine:
     backends: tuple[str, ...]
     """Of torch.distributed."""
     missing_extras: dict[str, tuple[str, ...]]
-    matmul: dict[str, Rate] = field(default_factory=dict)
+    matmul: dict[str, MeasuredRate] = field(default_factory=dict)
     """FLOP/s of the CPU by dtype."""
-    memory_rate: Rate | None = None
-    disk_rate: Rate | None = None
+    memory_rate: MeasuredRate | None = None
+    disk_rate: MeasuredRate | None = None
 
     @property
     def cores(self) -> float:
@@ -98,7 +98,7 @@ class CompileTrial:
     """The last line of what went wrong."""
 
 
-def probe(quick: bool = False, folder: Path = Path()) -> Machine:
+def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
     """Measure this machine: about 4 s, or 1 s with `quick`, which leaves memory and disk unmeasured.
 
     `folder` is the disk that counts: free space and write rate are those of where runs are kept.
@@ -107,7 +107,7 @@ def probe(quick: bool = False, folder: Path = Path()) -> Machine:
     quota, limit = cgroup_limits()
     memory = psutil.virtual_memory()
     seconds = 0.3 if quick else 1.0
-    return Machine(
+    return MachineInfo(
         platform=platform.platform(terse=True),
         cpu=cpu_model(),
         physical_cores=_physical_cores(cores),
@@ -204,17 +204,17 @@ def _cpuinfo(key: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
-def _matmul_rates(device: str, seconds: float) -> dict[str, Rate]:
+def _matmul_rates(device: str, seconds: float) -> dict[str, MeasuredRate]:
     return {
         str(dtype).removeprefix("torch."): matmul_rate(device, dtype, seconds)
         for dtype in (torch.float32, torch.bfloat16)
     }
 
 
-def _gpu(index: int, seconds: float) -> Gpu:
+def _gpu(index: int, seconds: float) -> GpuInfo:
     properties = torch.cuda.get_device_properties(index)
     rates = _matmul_rates(f"cuda:{index}", seconds)
-    return Gpu(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}", rates)
+    return GpuInfo(properties.name, properties.total_memory, f"{properties.major}.{properties.minor}", rates)
 
 
 def _backends() -> tuple[str, ...]:
@@ -241,7 +241,7 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine_identity(device: str) -> dict[str, Any]:
     """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}

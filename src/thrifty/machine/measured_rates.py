@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Rate:
+class MeasuredRate:
     """Work per second over several repeats: FLOP/s or bytes/s."""
 
     median: float
@@ -29,12 +29,12 @@ LEAST_REPEATS = 3
 """Timed of a function, however long they take."""
 
 
-def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> Rate:
+def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> MeasuredRate:
     """FLOP/s of the fastest of a few square matrix products; one whose repeats would take longer than `seconds` is
     left out."""
     device = torch.device(device)
     sizes = (1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
-    best: Rate | None = None
+    best: MeasuredRate | None = None
     for size in sizes:
         work = 2 * size**3
         if best is not None and (1 + LEAST_REPEATS) * work / best.high > seconds:
@@ -46,14 +46,14 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
     return best
 
 
-def memory_rate(seconds: float) -> Rate:
+def memory_rate(seconds: float) -> MeasuredRate:
     """Bytes/s read and written by a copy in main memory, several times larger than the last cache."""
     count = min(max(4 * _last_cache(), 64 << 20), 512 << 20)
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     return _repeated(lambda: target.copy_(source), 2 * count, seconds, torch.device("cpu"))
 
 
-def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> Rate | None:
+def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredRate | None:
     """Bytes/s written to a file in `folder` and flushed to the device; None without room or permission.
 
     The file is removed again; `size` is what one repeat writes, in bytes.
@@ -76,7 +76,7 @@ def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> Rate | No
     return _rate(size, times)
 
 
-def _repeated(function: Callable[[], object], work: float, seconds: float, device: torch.device) -> Rate:
+def _repeated(function: Callable[[], object], work: float, seconds: float, device: torch.device) -> MeasuredRate:
     """Time `function` until `seconds` are used, some times at least, after one run that is not counted."""
     _timed(function, device)
     times: list[float] = []
@@ -95,8 +95,8 @@ def _timed(function: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _rate(work: float, times: list[float]) -> Rate:
-    return Rate(work / median(times), work / max(times), work / min(times), len(times))
+def _rate(work: float, times: list[float]) -> MeasuredRate:
+    return MeasuredRate(work / median(times), work / max(times), work / min(times), len(times))
 
 
 def _last_cache() -> int:

@@ -15,24 +15,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.errors import Refused, ThriftyError
+from thrifty.core.errors import RefusedError, ThriftyError
 from thrifty.core.ranks import mean_over_ranks
-from thrifty.core.tensor_tracing import uncollected
-from thrifty.memory.block_costs import block_cost, in_seconds, storage_bytes, tensors_in, untouched
-from thrifty.memory.block_recompute import Chain
-from thrifty.memory.recompute_schedule import ChainCost, StageCost
+from thrifty.core.tensor_tracing import gc_disabled
+from thrifty.memory.block_costs import block_cost, in_seconds, restore_module_state, storage_bytes, tensors_in
+from thrifty.memory.block_recompute import BlockChain
+from thrifty.memory.recompute_schedule import ChainCost, ChainStageCost
 
 
-class Survey:
+class ChainSurvey:
     """The calls of one forward pass, in order."""
 
     def __init__(self, timed: bool):
         self.timed = timed
-        self.stages: list[StageCost] = []
+        self.stages: list[ChainStageCost] = []
         self.given: dict[int, Tensor] = {}
         """By storage, arguments that do not come from the call before."""
         self.outputs: list[Tensor] = []
-        self.known: dict[Hashable, StageCost] = {}
+        self.known: dict[Hashable, ChainStageCost] = {}
         """What calls cost, by what they do: most blocks do the same as the one before."""
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ class Survey:
             raise
         except Exception as error:  # what a block does with fake tensors is not for us to know
             why = str(error).partition("\n")[0] or type(error).__name__
-            raise Refused(
+            raise RefusedError(
                 f"what {type(module).__name__} costs cannot be counted by shapes alone: {why}",
                 fix="use memory.recompute or memory.activation_budget, which run it",
             ) from error
@@ -60,18 +60,18 @@ class Survey:
 
 
 def survey(
-    model: nn.Module, chain: Chain, forward: Callable[..., Any], args: tuple, kwargs: dict, timed: bool = False
+    model: nn.Module, chain: BlockChain, forward: Callable[..., Any], args: tuple, kwargs: dict, timed: bool = False
 ) -> ChainCost:
     """Costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model: counted, or `timed` where
     tensors are real. Nothing of the model, of its state or of the random numbers changes."""
-    found = Survey(timed)
+    found = ChainSurvey(timed)
     fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
-        stack.enter_context(uncollected())
+        stack.enter_context(gc_disabled())
         stack.enter_context(torch.random.fork_rng(list(devices)))
-        stack.enter_context(untouched(model))
+        stack.enter_context(restore_module_state(model))
         # this pass has no backward pass: whoever keeps activations of the real one must not see what it saves
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
         if fakes:

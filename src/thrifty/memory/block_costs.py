@@ -13,16 +13,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
-from thrifty.core.tensor_tracing import StepTrace, uncollected
-from thrifty.memory.call_signature import Trail
-from thrifty.memory.recompute_schedule import StageCost
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.memory.call_signature import CallSignature
+from thrifty.memory.recompute_schedule import ChainStageCost
 
 WORTH_OF_A_BYTE = 30
 """FLOPs of a well-filled product in the time in which a byte of a result is written and what it is made of is read: 10
 to 100 on today's processors. It matters only where blocks differ."""
 
 
-class Work(StepTrace):
+class CostTrace(StepTrace):
     """Counts what operations cost, too: FLOPs, and bytes of new results at their worth in FLOPs."""
 
     written = 0
@@ -36,9 +36,9 @@ class Work(StepTrace):
         return self.flops + WORTH_OF_A_BYTE * self.written
 
 
-def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> StageCost | None:
+def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> ChainStageCost | None:
     """What a call costs, counted; None where shapes alone do not tell. Nothing of the module changes."""
-    with _disable_current_modes(), uncollected(), untouched(module):
+    with _disable_current_modes(), gc_disabled(), restore_module_state(module):
         try:
             return block_cost(module, forward, args, kwargs)[0]
         except ThriftyError:
@@ -48,7 +48,7 @@ def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, k
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def restore_module_state(model: nn.Module) -> Iterator[None]:
     """Undo what a forward pass leaves in modules: buffers and attributes."""
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -73,8 +73,8 @@ def block_cost(
     forward: Callable[..., Any],
     args: tuple,
     kwargs: dict,
-    known: MutableMapping[Hashable, StageCost] | None = None,
-) -> tuple[StageCost, Any]:
+    known: MutableMapping[Hashable, ChainStageCost] | None = None,
+) -> tuple[ChainStageCost, Any]:
     """What a call of a module's `forward` costs, counted, and zeros of the shape of its result; where that hands an
     argument on, the argument. Calls that do the same as one that is `known` are not counted again.
 
@@ -84,8 +84,8 @@ def block_cost(
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
     # what a technique gave the block beside its own parameters is real
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, faked(module) as own:
-        given = [like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode, fake_parameters(module) as own:
+        given = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def call() -> Any:  # with containers of its own each time: a block may put something into them
             fake_args, fake_kwargs = tree_unflatten(given, form)
@@ -97,9 +97,12 @@ def block_cost(
 
 
 def _traced(
-    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], known: MutableMapping[Hashable, StageCost]
-) -> tuple[StageCost, Any]:
-    with Trail(*given, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
+    call: Callable[[], Any],
+    given: Sequence[Tensor],
+    own: Sequence[Tensor],
+    known: MutableMapping[Hashable, ChainStageCost],
+) -> tuple[ChainStageCost, Any]:
+    with CallSignature(*given, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
         result = call()
         passing_bytes = passing.peak - passing.now
     kind = passing.kind(result)
@@ -111,7 +114,7 @@ def _traced(
 
 def _counted(
     call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], passing: int
-) -> tuple[StageCost, Any]:
+) -> tuple[ChainStageCost, Any]:
     stopped = 0.0
 
     def note(tensor: Tensor) -> Tensor:
@@ -119,14 +122,14 @@ def _counted(
         stopped = work.cost
         return tensor
 
-    with Work(*given, *own) as work:
+    with CostTrace(*given, *own) as work:
         with saved_tensors_hooks(note, lambda packed: packed):
             result = call()
         forward, saved, peak = work.cost, work.now, work.peak
         returning = _returning_bytes(work, result, given, own)
     outputs = tensors_in(result)
     handed_on = storage_bytes(output for output in outputs if any(output is tensor for tensor in given))
-    cost = StageCost(
+    cost = ChainStageCost(
         forward=forward,
         backward=work.cost - forward,
         output=storage_bytes(outputs),
@@ -139,7 +142,7 @@ def _counted(
     return cost, result
 
 
-def _returning_bytes(work: Work, result: Any, given: Sequence[Tensor], own: Sequence[Tensor]) -> int:
+def _returning_bytes(work: CostTrace, result: Any, given: Sequence[Tensor], own: Sequence[Tensor]) -> int:
     """What a backward pass needs at its peak, beside what is saved and the gradients of output and input."""
     ends = [output for output in tensors_in(result) if output.grad_fn is not None]
     if not ends:
@@ -153,7 +156,7 @@ def _returning_bytes(work: Work, result: Any, given: Sequence[Tensor], own: Sequ
 
 
 @contextmanager
-def faked(module: nn.Module) -> Iterator[list[Tensor]]:
+def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
     """Fake parameters and buffers, whole where the real ones are divided over ranks; their gradients are dropped."""
     before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     fakes: dict[int, Tensor] = {}
@@ -181,7 +184,7 @@ def faked(module: nn.Module) -> Iterator[list[Tensor]]:
             each._buffers.update(buffers)
 
 
-def in_seconds(cost: StageCost, forward: float) -> StageCost:
+def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
     """A counted cost on the scale of one measured time; the parts keep their ratios."""
     rate = forward / cost.forward if cost.forward else 0.0
     stopped = None if cost.stopped is None else rate * cost.stopped
@@ -196,7 +199,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in list(tensors)}.values())
 
 
-def like(tensor: Tensor) -> Tensor:
+def empty_copy(tensor: Tensor) -> Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
 

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.memory.recompute_schedule import Do, Schedule
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
-class Chain:
+class BlockChain:
     """Watches the calls of these blocks and lets them keep what `schedule` says; None leaves them alone. It may be
     replaced between two forward passes; a backward pass follows the schedule of its forward pass."""
 
-    def __init__(self, blocks: Sequence[nn.Module], schedule: Schedule | None):
+    def __init__(self, blocks: Sequence[nn.Module], schedule: RecomputeSchedule | None):
         self.schedule = schedule
         self.instead: Callable[..., Any] | None = None
         """Answers calls in place of the blocks, while their costs are looked up."""
@@ -36,7 +36,7 @@ class Chain:
         for place, block in enumerate(blocks):
             self.places.setdefault(block, []).append(place)
         self._place = -1
-        self._latest: weakref.ref[Call] | None = None
+        self._latest: weakref.ref[BlockCall] | None = None
         for block in self.places:
             wrap_call(block, self.call)
 
@@ -51,27 +51,27 @@ class Chain:
         places = self.places[module]  # several where one block is used several times
         place = self._place = next((each for each in places if each > self._place), places[0])
         before = self._latest() if self._latest else None
-        do = schedule.first.get(place, Do.KEEP_INPUT)
-        if do is Do.KEEP_ALL:
+        do = schedule.first.get(place, RecomputeAction.KEEP_INPUT)
+        if do is RecomputeAction.KEEP_ALL:
             self._latest = None
             return inner(*args, **kwargs)
-        call = Call(inner, place, schedule, args, kwargs, before if do is Do.PASS else None)
+        call = BlockCall(inner, place, schedule, args, kwargs, before if do is RecomputeAction.PASS else None)
         result = call.make(*args, **kwargs)
         self._latest = weakref.ref(call)
         return result
 
 
-class Call:
+class BlockCall:
     """One call of a block, held by what stands in the autograd graph for the tensors that it did not keep."""
 
     def __init__(
         self,
         inner: Callable[..., Any],
         place: int,
-        schedule: Schedule,
+        schedule: RecomputeSchedule,
         args: tuple,
         kwargs: dict,
-        before: "Call | None",
+        before: "BlockCall | None",
     ):
         self.inner, self.place, self.schedule = inner, place, schedule
         leaves, self.form = tree_flatten((args, kwargs))
@@ -86,7 +86,7 @@ class Call:
         self.kept = _keep(own.values())
         self.relay: list[Tensor] | None = None
         """What the links stand for, kept on the way through when this call was made again."""
-        self.surroundings = Surroundings(tensors.values())
+        self.surroundings = CallContext(tensors.values())
         self.outputs: list[weakref.ref] = []
         self.saves: list[tuple[torch.Size, torch.dtype]] = []
         self.found: list[Tensor | None] = []
@@ -99,7 +99,7 @@ class Call:
         self.outputs = [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         return result
 
-    def _leave_out(self, tensor: Tensor) -> tuple["Call", int]:
+    def _leave_out(self, tensor: Tensor) -> tuple["BlockCall", int]:
         self.saves.append((tensor.shape, tensor.dtype))
         return self, len(self.saves) - 1
 
@@ -123,10 +123,10 @@ class Call:
         advice = self.schedule.again.get(self.place, {})
         linked = way[-1].relay or []
         for call, following in zip(reversed(way), [*reversed(way[:-1]), None], strict=True):
-            do = Do.KEEP_ALL if call is self else advice.get(call.place, Do.PASS)
-            if do is Do.KEEP_INPUT:
+            do = RecomputeAction.KEEP_ALL if call is self else advice.get(call.place, RecomputeAction.PASS)
+            if do is RecomputeAction.KEEP_INPUT:
                 call.relay = linked
-            outputs = call.again(linked, do is Do.KEEP_ALL, stop=call is self)
+            outputs = call.again(linked, do is RecomputeAction.KEEP_ALL, stop=call is self)
             linked = [outputs[place] for place in following.links.values()] if following else []
         self.relay = None
 
@@ -139,14 +139,14 @@ class Call:
             if keep:
                 found.append(tensor.detach())
                 if stop and len(found) == len(self.saves):
-                    raise _Enough
+                    raise _StopRecompute
 
         outputs: list[Tensor] = []
         with self.surroundings.restored(), saved_tensors_hooks(pack, _gone):
             try:
                 result = self._call(linked)
                 outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            except _Enough:
+            except _StopRecompute:
                 pass
         if keep:
             self._check([(tensor.shape, tensor.dtype) for tensor in found if tensor is not None])
@@ -173,13 +173,13 @@ def refuse_writable(module: nn.Module, given: Any) -> None:
     """Raises Refused for an argument that a forward pass writes into, such as a cache of keys and values."""
     for leaf in tree_leaves(given):
         if not isinstance(leaf, Tensor) and callable(getattr(leaf, "update", None)):
-            raise Refused(
+            raise RefusedError(
                 f"{type(module).__name__} is given a {type(leaf).__name__} to write into, and cannot run twice with it",
                 fix="train without a cache of keys and values: use_cache=False in the model's configuration",
             )
 
 
-class Surroundings:
+class CallContext:
     """What a call's result depends on beside its arguments: random numbers and autocast."""
 
     def __init__(self, tensors: Iterable[Tensor]):
@@ -205,11 +205,11 @@ class Surroundings:
             yield
 
 
-class _Enough(Exception):
+class _StopRecompute(Exception):
     """All that was to be saved has been seen."""
 
 
-class _Kept(torch.autograd.Function):
+class _KeptOutput(torch.autograd.Function):
     """A node that saves tensors and nothing else, so that saved-tensor hooks around the model see them."""
 
     @staticmethod
@@ -220,11 +220,11 @@ class _Kept(torch.autograd.Function):
 
 def _keep(tensors: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     # detached: the graph before them would hold this call, and this call the graph
-    kept = _Kept.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
+    kept = _KeptOutput.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
     return lambda: kept.grad_fn.saved_tensors  # a node whose result is gone may forget what it saved
 
 
-def _give(left_out: tuple[Call, int]) -> Tensor:
+def _give(left_out: tuple[BlockCall, int]) -> Tensor:
     call, index = left_out
     return call.give(index)
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from thrifty.core.tensor_tracing import StepTrace
 
 
-class Trail(StepTrace):
+class CallSignature(StepTrace):
     """Takes down what a call does: each operation, what it was given, how many bytes were alive after it, what was
     saved for the backward pass, and which steps that will have."""
 

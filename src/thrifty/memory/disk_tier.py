@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.errors import Infeasible, Refused, ThriftyError
-from thrifty.memory.storage_tier import Ticket, Tier, is_dense, memory_of, on_part
+from thrifty.core.errors import InfeasibleError, RefusedError, ThriftyError
+from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense, memory_of, on_part
 
 VAR_TMP = "/var/tmp"  # noqa: S108 - files without a name cannot be found by others
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,11 +37,11 @@ def scratch_folder(folder: str = "") -> Path:
     usual = VAR_TMP if os.access(VAR_TMP, os.W_OK) else tempfile.gettempdir()
     path = Path(folder or os.environ.get("TMPDIR") or usual).expanduser()
     if not path.is_dir() or not os.access(path, os.W_OK):
-        raise Refused(f"{path} is no folder that can be written to", fix="give another as `folder`")
+        raise RefusedError(f"{path} is no folder that can be written to", fix="give another as `folder`")
     return path
 
 
-class Disk(Tier):
+class DiskTier(StorageTier):
     """What is sent lies in one file, in places that are used again for tensors of the same size."""
 
     def __init__(self, folder: str = ""):
@@ -90,8 +90,8 @@ class Disk(Tier):
             self._free[size].append(place)
             self._out -= 1
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
-        return _OnDisk(self, tensor)
+    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+        return _DiskHandle(self, tensor)
 
     def _mapped(self, parts: Sequence[Tensor]) -> list[Tensor]:
         sizes = [-(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
@@ -106,8 +106,8 @@ class Disk(Tier):
         return [_copied(part, mapping, start) for part, start in zip(parts, accumulate(sizes, initial=0), strict=False)]
 
 
-class _OnDisk(Ticket):
-    def __init__(self, tier: Disk, tensor: Tensor):
+class _DiskHandle(OffloadHandle):
+    def __init__(self, tier: DiskTier, tensor: Tensor):
         super().__init__(tensor)
         self.tier, self.place = tier, tier.take(self.bytes)
         self._read: Future[None] | None = None
@@ -190,7 +190,7 @@ def in_words(folder: Path, size: int) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
-            raise Infeasible(
+            raise InfeasibleError(
                 f"{folder} has no room for another {size:,} bytes ({error.strerror})",
                 fix="make room there, or give a `folder` on a larger disk",
             ) from error

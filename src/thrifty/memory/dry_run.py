@@ -14,37 +14,37 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thrifty.core.tensor_tracing import StepTrace, unseen
+from thrifty.core.tensor_tracing import StepTrace, untraced
 from thrifty.memory.block_costs import counted_stage, storage_bytes, tensors_in
-from thrifty.memory.op_trace import INPUT, Cost, Tape, Where, record
-from thrifty.memory.peak_intervals import Moment, moments_of
-from thrifty.memory.recompute_schedule import StageCost
+from thrifty.memory.op_trace import INPUT, Cost, OpTrace, Where, record
+from thrifty.memory.peak_intervals import PeakInterval, peak_intervals
+from thrifty.memory.recompute_schedule import ChainStageCost
 
 
 @dataclass(frozen=True)
-class Held:
+class BlockMemory:
     """What a call of a block holds beside its tape."""
 
     temporary: int
     """Bytes that its passes need at their peak beside what is saved."""
-    stage: StageCost | None
+    stage: ChainStageCost | None
     """The call as part of a chain, counted; None where shapes alone do not tell."""
-    moments: Sequence[Moment]
+    moments: Sequence[PeakInterval]
 
 
 @dataclass
-class Rehearsal:
+class DryRun:
     """Collects the tapes of blocks in the order in which they are called."""
 
     cost: Cost
     where: Where
-    tapes: list[Tape] = field(default_factory=list)
+    tapes: list[OpTrace] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    held: list[Held] = field(default_factory=list)
+    held: list[BlockMemory] = field(default_factory=list)
     """What each call holds beside that."""
     streams: bool = False
     """Whether it is to be known what calls hold whose saved tensors wait elsewhere."""
-    known: dict[Any, Held] = field(default_factory=dict)
+    known: dict[Any, BlockMemory] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     """Of the call before."""
     moved: list[StorageWeakRef | None] = field(default_factory=list)
@@ -70,13 +70,15 @@ class Rehearsal:
         self.outputs = tensors_in(result)
         return result
 
-    def held_by(self, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: Tape) -> Held:
+    def held_by(
+        self, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
+    ) -> BlockMemory:
         stage, temporary = counted_stage(block, function, args, kwargs), temporary_bytes(function, args, kwargs)
         if stage is not None:  # which has counted gradients of parameters too, while they are on their way
             of_inputs = storage_bytes(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
             temporary = max(temporary, stage.output + stage.returning + of_inputs)
-        moments = moments_of(block, function, args, kwargs, tape) if self.streams else []
-        return Held(temporary, stage, moments)
+        moments = peak_intervals(block, function, args, kwargs, tape) if self.streams else []
+        return BlockMemory(temporary, stage, moments)
 
     def movable(self, args: tuple) -> Tensor | None:
         """The hidden states of a call, if they are made for it alone: by the call before, or before all calls."""
@@ -95,19 +97,19 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsing(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[Rehearsal]:
+def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[DryRun]:
     """Run the model forward inside the block; whatever else follows operations does not see it."""
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with unseen(), torch.random.fork_rng(devices), following(model) as where:
-        yield Rehearsal(cost, where, streams=streams)
+    with untraced(), torch.random.fork_rng(devices), track_running_module(model) as where:
+        yield DryRun(cost, where, streams=streams)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
 
 
 @contextmanager
-def following(model: nn.Module) -> Iterator[Where]:
+def track_running_module(model: nn.Module) -> Iterator[Where]:
     """What gives the name of the model's module that runs at the moment."""
     names, running = {id(module): name for name, module in model.named_modules()}, [""]
 

@@ -10,7 +10,8 @@
 
 A ticket that is dropped frees its place. Nothing on a tier is a tensor that an operation made, so that whoever counts
 the device's memory (`StepTrace`) need not know of tiers; fake tensors are sent and come back without moving a byte.
-`Disk` is in `disk.py`; `Simulated`, with the clock of a link of given bandwidth, in `link.py`; what they share in
+`DiskTier` is in `disk.py`; `SimulatedTier`, with the clock of a link of given bandwidth, in `link.py`; what they share
+in
 `tickets.py`.
 """
 
@@ -22,18 +23,18 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.errors import Refused, UsageError, did_you_mean
-from thrifty.memory.disk_tier import Disk
-from thrifty.memory.simulated_tier import Link, Simulated
-from thrifty.memory.storage_tier import Beside, Ticket, Tier
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.memory.disk_tier import DiskTier
+from thrifty.memory.simulated_tier import SimulatedLink, SimulatedTier
+from thrifty.memory.storage_tier import HostTier, OffloadHandle, StorageTier
 
 Where = Literal["auto", "host", "disk", "simulated"]
 
-SIMULATED_LINK = Link(bandwidth=16e9, latency=1e-5)
+SIMULATED_LINK = SimulatedLink(bandwidth=16e9, latency=1e-5)
 """Roughly that of a GPU on 16 lanes of PCIe 4."""
 
 
-def tier_for(where: Where, tensor: Tensor, folder: str = "") -> Tier:
+def tier_for(where: Where, tensor: Tensor, folder: str = "") -> StorageTier:
     """The tier to which tensors like this one go; the same at every call. `folder` is where a disk's files are made.
 
     Raises UsageError for a tier that there is none of, and Refused for the host where there is no GPU whose memory it
@@ -44,25 +45,25 @@ def tier_for(where: Where, tensor: Tensor, folder: str = "") -> Tier:
     fake = isinstance(tensor, FakeTensor)
     beside_a_gpu = torch.cuda.is_available() and (fake or tensor.device.type == "cuda")
     if where == "host" and not beside_a_gpu:
-        raise Refused(
+        raise RefusedError(
             "the host's memory is where the tensors of this run are already: it runs on the processor",
             fix='use to="disk", or run on a GPU',
         )
     if where == "auto":
         where = "host" if beside_a_gpu else "disk"
     if fake:
-        return Tier(where)
+        return StorageTier(where)
     return _tier(where, tensor.device if where == "host" else None, folder if where == "disk" else "")
 
 
 @cache
-def _tier(where: Where, device: torch.device | None, folder: str) -> Tier:
+def _tier(where: Where, device: torch.device | None, folder: str) -> StorageTier:
     if device is not None:
-        return Host(device)
-    return Simulated(SIMULATED_LINK) if where == "simulated" else Disk(folder)
+        return PinnedHostTier(device)
+    return SimulatedTier(SIMULATED_LINK) if where == "simulated" else DiskTier(folder)
 
 
-class Host(Beside):
+class PinnedHostTier(HostTier):
     """Pinned memory of the machine beside a GPU, reached by copies on two streams of their own.
 
     Tickets hold up no processor: every wait is the computing stream's for an event. What leaves is held by its ticket
@@ -76,8 +77,8 @@ class Host(Beside):
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
 
-    def there(self, ticket: Ticket) -> Tensor:
-        assert isinstance(ticket, _OnHost)
+    def there(self, ticket: OffloadHandle) -> Tensor:
+        assert isinstance(ticket, _PinnedHostHandle)
         ticket.gone.synchronize()
         ticket.settle()
         return ticket.copy
@@ -112,15 +113,15 @@ class Host(Beside):
         with self.lock:
             self._free[buffer.numel()].append((buffer, last_use))
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
-        return _OnHost(self, tensor)
+    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+        return _PinnedHostHandle(self, tensor)
 
     def _placed(self, part: Tensor) -> Tensor:
         return part.detach().to("cpu", copy=True).pin_memory()
 
 
-class _OnHost(Ticket):
-    def __init__(self, tier: Host, tensor: Tensor):
+class _PinnedHostHandle(OffloadHandle):
+    def __init__(self, tier: PinnedHostTier, tensor: Tensor):
         super().__init__(tensor)
         self.tier, self.buffer = tier, tier.take(self.bytes)
         self.copy = self.buffer.view(self.dtype).as_strided(self.shape, self.stride)

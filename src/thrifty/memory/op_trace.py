@@ -1,6 +1,7 @@
 """The operations of a block in the order they run: what each one makes, from what, and what of it autograd saves.
 
-What an operation makes, with what later operations write into it, is an `Item`; views belong to the item they look at.
+What an operation makes, with what later operations write into it, is an `OpOutput`; views belong to the item they look
+at.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from thrifty.memory.saved_tensor_hooks import SMALLEST, codable, whole_of
+from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
 UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
 """Operations that write running statistics although their schema does not say so."""
@@ -33,7 +34,7 @@ Cost = Callable[[Any, tuple, dict, Any], float]
 
 
 @dataclass
-class Item:
+class OpOutput:
     """The storages that one operation makes, as they are after the last write into them."""
 
     number: int
@@ -64,7 +65,7 @@ class Item:
         return self.saved_bytes > 0
 
 
-class Handed(NamedTuple):
+class SavedTensor(NamedTuple):
     """A storage that autograd saves, as whoever keeps activations is handed it."""
 
     owner: int | None
@@ -75,7 +76,7 @@ class Handed(NamedTuple):
 
 
 @dataclass
-class Tape:
+class OpTrace:
     """One call of a block."""
 
     operations: list[str] = field(default_factory=list)
@@ -83,14 +84,14 @@ class Tape:
     """For each operation the item that it makes or writes into; None for views."""
     outside: set[int] = field(default_factory=set)
     """Operations that do nothing but write into something outside the block: once is enough."""
-    items: dict[int, Item] = field(default_factory=dict)
+    items: dict[int, OpOutput] = field(default_factory=dict)
     """By number, in the order in which they are made."""
     input_bytes: int = 0
     movable_input: int = 0
     """Of these, bytes of what the call before has made for this one alone."""
     input_itemsize: int = 4
     """Bytes of a number of that."""
-    handed: list[Handed] = field(default_factory=list)
+    handed: list[SavedTensor] = field(default_factory=list)
     """In the order of the forward pass."""
 
     @property
@@ -100,11 +101,11 @@ class Tape:
 
 def record(
     function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where, movable: Tensor | None = None
-) -> tuple[Any, Tape]:
+) -> tuple[Any, OpTrace]:
     """Run a function forward, with gradients, and return its result and its tape. Nothing is saved for a backward
     pass, so there can be none. Of its arguments only `movable` may wait elsewhere."""
     inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    recording = _Recording(inputs, cost, where)
+    recording = _OpRecorder(inputs, cost, where)
     if movable is not None:
         recording.movable = movable.untyped_storage()._cdata
         recording.tape.movable_input = movable.untyped_storage().nbytes()
@@ -136,10 +137,10 @@ def _gone(packed: None) -> Tensor:
     raise AssertionError("there is no backward pass through a recording")
 
 
-class _Recording(TorchDispatchMode):
+class _OpRecorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], cost: Cost, where: Where):
         super().__init__()
-        self.tape, self.cost, self.where = Tape(input_bytes=_storage_bytes(inputs)), cost, where
+        self.tape, self.cost, self.where = OpTrace(input_bytes=_storage_bytes(inputs)), cost, where
         self.block = where()
         self.was_read: set[int] = set()
         self.seen_saved: set[int] = set()
@@ -163,7 +164,7 @@ class _Recording(TorchDispatchMode):
             self.tape.items[owner].saved_bytes += storage.nbytes()
 
     def hands(self, tensor: Tensor) -> None:
-        whole = whole_of(tensor, SMALLEST)
+        whole = base_storage(tensor, SMALLEST)
         if whole is None or self.seen_handed.get(whole.untyped_storage()._cdata) == whole._version:
             return
         storage, owner = whole.untyped_storage(), self.owner(whole)
@@ -171,7 +172,7 @@ class _Recording(TorchDispatchMode):
         is_small = owner is not None and storage.nbytes() * SMALL <= self.tape.items[owner].bytes
         if storage._cdata == self.movable:
             owner = INPUT
-        self.tape.handed.append(Handed(owner, storage.nbytes(), is_small))
+        self.tape.handed.append(SavedTensor(owner, storage.nbytes(), is_small))
 
     def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items
@@ -181,8 +182,8 @@ class _Recording(TorchDispatchMode):
         reads = self.owners_of(given) - written
         made = self.made(given, result)
         if made:
-            items[number] = Item(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
-            items[number].codable = codable(made[0])
+            items[number] = OpOutput(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
+            items[number].codable = is_quantizable(made[0])
             items[number].itemsize = made[0].element_size()
             for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
                 self.owners[storage.cdata] = storage, number

@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
-from thrifty.core.tensor_tracing import StepTrace, uncollected
-from thrifty.memory.block_costs import faked, like, storage_bytes, tensors_in, untouched
-from thrifty.memory.op_trace import INPUT, Tape, same_casts
-from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.memory.block_costs import empty_copy, fake_parameters, restore_module_state, storage_bytes, tensors_in
+from thrifty.memory.op_trace import INPUT, OpTrace, same_casts
+from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakInterval:
     """A stretch of a block's passes between two tensors that are saved or asked for, by their places in
-    `Tape.handed`."""
+    `OpTrace.handed`."""
 
     bytes: int
     """At its peak beside the input and all that is saved; below zero where that has not been made yet, or is gone."""
@@ -31,10 +31,12 @@ class Moment:
     """The first of these that a link carries is underway, and so on the device too."""
 
 
-def moments_of(module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: Tape) -> list[Moment]:
+def peak_intervals(
+    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
+) -> list[PeakInterval]:
     """Of a call of a module's `function`, counted on fake tensors; those that can decide over a peak. [] where shapes
     alone do not tell, or the call does not save what its tape says. Nothing of the module changes."""
-    with _disable_current_modes(), uncollected(), untouched(module), same_casts():
+    with _disable_current_modes(), gc_disabled(), restore_module_state(module), same_casts():
         try:
             return _decisive(_followed(module, function, args, kwargs, tape))
         except ThriftyError:
@@ -43,17 +45,19 @@ def moments_of(module: nn.Module, function: Callable[..., Any], args: tuple, kwa
             return []
 
 
-def _followed(module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: Tape) -> list[Moment]:
+def _followed(
+    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
+) -> list[PeakInterval]:
     leaves, form = tree_flatten((args, kwargs))
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    with mode or FakeTensorMode(allow_non_fake_inputs=True), faked(module) as own:
-        given = [like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with mode or FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module) as own:
+        given = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # a leaf would be taken for a parameter
         computed = [a.clone() if isinstance(a, Tensor) and b.grad_fn else a for a, b in zip(given, leaves, strict=True)]
         fake_args, fake_kwargs = tree_unflatten(computed, form)
-        with _Live(*tensors_in((given, computed)), *own) as live:
-            watching = _Watching(live, tape)
-            with kept_by(watching, SMALLEST):
+        with _LivenessTrace(*tensors_in((given, computed)), *own) as live:
+            watching = _PeakTracer(live, tape)
+            with use_activation_store(watching, SMALLEST):
                 results = [value for value in tensors_in(function(*fake_args, **fake_kwargs)) if value.requires_grad]
             watching.turn_back()
             ones = [torch.ones_like(value) for value in results]
@@ -65,7 +69,7 @@ def _followed(module: nn.Module, function: Callable[..., Any], args: tuple, kwar
         return watching.moments(storage_bytes(results))
 
 
-class _Live(StepTrace):
+class _LivenessTrace(StepTrace):
     """Knows which of some storages are alive at the peak."""
 
     def __init__(self, *known: Tensor):
@@ -90,10 +94,10 @@ class _Live(StepTrace):
         return found
 
 
-class _Watching:
+class _PeakTracer:
     """A keeper that keeps nothing and notes what is alive."""
 
-    def __init__(self, live: _Live, tape: Tape):
+    def __init__(self, live: _LivenessTrace, tape: OpTrace):
         self.live, self.tape = live, tape
         self.sizes: list[int] = []
         self.forth: list[tuple[int, frozenset[int]]] = []
@@ -124,7 +128,7 @@ class _Watching:
     def end(self) -> None:
         self.back.append(self.live.stretch()[0])
 
-    def moments(self, beside: int) -> list[Moment]:
+    def moments(self, beside: int) -> list[PeakInterval]:
         """Of what was alive on the way back so many bytes do not count: the results are there throughout, and are
         counted with whoever is given them."""
         handed = self.tape.handed
@@ -140,7 +144,7 @@ class _Watching:
             waiting = tuple(place for place in reversed(places) if place not in gone)
             found.append((peak - beside, gone, waiting))
         return [
-            Moment(peak - stays - sum(moved[place] for place in here), here, following)
+            PeakInterval(peak - stays - sum(moved[place] for place in here), here, following)
             for peak, here, following in found
         ]
 
@@ -148,9 +152,9 @@ class _Watching:
         return frozenset(place for place, each in enumerate(self.tape.handed) if each.owner == INPUT)
 
 
-def _decisive(moments: Sequence[Moment]) -> list[Moment]:
+def _decisive(moments: Sequence[PeakInterval]) -> list[PeakInterval]:
     """Without those that hold no more than another in any case."""
-    found: list[Moment] = []
+    found: list[PeakInterval] = []
     for each in moments:
         if not any(other.bytes >= each.bytes and other.here >= each.here for other in found):
             found = [other for other in found if not (each.bytes >= other.bytes and each.here >= other.here)] + [each]

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.checkpoint import checkpoint
 
 
-def run_again(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any) -> Any:
+def recompute(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any) -> Any:
     """`function(*args, **kwargs)`, whose intermediate tensors are dropped and computed again when the backward pass
     needs them. `how` are further arguments of torch's `checkpoint`.
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.memory.op_trace import record
-from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
+from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
 
 LINKS, TIMES = 24, 5
 
@@ -25,7 +25,7 @@ def measured_overheads() -> tuple[float, float]:
         _, tape = record(_chain, (x,), {}, lambda *_: 0.0, lambda: "")
         saved = [number for number, item in tape.items.items() if item.saved]
         everything = frozenset(tape.items)
-        half = BlockPlan(tape, dict.fromkeys(saved[::2], keep), everything - {*saved[::2]})
+        half = BlockPlan(tape, dict.fromkeys(saved[::2], keep_tensor), everything - {*saved[::2]})
         plain, planned, whole = (
             _best(lambda plan=plan: _there_and_back(plan, x))  # type: ignore[misc]
             for plan in (None, half, BlockPlan(tape, {}, everything))
@@ -40,7 +40,7 @@ def _chain(x: Tensor) -> Tensor:
 
 
 def _there_and_back(plan: BlockPlan | None, x: Tensor) -> None:
-    result = _chain(x) if plan is None else run_planned(plan, _chain, (x,), {})
+    result = _chain(x) if plan is None else run_block_plan(plan, _chain, (x,), {})
     torch.autograd.grad(result, x, torch.ones_like(x))
 
 

@@ -10,32 +10,32 @@ from functools import cached_property
 from typing import NamedTuple
 
 
-class Do(Enum):
+class RecomputeAction(Enum):
     PASS = "forward, keep nothing"  # noqa: S105 (no password)
     KEEP_INPUT = "forward, keep the input"
     KEEP_ALL = "forward, keep what the backward pass needs"
     BACKWARD = "backward"
 
 
-class Operation(NamedTuple):
-    do: Do
+class ScheduledOperation(NamedTuple):
+    do: RecomputeAction
     stage: int
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RecomputeSchedule:
     """What forward passes keep, by stage; where nothing is said, the input."""
 
-    first: Mapping[int, Do] = field(default_factory=dict)
-    again: Mapping[int, Mapping[int, Do]] = field(default_factory=dict)
+    first: Mapping[int, RecomputeAction] = field(default_factory=dict)
+    again: Mapping[int, Mapping[int, RecomputeAction]] = field(default_factory=dict)
     """For each stage, what others keep while forward passes are made again to reach its backward pass."""
 
     @classmethod
-    def of(cls, operations: Sequence[Operation]) -> "Schedule":
-        runs: list[dict[int, Do]] = [{}]
+    def of(cls, operations: Sequence[ScheduledOperation]) -> "RecomputeSchedule":
+        runs: list[dict[int, RecomputeAction]] = [{}]
         ends: list[int] = []
         for do, stage in operations:
-            if do is Do.BACKWARD:
+            if do is RecomputeAction.BACKWARD:
                 runs.append({})
                 ends.append(stage)
             else:
@@ -44,7 +44,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class StageCost:
+class ChainStageCost:
     """Times are in any unit. Temporaries are bytes that a pass holds at its peak beside what goes in, comes out and is
     saved."""
 
@@ -68,7 +68,7 @@ class ChainCost:
     """The chain's input, in bytes, is held throughout; the gradient of its output has the output's size."""
 
     input: int
-    stages: tuple[StageCost, ...]
+    stages: tuple[ChainStageCost, ...]
 
     def __len__(self) -> int:
         return len(self.stages)

@@ -21,12 +21,12 @@ _SAME_VALUES = frozenset(
 """Nodes whose result is their input in another shape, order or number format."""
 
 
-def codable(tensor: Tensor) -> bool:
+def is_quantizable(tensor: Tensor) -> bool:
     """Whether it is of floating-point numbers that codes of 8 bits make smaller: not those of FP8, codes already."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
-class Keeper(Protocol):
+class ActivationStore(Protocol):
     def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
         """Take an activation over until the backward pass asks for it.
 
@@ -38,17 +38,17 @@ class Keeper(Protocol):
 
 
 @contextmanager
-def kept_by(keeper: Keeper, smallest: int = SMALLEST) -> Iterator[None]:
+def use_activation_store(keeper: ActivationStore, smallest: int = SMALLEST) -> Iterator[None]:
     """Activations that are saved inside the block are handed to the keeper; parameters, and casts and views of them,
     are not. Open it around a forward pass; the backward pass may come later."""
-    pass_ = _Pass(keeper, smallest)
+    pass_ = _HookedPass(keeper, smallest)
     # a compiler that is at work around them would trace into them
     pack, unpack = torch.compiler.disable(pass_.pack), torch.compiler.disable(_unpack)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
-def whole_of(tensor: Tensor, smallest: int) -> Tensor | None:
+def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
     """What a keeper is asked to take over where this tensor is saved: the whole of its storage. None where it is not
     asked: for parameters, for small tensors, and where the storage is not that of one tensor."""
     if tensor.numel() < smallest or is_parameter(tensor):
@@ -69,7 +69,7 @@ def is_parameter(tensor: Tensor) -> bool:
     return of_leaf or (tensor.is_leaf and tensor.requires_grad)
 
 
-class _Kept:
+class _SavedActivation:
     """One storage in a keeper's hands. What is given back stays until the last of those who packed it has asked: they
     are neighbours, such as queries, keys and values in one."""
 
@@ -92,62 +92,62 @@ class _Kept:
 
 
 @dataclass
-class _View:
-    kept: _Kept
+class _TensorView:
+    kept: _SavedActivation
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 @dataclass
-class _Part:
+class _LocalView:
     """What this rank holds of a divided tensor."""
 
-    held: Tensor | _View
+    held: Tensor | _TensorView
     mesh: DeviceMesh
     placements: Sequence[Placement]
     size: torch.Size
     stride: tuple[int, ...]
 
 
-class _Pass:
+class _HookedPass:
     """The tensors saved in one forward pass, by storage."""
 
-    def __init__(self, keeper: Keeper, smallest: int):
+    def __init__(self, keeper: ActivationStore, smallest: int):
         self.keeper, self.smallest = keeper, smallest
         # a weak reference also keeps the address from being used again
-        self.seen: dict[int, tuple[StorageWeakRef, int, _Kept | None]] = {}
+        self.seen: dict[int, tuple[StorageWeakRef, int, _SavedActivation | None]] = {}
 
-    def pack(self, tensor: Tensor) -> "Tensor | _View | _Part":
+    def pack(self, tensor: Tensor) -> "Tensor | _TensorView | _LocalView":
         if isinstance(tensor, DTensor):
             if tensor.numel() < self.smallest or is_parameter(tensor):
                 return tensor
             held = self.pack(tensor.detach().to_local())
-            return _Part(held, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
-        whole = whole_of(tensor, self.smallest)
+            return _LocalView(held, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
+        whole = base_storage(tensor, self.smallest)
         if whole is None:
             return tensor
         kept = self._kept(whole.detach())
         if kept is None:
             return tensor
         kept.waiting += 1
-        return _View(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _TensorView(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _kept(self, whole: Tensor) -> _Kept | None:
+    def _kept(self, whole: Tensor) -> _SavedActivation | None:
         storage = StorageWeakRef(whole.untyped_storage())
         known = self.seen.get(storage.cdata)
         if known is not None and known[1] == whole._version:
             return known[2]
         give = self.keeper.keep(whole)
-        kept = None if give is None else _Kept(whole, give)
+        kept = None if give is None else _SavedActivation(whole, give)
         self.seen[storage.cdata] = (storage, whole._version, kept)
         return kept
 
 
-def _unpack(packed: "Tensor | _View | _Part") -> Tensor:
+def _unpack(packed: "Tensor | _TensorView | _LocalView") -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    if isinstance(packed, _Part):
+    if isinstance(packed, _LocalView):
         mesh, placements, size, stride = packed.mesh, packed.placements, packed.size, packed.stride
         here = _unpack(packed.held)
         return DTensor.from_local(here, mesh, placements, run_check=False, shape=size, stride=stride)

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.errors import IntegrityError
-from thrifty.memory.op_trace import INPUT, SMALL, Tape, is_counted, same_casts
-from thrifty.memory.recomputation import run_again
-from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
+from thrifty.memory.op_trace import INPUT, SMALL, OpTrace, is_counted, same_casts
+from thrifty.memory.recomputation import recompute
+from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 Store = Callable[[Tensor], Callable[[], Tensor]]
 """Takes a tensor over and returns what gives it back."""
 
 
-def keep(tensor: Tensor) -> Callable[[], Tensor]:
+def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
 
 
@@ -32,14 +32,14 @@ class BlockPlan:
     """What happens to the items of a tape: stored in some way, or made again. An item in neither is not needed. Under
     `INPUT` the way of the input, where that does not stay."""
 
-    tape: Tape
+    tape: OpTrace
     stored: Mapping[int, Store]
     again: frozenset[int]
 
     @property
     def is_plain(self) -> bool:
         """Whether autograd's own way is the plan: everything saved is kept."""
-        stay = all(self.stored.get(item.number) is keep for item in self.tape.items.values() if item.saved)
+        stay = all(self.stored.get(item.number) is keep_tensor for item in self.tape.items.values() if item.saved)
         return stay and INPUT not in self.stored
 
     @property
@@ -54,7 +54,7 @@ class BlockPlan:
         return not stored and not self.tape.outside and self.again == self.tape.items.keys()
 
 
-def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Run a block forward by its plan; its backward pass follows the plan too.
 
     Raises IntegrityError where the block does not run the operations that the plan was made for.
@@ -62,23 +62,23 @@ def run_planned(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwar
     if plan.is_plain:
         return function(*args, **kwargs)
     if plan.is_streamed:
-        with same_casts(), kept_by(_Streaming(plan), SMALLEST):
+        with same_casts(), use_activation_store(_StorageStream(plan), SMALLEST):
             return function(*args, **kwargs)
     more: dict[str, Any] = {}
     if not plan.is_whole:  # which needs no operation to be followed
-        held = _Held()
-        more["context_fn"] = lambda: (_Storing(plan, held), _Replaying(plan, held))
-    around = kept_by(_OfInput(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
+        held = _HeldTensor()
+        more["context_fn"] = lambda: (_StoringPass(plan, held), _ReplayPass(plan, held))
+    around = use_activation_store(_InputHandle(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
     with same_casts(), around:
-        return run_again(function, args, kwargs, **more)
+        return recompute(function, args, kwargs, **more)
 
 
-def large_alone(store: Store, size: int) -> Store:
+def store_large_only(store: Store, size: int) -> Store:
     """A store that keeps what is small beside this size."""
-    return lambda tensor: keep(tensor) if tensor.untyped_storage().nbytes() * SMALL <= size else store(tensor)
+    return lambda tensor: keep_tensor(tensor) if tensor.untyped_storage().nbytes() * SMALL <= size else store(tensor)
 
 
-class _Streaming:
+class _StorageStream:
     """Hands each storage that a block saves to what was decided for it."""
 
     def __init__(self, plan: BlockPlan):
@@ -94,11 +94,11 @@ class _Streaming:
                 fix="memory.recompute works on blocks that do something else each time",
             )
         owner = handed[place].owner
-        store = keep if owner is None else self.plan.stored.get(owner, keep)
-        return None if store is keep else store(activation)
+        store = keep_tensor if owner is None else self.plan.stored.get(owner, keep_tensor)
+        return None if store is keep_tensor else store(activation)
 
 
-class _OfInput:
+class _InputHandle:
     """Hands over the input of a block that runs again, where that was decided."""
 
     def __init__(self, plan: BlockPlan, args: tuple):
@@ -110,7 +110,7 @@ class _OfInput:
 
 
 @dataclass
-class _Held:
+class _HeldTensor:
     results: dict[int, Any] = field(default_factory=dict)
     """What gives back each stored item, in the form in which its operation returned it."""
     left_out: dict[int, Any] = field(default_factory=dict)
@@ -119,10 +119,10 @@ class _Held:
     """The state of the random numbers before each operation that draws some and will run again."""
 
 
-class _Following(TorchDispatchMode):
+class _TraceFollower(TorchDispatchMode):
     """Counts operations along a tape."""
 
-    def __init__(self, plan: BlockPlan, held: _Held):
+    def __init__(self, plan: BlockPlan, held: _HeldTensor):
         super().__init__()
         self.plan, self.held, self.number = plan, held, -1
 
@@ -144,7 +144,7 @@ class _Following(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _Storing(_Following):
+class _StoringPass(_TraceFollower):
     def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
         if item in self.plan.again and _draws(func):
             self.held.generators[self.number] = _generator_state(args, kwargs)
@@ -164,10 +164,10 @@ class _Storing(_Following):
             store = self.plan.stored[item]
             self.held.results[item] = tree_map(lambda value: _stored(value, store, largest / SMALL), result)
         else:
-            self.held.left_out[item] = tree_map(_Blank.like, result)
+            self.held.left_out[item] = tree_map(_TensorShape.like, result)
 
 
-class _Replaying(_Following):
+class _ReplayPass(_TraceFollower):
     def __enter__(self) -> Self:
         if self.number >= 0:
             raise IntegrityError(
@@ -191,7 +191,7 @@ class _Replaying(_Following):
 
 
 @dataclass(frozen=True)
-class _Blank:
+class _TensorShape:
     """A tensor's place without its values."""
 
     size: torch.Size
@@ -207,7 +207,7 @@ class _Blank:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredResult:
     give: Callable[[], Tensor]
 
 
@@ -218,13 +218,13 @@ def _detached(value: Any) -> Any:
 def _stored(value: Any, store: Store, small: float) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return _Stored((store if value.nbytes > small else keep)(value))
+    return _StoredResult((store if value.nbytes > small else keep_tensor)(value))
 
 
 def _given(value: Any) -> Any:
-    if isinstance(value, _Stored):
+    if isinstance(value, _StoredResult):
         return value.give().detach()
-    if isinstance(value, _Blank):
+    if isinstance(value, _TensorShape):
         return torch.empty_strided(value.size, value.stride, dtype=value.dtype, device=value.device)
     return value
 

@@ -11,16 +11,16 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from thrifty.core.setting_bounds import Bound, Rate, check_bounds
-from thrifty.memory.storage_tier import Beside, Ticket, memory_of
+from thrifty.core.setting_bounds import Rate, SettingBound, check_bounds
+from thrifty.memory.storage_tier import HostTier, OffloadHandle, memory_of
 
 
 @dataclass(frozen=True)
-class Link:
+class SimulatedLink:
     """What connects two memories. Transfers of one direction follow each other; with `duplex` those of the other
     direction go on beside them, without it all share one line."""
 
-    bandwidth: Annotated[float, Bound(above=0)] = inf
+    bandwidth: Annotated[float, SettingBound(above=0)] = inf
     """Bytes per second."""
     latency: Rate = 0.0
     """Seconds before each transfer."""
@@ -36,7 +36,7 @@ class Link:
 class LinkClock:
     """When transfers are done, and how long computing has waited for them, in seconds since the clock was made."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: SimulatedLink):
         self.link = link
         self.now, self.waited = 0.0, 0.0
         self._free = [0.0, 0.0]
@@ -62,16 +62,16 @@ class LinkClock:
         return self._free[line]
 
 
-class Simulated(Beside):
+class SimulatedTier(HostTier):
     """A second memory that is not there. `clock.compute(seconds)` says how long the device was at work meanwhile."""
 
-    def __init__(self, link: Link):
+    def __init__(self, link: SimulatedLink):
         super().__init__("simulated")
         self.clock = LinkClock(link)
         self._landing = 0.0
 
-    def there(self, ticket: Ticket) -> Tensor:
-        assert isinstance(ticket, _Simulated)
+    def there(self, ticket: OffloadHandle) -> Tensor:
+        assert isinstance(ticket, _SimulatedHandle)
         ticket.settle()
         return ticket.read()
 
@@ -83,15 +83,15 @@ class Simulated(Beside):
     def landed(self) -> None:
         self.clock.wait(self._landing)
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
-        return _Simulated(self, tensor)
+    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+        return _SimulatedHandle(self, tensor)
 
     def _placed(self, part: Tensor) -> Tensor:
         return part.detach().clone()
 
 
-class _Simulated(Ticket):
-    def __init__(self, tier: Simulated, tensor: Tensor):
+class _SimulatedHandle(OffloadHandle):
+    def __init__(self, tier: SimulatedTier, tensor: Tensor):
         super().__init__(tensor)
         tier.holds(self.bytes)
         self.tier = tier

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass
-class Account:
+class TierUsage:
     """Bytes on a tier now and at most, and moved in either direction."""
 
     now: int = 0
@@ -22,7 +22,7 @@ class Account:
     returned: int = 0
 
 
-class Ticket:
+class OffloadHandle:
     """What stands for a tensor that is on a tier. By itself it is that of a fake tensor and moves no bytes."""
 
     def __init__(self, tensor: Tensor):
@@ -63,22 +63,22 @@ class Ticket:
         """Waits until what `_fetch` began is done."""
 
 
-class Tier:
+class StorageTier:
     """A memory. By itself one to which only fake tensors go."""
 
     def __init__(self, name: str):
         self.name = name
-        self.account = Account()
+        self.account = TierUsage()
         self.lock = RLock()  # the collector may drop a ticket in the middle of anything
 
     def __str__(self) -> str:
         return self.name
 
-    def send(self, tensor: Tensor) -> Ticket:
+    def send(self, tensor: Tensor) -> OffloadHandle:
         """Begins the way out of a tensor, which must not be changed any more."""
         tensor = tensor.detach()
         if isinstance(tensor, FakeTensor):
-            return Ticket(tensor)
+            return OffloadHandle(tensor)
         ticket = self._ticket(tensor if is_dense(tensor) else tensor.contiguous())
         self.account.sent += ticket.bytes
         return ticket
@@ -94,7 +94,7 @@ class Tier:
         weakref.finalize(placed.untyped_storage(), self.holds, -placed.nbytes)
         return placed
 
-    def _ticket(self, tensor: Tensor) -> Ticket:
+    def _ticket(self, tensor: Tensor) -> OffloadHandle:
         raise NotImplementedError
 
     def _placed(self, part: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ class Tier:
             self.account.peak = max(self.account.peak, self.account.now)
 
 
-class Beside(Tier):
+class HostTier(StorageTier):
     """A memory on which a processor computes: what has been sent can be read there, and values can be sent back."""
 
-    def there(self, ticket: Ticket) -> Tensor:
+    def there(self, ticket: OffloadHandle) -> Tensor:
         """The copy on the tier, once it has come; the device's memory is free then."""
         raise NotImplementedError
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
@@ -20,7 +20,7 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
         parameter.requires_grad_(name in names)
         counts[name in names] += parameter.numel()
     model.trained_names = frozenset(names)  # type: ignore[assignment]
-    note(f"{counts[True]:,} of {sum(counts.values()):,} parameters are trained")
+    add_note(f"{counts[True]:,} of {sum(counts.values()):,} parameters are trained")
 
 
 def check_trained(model: nn.Module, technique: str) -> None:
@@ -47,24 +47,24 @@ def head_names(model: nn.Module) -> set[str]:
     """The parameters of the head, where there is one that is not also the embedding."""
     found = find_head(model)
     if found is None:
-        note("no head was found; none is trained")
+        add_note("no head was found; none is trained")
         return set()
     name, head = found
     if is_tied(head, token_tables(model)):
-        note(f"{name} is tied to the embedding and stays frozen")
+        add_note(f"{name} is tied to the embedding and stays frozen")
         return set()
     return {f"{name}.{last}" for last, _ in head.named_parameters()}
 
 
-class Adapter(Technique):
+class AdapterTechnique(Technique):
     """A technique that trains a few parameters beside frozen ones. `model` ends with `train_only`."""
 
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
     claims = frozenset({"frozen base weights"})
 
-    def refuse_plain(self, what: str) -> Refused:
+    def refuse_plain(self, what: str) -> RefusedError:
         """Why this adapter cannot be taken off a trained model while keeping what it computes."""
-        return Refused(
+        return RefusedError(
             f"{what} cannot be folded into the weights of the plain architecture",
             fix="keep the base as it is and save the adapter beside it; the run folder holds both",
         )

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
@@ -31,7 +31,7 @@ FURTHER = ("softcap", "s_aux", "position_bias")
 """What some models of transformers ask of attention beyond a scale and a mask."""
 
 
-class Core:
+class SwappableCore:
     """What computes a module's attention: `way`, which can be changed without anybody around noticing. While something
     watches, it is given the queries, the keys and the mask of each call."""
 
@@ -46,7 +46,7 @@ class Core:
 
 
 @dataclass(frozen=True)
-class Place:
+class AttentionSite:
     """One attention of a model."""
 
     name: str
@@ -77,7 +77,7 @@ class Place:
             for name in names:
                 if isinstance(found := getattr(owner, name, None), int):
                     return found
-        raise Refused(f"{self.name} does not say {what}", fix=f"give it an attribute {', '.join(names)}")
+        raise RefusedError(f"{self.name} does not say {what}", fix=f"give it an attribute {', '.join(names)}")
 
     def put(self, core: AttentionCore) -> None:
         if self.whole is None:
@@ -105,22 +105,22 @@ class Place:
                 self.whole.set_attn_implementation(self.implementation)  # type: ignore[operator]
 
 
-def find_places(model: nn.Module) -> list[Place]:
+def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     """The attentions of tokens over themselves whose core is plain and can be replaced. Raises Refused for a model
     without any."""
-    found: list[Place] = []
+    found: list[AttentionSite] = []
     whole: nn.Module | None = None
     for name, module in model.named_modules():
         if hasattr(module, "set_attn_implementation"):
             whole = whole or module
         causal = vars(getattr(module, "core", None) or _none).get("is_causal")
         if causal is not None and hasattr(module, "qkv"):
-            found.append(Place(name, module, bool(causal), module.core))
+            found.append(AttentionSite(name, module, bool(causal), module.core))
         elif whole is not None and _is_of_transformers(name, module):
             causal = bool(module.is_causal)
-            found.append(Place(name, module, causal, partial(_torch_attention, causal), whole))
+            found.append(AttentionSite(name, module, causal, partial(_torch_attention, causal), whole))
     if not found:
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} has no plain attention over its own tokens with a core that can be replaced",
             fix="use a preset such as gpt, llama, bert or vit, a model of transformers that uses its attention "
             "interface, or keep causal_attention_reference or full_attention in an attribute `core` beside `qkv`",
@@ -178,7 +178,7 @@ def _attend(
         )  # type: ignore[return-value]
     more = [name for name in FURTHER if given.get(name) is not None]
     if dropout or more:
-        raise Refused(
+        raise RefusedError(
             f"{type(module).__name__} asks its attention for {', '.join(['dropout'] * bool(dropout) + more)}",
             fix="set the config's attention dropout to 0" if dropout and not more else "choose another model",
         )
@@ -196,6 +196,6 @@ def _causality(module: nn.Module, query: Tensor, key: Tensor, told: bool | None)
     if told is None or bool(told) == bool(getattr(module, "is_causal", False)):
         return None
     if not told:
-        raise Refused(f"{type(module).__name__} is told at a call to look ahead", fix="choose another model")
+        raise RefusedError(f"{type(module).__name__} is told at a call to look ahead", fix="choose another model")
     seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
     return seen.tril()[None, None]

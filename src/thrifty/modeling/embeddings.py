@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
 
 _SCORES = re.compile(r"relative")
@@ -36,7 +36,7 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
     }
 
 
-def stack_behind(table: str, stacks: Iterable[str]) -> str:
+def stack_after(table: str, stacks: Iterable[str]) -> str:
     """The stack that a table feeds: the one it shares most of its name's path with; the first, which is the encoder,
     for a table of both."""
 
@@ -81,7 +81,7 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
-        feeding.setdefault(stack_behind(name, find_stacks(model)), {})[name] = table
+        feeding.setdefault(stack_after(name, find_stacks(model)), {})[name] = table
     for stack, own in feeding.items():
         sizes = {}
         for name, table in own.items():
@@ -90,9 +90,9 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
         for table in own.values():
             multiply(table, multiplier or torch.stack([*sizes.values()]).sum().rsqrt())
         how = f"by {multiplier:g}" if multiplier else "so that their sum has the size 1"
-        note(f"what {', '.join(own)} give to {stack or 'the model'} is multiplied {how}")
+        add_note(f"what {', '.join(own)} give to {stack or 'the model'} is multiplied {how}")
     if not tables:
-        note("no table of tokens was found; the stream keeps its size")
+        add_note("no table of tokens was found; the stream keeps its size")
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:

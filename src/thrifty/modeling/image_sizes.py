@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
+from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
 
 IMAGES = "inputs"
 """The field of a batch that has them: (b, c, h, w) or (b, h, w)."""
@@ -18,11 +18,13 @@ def images_of(batch: Batch) -> Tensor | None:
     if images is None or images.ndim not in (3, 4):
         return None
     if not images.is_floating_point():
-        raise Refused(f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white")
+        raise RefusedError(
+            f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white"
+        )
     return images
 
 
-def with_images(batch: Batch, images: Tensor) -> Batch:
+def replace_images(batch: Batch, images: Tensor) -> Batch:
     return Batch({**batch.fields, IMAGES: images}, batch.weight, batch.last)
 
 
@@ -36,11 +38,13 @@ def resized_images(
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)
         if images is None:
-            note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
+            add_note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
             return batch
         sides = images.shape[-2:]
         if all(side_at(0, side) == side for side in sides):
-            note(f"images of {sides[0]} x {sides[1]} are full from the start: lower multiple, or what they start at")
-        return with_images(batch, resized(images, *(side_at(step, side) for side in sides)))
+            add_note(
+                f"images of {sides[0]} x {sides[1]} are full from the start: lower multiple, or what they start at"
+            )
+        return replace_images(batch, resized(images, *(side_at(step, side) for side in sides)))
 
-    return Mapped(source, change)
+    return MappedSource(source, change)

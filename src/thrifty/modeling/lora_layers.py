@@ -22,7 +22,7 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoraFactors:
     """What an adapter is on one layer, its tensors apart."""
 
     rank: int
@@ -40,10 +40,10 @@ class Factors:
 
 
 @dataclass
-class Held:
+class LayerAdapters:
     """What a layer knows of its adapters."""
 
-    factors: dict[str, Factors] = field(default_factory=dict)
+    factors: dict[str, LoraFactors] = field(default_factory=dict)
     active: tuple[str, ...] = ()
     kept: Tensor | None = None
     """The weight as it was, while additions are merged into it."""
@@ -77,7 +77,7 @@ def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
 
 
 def add_factors(
-    layer: nn.Module, factors: Factors, name: str = DEFAULT, generator: torch.Generator | None = None
+    layer: nn.Module, factors: LoraFactors, name: str = DEFAULT, generator: torch.Generator | None = None
 ) -> None:
     """Give one layer the factors of an adapter, active from now on. A starts as Kaiming-uniform and B as zero, so that
     nothing is added yet; in an embedding A as zero and B as normal. The layer's own parameters are frozen."""
@@ -91,7 +91,7 @@ def add_factors(
         nn.init.normal_(b, generator=generator)
     else:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-    held = hold(layer)
+    held = attach_adapters(layer)
     if not held.factors:
         layer.requires_grad_(False)
     for each, values in zip(parameter_names(name), (a, b), strict=True):
@@ -100,16 +100,16 @@ def add_factors(
     held.active = (*held.active, name)
 
 
-def hold(layer: nn.Module) -> Held:
+def attach_adapters(layer: nn.Module) -> LayerAdapters:
     """A layer's adapters; where it has none yet its forward is wrapped for them."""
     if not hasattr(layer, "lora_adapters"):
-        layer.lora_adapters = Held(former=vars(layer).get("forward"))
+        layer.lora_adapters = LayerAdapters(former=vars(layer).get("forward"))
         ways = ((nn.MultiheadAttention, _attend), (nn.Embedding, _look_up))
         wrap_forward(layer, next((way for kind, way in ways if isinstance(layer, kind)), _multiply))
     return layer.lora_adapters
 
 
-def release(layer: nn.Module) -> None:
+def detach_adapters(layer: nn.Module) -> None:
     """Undo `hold`."""
     former = layer.lora_adapters.former
     if former is None:
@@ -164,7 +164,7 @@ def _attend(attention: nn.MultiheadAttention, inner: Any, *args: Any, **kwargs: 
 
 @contextmanager
 def _summed(layer: nn.Module) -> Iterator[None]:
-    held: Held = getattr(layer, "lora_adapters", Held())
+    held: LayerAdapters = getattr(layer, "lora_adapters", LayerAdapters())
     if not held.adding:
         yield
         return

@@ -10,22 +10,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused, UsageError, did_you_mean
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.core.randomness import keyed_generator
 from thrifty.modeling.lora_layers import (
     DEFAULT,
-    Factors,
+    LoraFactors,
     add_factors,
-    hold,
+    attach_adapters,
+    detach_adapters,
     parameter_names,
-    release,
     weight_name,
     with_products,
 )
 from thrifty.modeling.module_surgery import tied_names
 
 
-def attach(model: nn.Module, layers: Mapping[str, Factors], name: str = DEFAULT, seed: int = 0) -> None:
+def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFAULT, seed: int = 0) -> None:
     """Give layers, by their names in the model, the factors of an adapter, which becomes the active one. The first
     adapter freezes the base. First values depend on (seed, the names of layer and adapter) alone.
 
@@ -44,7 +44,7 @@ def attach(model: nn.Module, layers: Mapping[str, Factors], name: str = DEFAULT,
         add_factors(layer, factors, name, keyed_generator(key, getattr(layer, weight_name(layer))))
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and hasattr(module.out_proj, "lora_adapters"):
-            hold(module)
+            attach_adapters(module)
         _shut_shortcuts(module)
     activate(model, name)
 
@@ -57,7 +57,7 @@ def _shut_shortcuts(module: nn.Module) -> None:
         module.use_nested_tensor = False
 
 
-def adapted(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """The layers, by name, that have factors: of one adapter, or of any."""
     found = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_adapters")}
     return {path: layer for path, layer in found.items() if not name or name in layer.lora_adapters.factors}
@@ -65,14 +65,14 @@ def adapted(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
 
 def adapters(model: nn.Module) -> list[str]:
     """The names of a model's adapters, sorted."""
-    return sorted({name for layer in adapted(model).values() for name in layer.lora_adapters.factors})
+    return sorted({name for layer in adapted_layers(model).values() for name in layer.lora_adapters.factors})
 
 
 def factor_names(model: nn.Module) -> set[str]:
     """The names of all factors of all adapters, as parameters of the model."""
     return {
         f"{path}.{each}" if path else each
-        for path, layer in adapted(model).items()
+        for path, layer in adapted_layers(model).items()
         for name in layer.lora_adapters.factors
         for each in parameter_names(name)
     }
@@ -82,20 +82,20 @@ def activate(model: nn.Module, *names: str) -> None:
     """From now on these adapters add, their sum where they are several; without names the base stands alone."""
     _refuse_merged(model)
     check_names(model, names)
-    for layer in adapted(model).values():
+    for layer in adapted_layers(model).values():
         layer.lora_adapters.active = tuple(name for name in names if name in layer.lora_adapters.factors)
 
 
 @contextmanager
-def activated(model: nn.Module, *names: str) -> Iterator[None]:
+def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
     """Inside the block, and only there, these adapters add. A backward pass that computes something again belongs
     inside, too."""
-    before = {path: layer.lora_adapters.active for path, layer in adapted(model).items()}
+    before = {path: layer.lora_adapters.active for path, layer in adapted_layers(model).items()}
     activate(model, *names)
     try:
         yield
     finally:
-        for path, layer in adapted(model).items():
+        for path, layer in adapted_layers(model).items():
             layer.lora_adapters.active = before.get(path, ())
 
 
@@ -103,15 +103,15 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
     """Take an adapter off. With the last one the layers are as they were, their weights still frozen."""
     _refuse_merged(model)
     check_names(model, (name,))
-    for layer in adapted(model, name).values():
+    for layer in adapted_layers(model, name).values():
         held = layer.lora_adapters
         del held.factors[name]
         held.active = tuple(each for each in held.active if each != name)
         for each in parameter_names(name):
             delattr(layer, each)
     if not adapters(model):
-        for layer in adapted(model).values():
-            release(layer)
+        for layer in adapted_layers(model).values():
+            detach_adapters(layer)
 
 
 @torch.no_grad()
@@ -124,14 +124,14 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)
-    for path, layer in adapted(model).items():
+    for path, layer in adapted_layers(model).items():
         held = layer.lora_adapters
         wanted = dict.fromkeys(held.active, 1.0) if weights is None else weights
         own = {name: factor for name, factor in wanted.items() if name in held.factors}
         if held.kept is not None or not own:
             continue
         if f"{path}.{weight_name(layer)}" in {*aliases, *aliases.values()}:
-            raise Refused(
+            raise RefusedError(
                 f"{path}.{weight_name(layer)} is shared with another layer, which would change as well",
                 fix="keep the adapter apart: with it the model computes what it was trained for",
             )
@@ -145,7 +145,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
     """Put back the weights that `merge` kept: bit for bit, in any precision."""
-    for layer in adapted(model).values():
+    for layer in adapted_layers(model).values():
         held = layer.lora_adapters
         if held.kept is not None:
             getattr(layer, weight_name(layer)).copy_(held.kept)
@@ -153,13 +153,13 @@ def unmerge(model: nn.Module) -> None:
 
 
 def is_merged(model: nn.Module) -> bool:
-    return any(layer.lora_adapters.kept is not None for layer in adapted(model).values())
+    return any(layer.lora_adapters.kept is not None for layer in adapted_layers(model).values())
 
 
-def dissolve(model: nn.Module) -> None:
+def discard_adapters(model: nn.Module) -> None:
     """Merge the active adapters for good, and take all off: the plain layers with other weights."""
     merge(model)
-    for layer in adapted(model).values():
+    for layer in adapted_layers(model).values():
         layer.lora_adapters.kept = None
     for name in adapters(model):
         remove(model, name)

@@ -13,13 +13,13 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.modeling.stage_placeholders import present
 
 
 @dataclass(frozen=True)
-class Selection:
+class ModuleSelection:
     """Modules that a filter matched, by name, and those of the right kind it passed over, with the reason."""
 
     matched: Mapping[str, nn.Module]
@@ -36,7 +36,7 @@ def select(
     kind: type | tuple[type, ...],
     where: str = "",
     skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
-) -> Selection:
+) -> ModuleSelection:
     """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
 
     Raises Refused when nothing matches, naming what there was: a filter that silently finds nothing is worse.
@@ -54,9 +54,9 @@ def select(
     if not matched:
         seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise Refused(f"no module matches {where!r}" + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
-    selection = Selection(matched, skipped)
-    note(str(selection))
+        raise RefusedError(f"no module matches {where!r}" + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
+    selection = ModuleSelection(matched, skipped)
+    add_note(str(selection))
     return selection
 
 
@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """
     lists = {name: _here(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
-        raise Refused(
+        raise RefusedError(
             f"no list of equal blocks was found in {type(model).__name__}",
             fix="keep the repeated blocks of the model in one nn.ModuleList or nn.Sequential",
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.shard_layout import in_order, order_of
+from thrifty.core.shard_layout import order_of, tag_order
 
 _TABLE = re.compile(
     r"(^|[._])(position|positions|wpe|embed_positions|pos_embed|cls_token|class_token|relative_attention_bias)([._]|$)"
@@ -33,25 +33,25 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and is_matrix(name, parameter) and not at_an_end
 
 
-def set_own_factor(parameter: Tensor, factor: float) -> None:
+def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
     """Let a parameter know by what its own learning rate is multiplied."""
     parameter.own_factor = factor  # type: ignore[attr-defined]
 
 
-def own_factor(parameter: Tensor) -> float | None:
+def learning_rate_factor(parameter: Tensor) -> float | None:
     """By what the learning rate of a parameter is multiplied, None where nobody has said."""
     return getattr(parameter, "own_factor", None)
 
 
-def standing_for(parameter: Tensor, copy: Tensor) -> Tensor:
+def stand_in_for(parameter: Tensor, copy: Tensor) -> Tensor:
     """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
-    if (factor := own_factor(parameter)) is not None:
-        set_own_factor(copy, factor)
-    return in_order(copy, order_of(parameter))
+    if (factor := learning_rate_factor(parameter)) is not None:
+        set_learning_rate_factor(copy, factor)
+    return tag_order(copy, order_of(parameter))
 
 
 @dataclass(frozen=True)
-class Slices:
+class FusedSlices:
     """Layers one after the other in one parameter: along which dim, and how much of it each takes."""
 
     dim: int
@@ -61,7 +61,7 @@ class Slices:
         return tensor.split(list(self.sizes), self.dim)
 
 
-def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Slices | None]:
+def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[FusedSlices | None]:
     """For each parameter the layers that it fuses, None where it is one layer: queries, keys and values (with fewer of
     the latter two where heads share them), keys and values, or the gate and the value of a gated network.
 
@@ -85,17 +85,17 @@ def _layer(name: str) -> tuple[str, str]:
     return owner, word
 
 
-def _slices(word: str, beside: Mapping[str, Tensor]) -> Slices | None:
+def _slices(word: str, beside: Mapping[str, Tensor]) -> FusedSlices | None:
     rows, columns = beside[word].shape
     # the layer behind it gives as many numbers as this one takes, and takes what one slice gives
     widths = [matrix.shape[1] for other, matrix in beside.items() if other != word and matrix.shape[0] == columns]
     kind = word.lower()
     if _QUERY_KEY_VALUE.fullmatch(kind):
         if kind == "c_attn" and columns in (2 * rows, 3 * rows):  # (in, out), as transformers keeps GPT-2's
-            return Slices(1, (rows,) * (columns // rows))
+            return FusedSlices(1, (rows,) * (columns // rows))
         queries = widths[-1] if widths else rows // 3
         shared, rest = divmod(rows - queries, 2)
-        return Slices(0, (queries, shared, shared)) if shared > 0 and not rest else None
+        return FusedSlices(0, (queries, shared, shared)) if shared > 0 and not rest else None
     if rows % 2 == 0 and (_KEY_VALUE.fullmatch(kind) or (_GATED.fullmatch(kind) and rows // 2 in widths)):
-        return Slices(0, (rows // 2,) * 2)
+        return FusedSlices(0, (rows // 2,) * 2)
     return None

@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.modeling.module_surgery import find_stacks, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.stream_norms import is_norm
 
 Kind = Literal["attention", "cross-attention", "mlp"]
-Blocks = list[list["Branch"]]
+Blocks = list[list["ResidualBranch"]]
 
 _PART = r"q|k|v|qkv|kv|quer(?:y|ies)|keys?|values?|query_key_value"
 _ATTENTION = re.compile(rf"(?:to_?|w_?|linear_)?({_PART})(?:_?(?:proj|lin|linear|layer|attn))?")
@@ -36,7 +36,7 @@ _NAME_THE_ENDS = (
 
 
 @dataclass(frozen=True)
-class Branch:
+class ResidualBranch:
     """One branch of a block; names are those in the model."""
 
     writer: nn.Module
@@ -66,7 +66,7 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
         prefix = f"{stack}." if stack else ""
         found[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
         kinds = " + ".join(branch.kind for branch in found[stack][0])
-        note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
+        add_note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
     return found
 
 
@@ -78,7 +78,7 @@ def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
     found = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
     for stack, blocks in stacks.items():
         if found[stack] != len(blocks):
-            note(f"the {len(blocks)} of {stack} count as {found[stack]}: so many are gone through")
+            add_note(f"the {len(blocks)} of {stack} count as {found[stack]}: so many are gone through")
     return found
 
 
@@ -87,7 +87,7 @@ def is_decoder(blocks: Blocks) -> bool:
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 
-def _branches(name: str, block: nn.Module, where: str) -> list[Branch]:
+def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
     layers = weight_layers(block)
     ends = _ends(layers, where)
     inner: dict[str, dict[str, nn.Module]] = {end: {} for end in ends}
@@ -96,11 +96,11 @@ def _branches(name: str, block: nn.Module, where: str) -> list[Branch]:
             inner[path] = {path: layer}
         elif path not in ends and (end := _end_of(path, ends, [*layers][index:])):
             inner[end][path] = layer
-    found: list[Branch] = []
+    found: list[ResidualBranch] = []
     for end in ends:
         full = {f"{name}.{path}": layer for path, layer in inner[end].items()}
         owner = block.get_submodule(next(iter(inner[end]), end).rpartition(".")[0])
-        found.append(Branch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], found)))
+        found.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], found)))
     _refuse_leftovers(name, block, found)
     return found
 
@@ -138,7 +138,7 @@ def _shared(path: str, other: str) -> int:
     return next((i for i, (mine, theirs) in enumerate(words) if mine != theirs), min(path.count("."), other.count(".")))
 
 
-def _kind(end: str, inner: Mapping[str, nn.Module], before: list[Branch]) -> Kind:
+def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]) -> Kind:
     if not any(part_of_attention(path) or "att" in path.lower() for path in (end, *inner)):
         return "mlp"
     is_second = any(branch.kind == "attention" for branch in before)
@@ -157,20 +157,22 @@ def part_of_attention(path: str) -> str:
     return "qkv" if found[1] or found[2] else "low rank"
 
 
-def _refuse_leftovers(name: str, block: nn.Module, found: list[Branch]) -> None:
+def _refuse_leftovers(name: str, block: nn.Module, found: list[ResidualBranch]) -> None:
     ends: dict[str, str] = {}
     for branch in found:
         if not branch.inner:
-            raise Refused(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
         is_whole = isinstance(branch.writer, nn.MultiheadAttention)
         parent = branch.name if is_whole else branch.name.rpartition(".")[0]
         if branch.kind != "mlp" and ends.setdefault(parent, branch.name) != branch.name:
-            raise Refused(f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=_NAME_THE_ENDS)
+            raise RefusedError(
+                f"{ends[parent]} and {branch.name} cannot both end the same attention", fix=_NAME_THE_ENDS
+            )
     for path, child in block.named_children():
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         holds_norm = not is_norm(child) and any(map(is_norm, child.modules()))
         if holds_norm and not is_container and not weight_layers(child):
-            raise Refused(
+            raise RefusedError(
                 f"{name}.{path} has a norm and no layer with weights: a branch without any cannot be treated",
                 fix="leave this model as it is, or use one whose branches end in linear layers",
             )
@@ -179,9 +181,9 @@ def _refuse_leftovers(name: str, block: nn.Module, found: list[Branch]) -> None:
     placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
-            raise Refused(f"{name}.{path} is in no residual branch that could be found", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"{name}.{path} is in no residual branch that could be found", fix=_NAME_THE_ENDS)
     if not found:
-        raise Refused(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
+        raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
 
 
 def is_transposed(layer: nn.Module) -> bool:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
-from thrifty.core.tensor_tracing import unseen
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
+from thrifty.core.tensor_tracing import untraced
 from thrifty.modeling.module_surgery import find_stacks
-from thrifty.modeling.residual_branches import Branch, find_branches, in_width, is_decoder
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder
 
 TOKENS = 4
 """Of the stream that is given to a block to see what it does."""
@@ -31,9 +31,9 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
     for stack, trial in _trials(model).items():
         stays = trial.keeps_the_stream()
         if stays is None:
-            note(f"blocks of {stack or 'the model'} could not be tried alone; they are taken to be pre-norm")
+            add_note(f"blocks of {stack or 'the model'} could not be tried alone; they are taken to be pre-norm")
         elif not stays:
-            raise Refused(
+            raise RefusedError(
                 f"{type(trial.block).__name__} has a norm behind its sums: {why}",
                 fix="take a pre-norm model, for instance --set model.preset=llama-nano",
             )
@@ -57,18 +57,18 @@ def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
                 raise _normed_branch(trial.block, branch, why)
 
 
-def _normed_branch(block: nn.Module, branch: Branch, why: str) -> Refused:
-    return Refused(
+def _normed_branch(block: nn.Module, branch: ResidualBranch, why: str) -> RefusedError:
+    return RefusedError(
         f"{type(block).__name__} has a norm behind {branch.name}: {why}",
         fix="take a model with norms in front of its branches alone, such as model.preset=llama-nano",
     )
 
 
-class _Trial(NamedTuple):
+class _BlockTrial(NamedTuple):
     """A block, and what it is given."""
 
     block: nn.Module
-    branches: list[Branch]
+    branches: list[ResidualBranch]
     args: Sequence[Any]
     """The first is the stream."""
     kwargs: Mapping[str, Any]
@@ -78,7 +78,7 @@ class _Trial(NamedTuple):
         output = self._run({})
         return None if output is None else torch.equal(output, self.args[0])
 
-    def adds_in_proportion(self, branch: Branch) -> bool | None:
+    def adds_in_proportion(self, branch: ResidualBranch) -> bool | None:
         """What a branch gives; None where the block cannot be run."""
         once, twice = (self._run({branch.name: factor}) for factor in (1.0, 2.0))
         if once is None or twice is None:
@@ -86,7 +86,7 @@ class _Trial(NamedTuple):
         x = self.args[0]
         return torch.allclose(twice - x, 2 * (once - x), rtol=1e-2, atol=1e-2 * float((once - x).abs().max()))
 
-    def undoes_factors(self, branch: Branch) -> bool | None:
+    def undoes_factors(self, branch: ResidualBranch) -> bool | None:
         """Whether a branch tells in the stream, and how much of it there is does not; None where it cannot be run."""
         none, once, twice = (self._run({branch.name: factor}) for factor in (0.0, 1.0, 2.0))
         if none is None or once is None or twice is None:
@@ -98,7 +98,7 @@ class _Trial(NamedTuple):
         """With so much of random numbers in the place of what each branch gives."""
         like = next(self.block.parameters())
         devices = [like.device.index] if like.device.type == "cuda" else []
-        with unseen(), torch.no_grad(), torch.random.fork_rng(devices), _giving(self.branches, factors):
+        with untraced(), torch.no_grad(), torch.random.fork_rng(devices), _giving(self.branches, factors):
             try:
                 output = self.block(*self.args, **self.kwargs)
             except CANNOT_RUN:
@@ -106,7 +106,7 @@ class _Trial(NamedTuple):
         return output[0] if isinstance(output, tuple) else output
 
 
-def _trials(model: nn.Module, where: str = "") -> dict[str, _Trial]:
+def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:
     """Of the first block of each stack whose parameters have values."""
     stacks, found = find_stacks(model), {}
     for stack, branches in find_branches(model, where).items():
@@ -116,13 +116,13 @@ def _trials(model: nn.Module, where: str = "") -> dict[str, _Trial]:
     return found
 
 
-def _trial(model: nn.Module, block: nn.Module, branches: list[Branch], is_decoder: bool) -> _Trial:
+def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], is_decoder: bool) -> _BlockTrial:
     like = next(block.parameters())
     width = in_width(next(iter(branches[0].inner.values())))
     x = torch.randn(1, TOKENS, width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
-    alone = _Trial(block, branches, (x, None, x) if is_decoder else (x,), {})
+    alone = _BlockTrial(block, branches, (x, None, x) if is_decoder else (x,), {})
     if alone.keeps_the_stream() is None and (given := _given(model, block)) is not None:
-        return _Trial(block, branches, *given)
+        return _BlockTrial(block, branches, *given)
     return alone
 
 
@@ -133,7 +133,7 @@ def _given(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[s
     hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     devices = [like.device.index] if like.device.type == "cuda" else []
     try:
-        with unseen(), torch.no_grad(), torch.random.fork_rng(devices):
+        with untraced(), torch.no_grad(), torch.random.fork_rng(devices):
             if (example := getattr(model, "example", None)) is not None:  # ours, of images
                 model(example(like.device))
             else:  # those of transformers say what else they take
@@ -154,7 +154,7 @@ def _unless_cache(value: Any) -> Any:
 
 
 @contextmanager
-def _giving(branches: list[Branch], factors: Mapping[str, float]) -> Iterator[None]:
+def _giving(branches: list[ResidualBranch], factors: Mapping[str, float]) -> Iterator[None]:
     def giving(factor: float) -> Any:
         def give(module: nn.Module, args: Any, output: Any) -> Any:
             if isinstance(output, tuple):

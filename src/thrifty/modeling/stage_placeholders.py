@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-class Elsewhere(nn.Module):
+class StagePlaceholder(nn.Module):
     """Without parameters or buffers; `original` lends it its plain attributes, which a model may ask for."""
 
     def __init__(self, original: nn.Module):
@@ -25,15 +25,15 @@ class Elsewhere(nn.Module):
 
 
 @dataclass
-class Passage:
+class StageIO:
     """What goes through one stage: hidden states (b, t, d) as they came and as they leave."""
 
     received: Tensor | None = None
     given: Tensor | None = None
 
 
-class Arrival(Elsewhere):
-    def __init__(self, original: nn.Module, passage: Passage):
+class StageInput(StagePlaceholder):
+    def __init__(self, original: nn.Module, passage: StageIO):
         super().__init__(original)
         self.passage = passage
 
@@ -41,8 +41,8 @@ class Arrival(Elsewhere):
         return self.passage.received
 
 
-class Departure(Elsewhere):
-    def __init__(self, original: nn.Module, passage: Passage):
+class StageOutput(StagePlaceholder):
+    def __init__(self, original: nn.Module, passage: StageIO):
         super().__init__(original)
         self.passage = passage
 
@@ -52,4 +52,4 @@ class Departure(Elsewhere):
 
 
 def present(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    return [block for block in blocks if not isinstance(block, Elsewhere)]
+    return [block for block in blocks if not isinstance(block, StagePlaceholder)]

@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.module_surgery import Selection, find_stacks, is_under
+from thrifty.modeling.module_surgery import ModuleSelection, find_stacks, is_under
 
 _OF_HEADS = re.compile(r"(q|k|qk|query|key|q_a|kv_a)_?(layer_?)?norm")
 _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
@@ -23,7 +23,7 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and not any(module.children()) and not of_weights
 
 
-def stream_norms(model: nn.Module) -> Selection:
+def stream_norms(model: nn.Module) -> ModuleSelection:
     """The norms that the residual stream or a branch of it passes: those in blocks, after the embedding and after the
     last block. Norms of queries and keys and norms in the head are named as skipped, with the reason."""
     stacks = find_stacks(model)
@@ -36,7 +36,7 @@ def stream_norms(model: nn.Module) -> Selection:
                 skipped[name] = reason
             else:
                 matched[name] = module
-    return Selection(matched, skipped)
+    return ModuleSelection(matched, skipped)
 
 
 def _why_it_stays(name: str, stacks: list[str]) -> str:
@@ -55,7 +55,7 @@ def pass_through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x
 
 
-def bypass(norm: nn.Module) -> None:
+def bypass_norm(norm: nn.Module) -> None:
     """A norm becomes the identity; its parameters stay where they are and are no longer trained."""
     norm.forward = pass_through  # type: ignore[method-assign]
     norm.requires_grad_(False)
@@ -65,7 +65,7 @@ def is_bypassed(module: nn.Module) -> bool:
     return vars(module).get("forward") is pass_through
 
 
-def bypass_norms(model: nn.Module) -> Selection:
+def bypass_norms(model: nn.Module) -> ModuleSelection:
     """Bypass every norm of the residual stream; the norms that were found, and a note of those that stay.
 
     Raises Refused for a norm with modules of its own, such as those that quantise its result for what comes next.
@@ -73,19 +73,19 @@ def bypass_norms(model: nn.Module) -> Selection:
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Norm") and any(module.children()):
-            raise Refused(
+            raise RefusedError(
                 f"the norm {name} has modules inside and cannot be taken out of the computation",
                 fix="use initializations.layer_scale, which keeps norms",
             )
     norms = stream_norms(model)
     for norm in norms.matched.values():
-        bypass(norm)
+        bypass_norm(norm)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             # its shortcut for evaluation reads the norms' weights itself; this is the condition that shuts it
             module.activation_relu_or_gelu = 0
     kept = {re.sub(r"\d+", "N", name): why for name, why in norms.skipped.items()}
-    note(f"{len(norms.matched)} norms bypassed" + "".join(f"; {name} stays: {why}" for name, why in kept.items()))
+    add_note(f"{len(norms.matched)} norms bypassed" + "".join(f"; {name} stays: {why}" for name, why in kept.items()))
     return norms
 
 
@@ -98,14 +98,14 @@ def check_bypassed(model: nn.Module, technique: str) -> None:
             raise IntegrityError(f"{technique}: {name} is bypassed, but its parameters are being trained")
 
 
-class WithoutNorms(Technique):
+class NormFreeTechnique(Technique):
     """What first values that make norms needless share: norms stay bypassed, and no plain weights compute the same."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({"residual gains"})
 
     def finish(self, model: nn.Module) -> nn.Module:
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} was trained without its norms, "
             "and no weights of the plain architecture compute that",
             fix="keep the run folder as it is, or train with initializations.layer_scale, which can be folded away",

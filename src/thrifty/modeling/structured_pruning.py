@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
-from thrifty.modeling.residual_branches import Branch, find_branches, part_of_attention
+from thrifty.core.errors import RefusedError
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches, part_of_attention
 
 Kind = Literal["heads", "neurons"]
 
 GROUP = "heads_in_a_group"
-"""Where an attention that pieces were taken out of says how many heads a piece has (`Pieces.group`)."""
+"""Where an attention that pieces were taken out of says how many heads a piece has (`PrunableUnits.group`)."""
 ZERO = -1
 """In an order of pieces: one of nothing but zeros."""
 
@@ -30,7 +30,7 @@ _INSTEAD = "take a Llama, GPT or BERT of ours, or a Llama-like model, BERT, Dist
 
 
 @dataclass(frozen=True)
-class Rows:
+class UnitRows:
     """Where the pieces of a branch are in a layer before its last: `width` rows each, in turn, from `start` on."""
 
     layer: nn.Linear
@@ -41,7 +41,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class PrunableUnits:
     """The pieces of one branch, as they are now: whoever changes them finds them anew."""
 
     kind: Kind
@@ -51,7 +51,7 @@ class Pieces:
     count: int
     width: int
     """Columns of the writer that a piece has."""
-    rows: tuple[Rows, ...]
+    rows: tuple[UnitRows, ...]
     owner: nn.Module
     sizes: Mapping[str, int]
     """Attributes of the owner that say how much there is, each with what one piece adds to it."""
@@ -59,7 +59,7 @@ class Pieces:
     """Heads in a piece, with a key and a value of their own; 0 where all pieces share one."""
 
 
-def find_pieces(model: nn.Module) -> dict[str, Pieces]:
+def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
     """The pieces of every branch, by the name of the layer that writes into the stream.
 
     Raises Refused for a model of two stacks, whose blocks look at each other, and for one whose branches are put
@@ -67,17 +67,17 @@ def find_pieces(model: nn.Module) -> dict[str, Pieces]:
     """
     stacks = find_branches(model)
     if len(stacks) > 1:
-        raise Refused(f"{' and '.join(stacks)} are two stacks, and one looks at the other", fix=_INSTEAD)
+        raise RefusedError(f"{' and '.join(stacks)} are two stacks, and one looks at the other", fix=_INSTEAD)
     branches = (branch for blocks in stacks.values() for block in blocks for branch in block)
     return {branch.name: _heads(branch) if branch.kind == "attention" else _neurons(branch) for branch in branches}
 
 
-def _heads(branch: Branch) -> Pieces:
+def _heads(branch: ResidualBranch) -> PrunableUnits:
     owner, writer = branch.owner, _linear(branch.name, branch.writer)
     width = next((value for name in _HEAD_WIDTH if isinstance(value := getattr(owner, name, None), int)), 0)
     found = {rows.part: (rows, size) for name, layer in branch.inner.items() for rows, size in _parts(name, layer)}
     if not width or found.keys() != {"q", "k", "v"}:
-        raise Refused(f"the heads in front of {branch.name} cannot be told apart", fix=_INSTEAD)
+        raise RefusedError(f"the heads in front of {branch.name} cannot be told apart", fix=_INSTEAD)
     heads, shared = (found[part][1] // width for part in "qk")
     # once pieces have been taken out, the numbers alone no longer tell which heads belong together
     group = getattr(owner, GROUP, 0 if heads > shared == 1 else heads // shared)
@@ -91,51 +91,51 @@ def _heads(branch: Branch) -> Pieces:
     _refuse_unknown_sizes(branch, known)
     _refuse_parameters_of_pieces(branch, {heads * width, shared * width} - {width})
     widths = {"q": per_piece * width} | ({"k": width, "v": width} if group else {})
-    rows = tuple(Rows(found[part][0].layer, found[part][0].start, each, part) for part, each in widths.items())
+    rows = tuple(UnitRows(found[part][0].layer, found[part][0].start, each, part) for part, each in widths.items())
     sizes = {name: each for name, each in known.items() if isinstance(getattr(owner, name, None), int)}
-    return Pieces("heads", branch.name, writer, heads // per_piece, per_piece * width, rows, owner, sizes, group)
+    return PrunableUnits("heads", branch.name, writer, heads // per_piece, per_piece * width, rows, owner, sizes, group)
 
 
-def _parts(name: str, layer: nn.Module) -> Iterator[tuple[Rows, int]]:
+def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
     """Queries, keys and values in a layer, each with how many rows it has."""
     layer = _linear(name, layer)
     if stated := getattr(layer, "parts", None):  # as our own models do
         start = 0
         for part, size in stated.items():
-            yield Rows(layer, start, 0, part), size
+            yield UnitRows(layer, start, 0, part), size
             start += size
     elif (part := part_of_attention(name)[:1]) in ("q", "k", "v") and part_of_attention(name) not in ("qkv", "kv"):
-        yield Rows(layer, 0, 0, part), layer.weight.shape[0]
+        yield UnitRows(layer, 0, 0, part), layer.weight.shape[0]
 
 
-def _neurons(branch: Branch) -> Pieces:
+def _neurons(branch: ResidualBranch) -> PrunableUnits:
     writer = _linear(branch.name, branch.writer)
     count = writer.weight.shape[1]
-    rows: list[Rows] = []
+    rows: list[UnitRows] = []
     for name, layer in branch.inner.items():
         layer = _linear(name, layer)
         parts = getattr(layer, "parts", {"": layer.weight.shape[0]})
         if set(parts.values()) != {count}:
-            raise Refused(f"{name} does not give one number for each that {branch.name} takes", fix=_INSTEAD)
-        rows += [Rows(layer, index * count, 1, part) for index, part in enumerate(parts)]
+            raise RefusedError(f"{name} does not give one number for each that {branch.name} takes", fix=_INSTEAD)
+        rows += [UnitRows(layer, index * count, 1, part) for index, part in enumerate(parts)]
     _refuse_parameters_of_pieces(branch, {count})
     sizes = {"intermediate_size": 1} if isinstance(getattr(branch.owner, "intermediate_size", None), int) else {}
-    return Pieces("neurons", branch.name, writer, count, 1, tuple(rows), branch.owner, sizes)
+    return PrunableUnits("neurons", branch.name, writer, count, 1, tuple(rows), branch.owner, sizes)
 
 
 def _linear(name: str, layer: nn.Module) -> nn.Linear:
     if not isinstance(layer, nn.Linear):
-        raise Refused(f"{name} is a {type(layer).__name__}, of which no piece can be taken out", fix=_INSTEAD)
+        raise RefusedError(f"{name} is a {type(layer).__name__}, of which no piece can be taken out", fix=_INSTEAD)
     return layer
 
 
-def _refuse_unknown_sizes(branch: Branch, known: Mapping[str, int]) -> None:
+def _refuse_unknown_sizes(branch: ResidualBranch, known: Mapping[str, int]) -> None:
     for name, value in vars(branch.owner).items():
         if isinstance(value, int) and _OF_HEADS.search(name) and name not in {*known, *_HEAD_WIDTH}:
-            raise Refused(f"{type(branch.owner).__name__} counts on {name} = {value}", fix=_INSTEAD)
+            raise RefusedError(f"{type(branch.owner).__name__} counts on {name} = {value}", fix=_INSTEAD)
 
 
-def _refuse_parameters_of_pieces(branch: Branch, sizes: set[int]) -> None:
+def _refuse_parameters_of_pieces(branch: ResidualBranch, sizes: set[int]) -> None:
     """Norms of all heads at once, sinks and the like: they would have to shrink as well."""
     layers = {id(layer) for layer in (*branch.inner.values(), branch.writer)}
     for name, module in branch.owner.named_modules():
@@ -143,11 +143,11 @@ def _refuse_parameters_of_pieces(branch: Branch, sizes: set[int]) -> None:
         for last, parameter in own:
             if parameter.ndim == 1 and len(parameter) in sizes and (name or parameter.numel() > 1):
                 where = f"{name}.{last}" if name else last
-                raise Refused(f"{where} before {branch.name} has a number for each piece", fix=_INSTEAD)
+                raise RefusedError(f"{where} before {branch.name} has a number for each piece", fix=_INSTEAD)
 
 
 @torch.no_grad()
-def arrange(pieces: Pieces, order: Sequence[int]) -> None:
+def prune_units(pieces: PrunableUnits, order: Sequence[int]) -> None:
     """Only the pieces of these numbers are left, in this order, each with its values; `ZERO` stands for one without
     effect. The stream, and the width of a head, stay as they are."""
     for layer in {id(rows.layer): rows.layer for rows in pieces.rows}.values():
@@ -186,17 +186,17 @@ def _taken(parameter: nn.Parameter, dim: int, lines: Sequence[int]) -> nn.Parame
     return nn.Parameter(values.index_select(dim, places), parameter.requires_grad)
 
 
-def is_arranged(model: nn.Module) -> bool:
+def is_pruned(model: nn.Module) -> bool:
     """Whether pieces of a model were taken out or put in."""
     return any(GROUP in vars(module) for module in model.modules())
 
 
-def filled_up(pieces: Pieces, count: int) -> list[int]:
+def pad_with_zeros(pieces: PrunableUnits, count: int) -> list[int]:
     """The order in which pieces are all there, and zeros behind them up to a count."""
     return [*range(pieces.count), *[ZERO] * (count - pieces.count)]
 
 
-def add_coefficients(pieces: Pieces) -> None:
+def add_coefficients(pieces: PrunableUnits) -> None:
     """A trained number for each piece that multiplies what it adds, 1 at first: `coefficients` of the writer."""
     writer = pieces.writer
     writer.coefficients = nn.Parameter(torch.ones_like(writer.weight[0, :: pieces.width]))

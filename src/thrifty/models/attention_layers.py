@@ -34,7 +34,7 @@ def refuse_longer(tokens: int, limit: int) -> None:
         )
 
 
-class Rotary(nn.Module):
+class RotaryPositions(nn.Module):
     """Turns queries and keys by their position (Su et al. 2021), for up to `length` tokens.
 
     The table is a buffer that is not part of the state: it follows from the settings.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.models.init_laws import Law, normal
+from thrifty.models.init_laws import Law, normal_init
 from thrifty.models.vision_transformer import PatchEmbedding, Pool
 
 FIRST_SCALE = math.log(1 / 0.07)
@@ -88,7 +88,7 @@ class ContrastiveModel(nn.Module):
     task: Literal["contrast"] = "contrast"
     starts: ClassVar = {"logit_scale": FIRST_SCALE}
 
-    def __init__(self, image: ImageTower, text: TextTower, law: Law = normal):
+    def __init__(self, image: ImageTower, text: TextTower, law: Law = normal_init):
         super().__init__()
         self.image, self.text, self.law = image, text, law
         self.logit_scale = nn.Parameter(torch.full((1,), FIRST_SCALE))

@@ -14,11 +14,11 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.models.families import FAMILIES
 from thrifty.models.hf_config import write_config
 from thrifty.models.hf_folder import CHAT_TEMPLATE, write_json, write_weights, written_aside
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 
 SPELLED = {
     "attn_norm": "input_layernorm",
@@ -42,7 +42,7 @@ CONTROL = 3
 """The type of a token that stands for no text."""
 
 
-def convert_gguf(file: Path, folder: Path) -> Shape:
+def convert_gguf(file: Path, folder: Path) -> ModelConfig:
     """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; its shape.
 
     Raises UsageError without the package gguf, Refused for another architecture or tokenizer, IntegrityError for a file
@@ -91,7 +91,7 @@ class _Settings:
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise Refused(f"{self.file} has no setting {key}", fix="give a GGUF file of a Llama language model")
+            raise RefusedError(f"{self.file} has no setting {key}", fix="give a GGUF file of a Llama language model")
         return value
 
 
@@ -108,13 +108,13 @@ def _open(file: Path) -> Any:
         raise IntegrityError(f"{file} is not a readable GGUF file: {error}", fix="fetch it again") from error
 
 
-def _shape(settings: _Settings, tied: bool) -> Shape:
+def _shape(settings: _Settings, tied: bool) -> ModelConfig:
     if settings["general.architecture"] != "llama":
-        raise Refused(f"{settings.file} is a {settings['general.architecture']} model; llama is converted")
+        raise RefusedError(f"{settings.file} is a {settings['general.architecture']} model; llama is converted")
     if settings.get("llama.rope.scaling.type") not in (None, "none"):
-        raise Refused(f"{settings.file} scales its rotary positions, which is not converted")
+        raise RefusedError(f"{settings.file} scales its rotary positions, which is not converted")
     heads = settings["llama.attention.head_count"]
-    return Shape(
+    return ModelConfig(
         style="llama",
         depth=settings["llama.block_count"],
         width=settings["llama.embedding_length"],
@@ -130,7 +130,7 @@ def _shape(settings: _Settings, tied: bool) -> Shape:
     )
 
 
-def _weights(reader: Any, shape: Shape) -> Iterator[tuple[str, Tensor]]:
+def _weights(reader: Any, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors under the names of transformers, in float32."""
     from gguf import dequantize
 
@@ -153,7 +153,9 @@ def _tokenizer(settings: _Settings) -> Tokenizer:
     """The byte-level BPE of the file."""
     kind, splitter = settings["tokenizer.ggml.model"], settings.get("tokenizer.ggml.pre") or "gpt-2"
     if kind != "gpt2" or splitter not in SPLITTERS:
-        raise Refused(f"{settings.file} has a tokenizer of kind {kind}, {splitter}; converted are {list(SPLITTERS)}")
+        raise RefusedError(
+            f"{settings.file} has a tokenizer of kind {kind}, {splitter}; converted are {list(SPLITTERS)}"
+        )
     words = settings["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in settings["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))

@@ -1,4 +1,4 @@
-"""config.json of the published families, to a `Shape` and back.
+"""config.json of the published families, to a `ModelConfig` and back.
 
 Reading is strict: a setting that would change what is computed and that our model does not have is refused with its
 name, and so is a setting nobody here knows, unless it is switched off. Dropout rates are accepted and have no effect.
@@ -6,10 +6,10 @@ name, and so is a setting nobody here knows, unless it is switched off. Dropout 
 
 from typing import Any
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.families import FAMILIES
-from thrifty.models.families.model_family import Config, Family
-from thrifty.models.model_config import Shape
+from thrifty.models.families.model_family import Config, ModelFamily
+from thrifty.models.model_config import ModelConfig
 
 _WITHOUT_EFFECT = frozenset({
     "_name_or_path", "_num_labels", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id",
@@ -27,27 +27,27 @@ _OF_GENERATION = frozenset({
 _OFF = (None, False, [], {})
 
 
-def read_shape(config: Config) -> Shape:
+def read_shape(config: Config) -> ModelConfig:
     """Raises Refused for what our model does not compute, UsageError for what is missing or malformed."""
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
-        raise Refused(f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}")
+        raise RefusedError(f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}")
     family = families[name]
     parts = [config, *(config[name] for name in family.sections if isinstance(config.get(name), dict))]
     for key, value in (item for part in parts for item in part.items()):
         if not _accepted(family, key, value):
-            raise Refused(f"config.json sets {key} = {value!r}, and a {name} model is imported only without that")
+            raise RefusedError(f"config.json sets {key} = {value!r}, and a {name} model is imported only without that")
     return family.shape(config)
 
 
-def _accepted(family: Family, key: str, value: Any) -> bool:
+def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
     if key in family.only:
         return value in family.only[key]
     return key in family.read | family.ignored | _WITHOUT_EFFECT | _OF_GENERATION or value in _OFF
 
 
-def write_config(shape: Shape) -> dict[str, Any]:
+def write_config(shape: ModelConfig) -> dict[str, Any]:
     """Raises Refused for a shape that the family's format has no word for."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused, UsageError
-from thrifty.modeling.structured_pruning import is_arranged
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
-from thrifty.models.pad_pruned import evened_wrapped
+from thrifty.models.pad_pruned import pad_pruned_wrapper
 from thrifty.models.transformer import Task
 
 WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
@@ -50,7 +50,7 @@ def load_model(
         else:
             lm = _with_weights(kind, folder, config)
     except (ValueError, KeyError, OSError, ImportError) as error:
-        raise Refused(
+        raise RefusedError(
             f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r} from {folder}: {error}",
             fix=f"give a folder of an architecture that this version of transformers knows as a {wrapper.words}",
         ) from error
@@ -76,7 +76,7 @@ def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
     )
     if found["missing_keys"] or found["mismatched_keys"]:
         names = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
-        raise Refused(
+        raise RefusedError(
             f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
             fix="fetch the whole folder again, or set model.fresh = true to start from random values",
         )
@@ -87,8 +87,8 @@ def export_wrapped(
     model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """The model's folder as `save_pretrained` writes it, complete or not at all, with its tokenizer."""
-    if is_arranged(model):
-        model = evened_wrapped(model)
+    if is_pruned(model):
+        model = pad_pruned_wrapper(model)
     values = {
         name: value.to("cpu", dtype if value.is_floating_point() else value.dtype)
         for name, value in _untied(model.lm).items()

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
-from thrifty.models.text_generation import evaluating
+from thrifty.core.errors import RefusedError
+from thrifty.models.text_generation import eval_mode
 from thrifty.models.transformer import Task, segment_positions
 
 
@@ -64,7 +64,7 @@ class HuggingFaceModel(nn.Module):
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, -1] = tokens[0, 0]
-        with evaluating(self.lm), torch.no_grad():
+        with eval_mode(self.lm), torch.no_grad():
             before, after = (self.logits(*self.probe(ids)) for ids in (tokens, changed))
         moved = (after - before).abs().amax(-1)[0]
         return bool(moved[:-1].max() > 1e-4 * moved[-1])
@@ -91,7 +91,7 @@ class HuggingFaceModel(nn.Module):
         inputs = self.inputs(*self.probe(self._tokens()))
         hook = head.register_forward_hook(enlarge)
         try:
-            with evaluating(lm), torch.no_grad():
+            with eval_mode(lm), torch.no_grad():
                 logits = lm(**inputs).logits
                 hidden = getattr(lm.base_model(**inputs), "last_hidden_state", None)
         finally:
@@ -115,7 +115,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
         if segments is None:
             return inputs
         if not self.keeps_apart:
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.lm).__name__} does not tell apart texts that share a row",
                 fix="--set objective.packed=false",
             )
@@ -129,7 +129,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
         changed[0, 0] = tokens[0, -1]
         positions = torch.arange(8, device=tokens.device)[None] % 4
         try:
-            with evaluating(self.lm), torch.no_grad():
+            with eval_mode(self.lm), torch.no_grad():
                 before, after = (
                     self.lm(ids, position_ids=positions, use_cache=False).logits for ids in (tokens, changed)
                 )
@@ -140,7 +140,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
     def check_sight(self) -> None:
         _ = self.keeps_apart  # found out now, with real values
         if self.sees_later():
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.lm).__name__} lets a token see later ones: it is not a causal language model",
                 fix="for an encoder such as BERT, set is_decoder to true in config.json or choose another model",
             )
@@ -157,7 +157,7 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
 
     def check_sight(self) -> None:
         if not self.sees_later():
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.lm).__name__} lets no token see later ones: it cannot fill in masked tokens",
                 fix="choose an encoder, or set is_decoder to false in config.json",
             )
@@ -173,7 +173,7 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
         self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
     ) -> dict[str, Any]:
         if positions is not None:
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.lm).__name__} cannot be told where in a text its target stands",
                 fix="take a model of ours: model.preset = marian-nano or t5-nano, or a folder of their families",
             )
@@ -185,7 +185,7 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
 
     def check_sight(self) -> None:
         if self.sees_later():
-            raise Refused(
+            raise RefusedError(
                 f"{type(self.lm).__name__} lets a token of the target see later ones",
                 fix="choose another model: this one would learn to copy what it should predict",
             )

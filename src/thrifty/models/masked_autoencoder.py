@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.kernels.image_patches import blanked
+from thrifty.kernels.image_patches import blank_patches
 from thrifty.kernels.image_resizing import resized_positions
-from thrifty.kernels.token_gather import put_back, taken
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 from thrifty.models.init_laws import Law, mae_uniform
 from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransformer
 
@@ -40,7 +40,7 @@ class PatchDecoder(nn.Module):
         """`visible` (b, n) are the places of the patches in a grid of so many rows and columns; None for all."""
         x = self.embed(hidden)
         if visible is not None:
-            patches = put_back(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
+            patches = scatter_tokens(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
             x = torch.cat((x[:, :1], patches), 1)
         x = x + resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table keeps float32
         for block in self.blocks:
@@ -75,8 +75,8 @@ class MaskedAutoencoder(nn.Module):
         patch = self.embedding.patch_size
         self.embedding.check(images)
         if blanks and visible is not None:
-            hidden = self.encode(blanked(images, visible, patch))
-            hidden = torch.cat((hidden[:, :1], taken(hidden[:, 1:], visible)), 1)
+            hidden = self.encode(blank_patches(images, visible, patch))
+            hidden = torch.cat((hidden[:, :1], gather_tokens(hidden[:, 1:], visible)), 1)
         else:
             hidden = self.encode(images, visible)
         return self.decoder(hidden, visible, (images.shape[-2] // patch, images.shape[-1] // patch))

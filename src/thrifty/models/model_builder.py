@@ -8,14 +8,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import UsageError
-from thrifty.core.model_spec import Ends, TextEnds
+from thrifty.core.model_spec import ModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import PRESETS
-from thrifty.models.model_resolution import check_fit, given_sizes, shape_for
+from thrifty.models.model_resolution import check_fit, shape_for, stated_sizes
 from thrifty.models.transformer import Task, initialize
 from thrifty.models.vision_transformer import VisionTransformer, refit
 from thrifty.models.weight_conversion import import_folder
@@ -39,12 +39,12 @@ def build_model(
     seed: int,
     task: Task | Literal["answer", "mass"] = "next_token",
 ) -> nn.Module:
-    """The plain model of a run on text, see `build_for`."""
-    return build_for(TextEnds(vocabulary, length), settings, seed, task)
+    """The plain model of a run on text, see `build_model_for`."""
+    return build_model_for(TextModelSpec(vocabulary, length), settings, seed, task)
 
 
-def build_for(
-    ends: Ends, settings: ModelSettings, seed: int, task: Task | Literal["answer", "mass"] = "next_token"
+def build_model_for(
+    ends: ModelSpec, settings: ModelSettings, seed: int, task: Task | Literal["answer", "mass"] = "next_token"
 ) -> nn.Module:
     """The plain model of a run with its first values, the same at every call.
 
@@ -78,15 +78,15 @@ def build_for(
     return model
 
 
-def _build_other(settings: ModelSettings, ends: Ends, seed: int, task: Task) -> nn.Module:
-    if not isinstance(ends, TextEnds):
+def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task) -> nn.Module:
+    if not isinstance(ends, TextModelSpec):
         raise UsageError(
             f"the model in {settings.folder} is none of ours that read images",
             fix="give the folder of a ViTForImageClassification, without a teacher's token, or a preset: vit-nano",
         )
     from thrifty.models.hf_loader import WRAPPERS, load_model
 
-    given = given_sizes(settings)
+    given = stated_sizes(settings)
     if given:
         raise UsageError(
             f"model.{given[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
@@ -107,7 +107,7 @@ def _build_other(settings: ModelSettings, ends: Ends, seed: int, task: Task) -> 
     return model
 
 
-def _refuse_another_kind(settings: ModelSettings, shape: Shape, task: Task) -> None:
+def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task) -> None:
     own = FAMILIES[shape.style].task
     if own != task:
         fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]

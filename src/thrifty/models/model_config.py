@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelConfig:
     """Everything that decides a model's parameters and arithmetic.
 
     Raises UsageError where sizes cannot go together, and for a field given to a style that it is not one `of`.
@@ -177,11 +177,11 @@ class Shape:
                     fix=f"set model.{name} to {-(-width // 4) * 4}",
                 )
 
-    def caption_tower(self) -> "Shape":
+    def caption_tower(self) -> "ModelConfig":
         """Of a clip: the tower that reads captions, as a decoder that ends in the space. Raises UsageError where its
         sizes cannot go together."""
         sizes = self.text_depth, self.text_width, self.text_heads, self.text_heads, self.text_hidden
-        return Shape("gpt", *sizes, self.vocabulary, self.length, tied=False, norm_eps=self.norm_eps)
+        return ModelConfig("gpt", *sizes, self.vocabulary, self.length, tied=False, norm_eps=self.norm_eps)
 
     @property
     def head_width(self) -> int:

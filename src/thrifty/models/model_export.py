@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.errors import RefusedError
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.modeling.structured_pruning import is_arranged
+from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
-from thrifty.models.model_config import Shape
-from thrifty.models.pad_pruned import evened
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.pad_pruned import pad_pruned_model
 from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
 from thrifty.models.vision_transformer import VisionTransformer
 from thrifty.models.weight_conversion import export_folder
@@ -21,11 +21,11 @@ from thrifty.models.weight_conversion import export_folder
 
 def export_model(
     model: nn.Module,
-    shape: Shape | None,
+    shape: ModelConfig | None,
     folder: Path,
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
-    images: ImageEnds | None = None,
+    images: ImageModelSpec | None = None,
 ) -> None:
     """A model of `build_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
     if isinstance(model, ContrastiveModel) and shape is not None:
@@ -39,8 +39,8 @@ def export_model(
         export_folder(model, shape, folder, dtype=dtype, images=images)
         return
     if isinstance(model, Transformer | Encoder | EncoderDecoder | VisionTransformer) and shape is not None:
-        if is_arranged(model):
-            model, shape = evened(model, shape)
+        if is_pruned(model):
+            model, shape = pad_pruned_model(model, shape)
         else:  # what grows may be exported before it is as wide as its recipe says
             shape = replace(shape, hidden=_inside(find_blocks(model)[1]))
         export_folder(model, shape, folder, tokenizer_json, dtype, images)
@@ -48,7 +48,7 @@ def export_model(
     from thrifty.models.hf_loader import HuggingFaceModel, export_wrapped
 
     if not isinstance(model, HuggingFaceModel):
-        raise Refused(f"a {type(model).__name__} has no Hugging Face format to be exported to")
+        raise RefusedError(f"a {type(model).__name__} has no Hugging Face format to be exported to")
     export_wrapped(model, folder, tokenizer_json, dtype)
 
 
@@ -59,14 +59,14 @@ def _inside(blocks: nn.ModuleList) -> int:
 
 def _export_towers(
     model: ContrastiveModel,
-    shape: Shape,
+    shape: ModelConfig,
     folder: Path,
     tokenizer_json: Path | None,
     dtype: torch.dtype,
-    images: ImageEnds | None,
+    images: ImageModelSpec | None,
 ) -> None:
-    if is_arranged(model):
-        raise Refused("a model of two towers that has lost heads or neurons has no Hugging Face format")
+    if is_pruned(model):
+        raise RefusedError("a model of two towers that has lost heads or neurons has no Hugging Face format")
     image, text = model.image.blocks, model.text.blocks
     sizes = {"depth": len(image), "hidden": image[0].mlp.down.in_features}
     sizes |= {"text_depth": len(text), "text_hidden": text[0].mlp.down.in_features}

@@ -9,44 +9,46 @@ import math
 from dataclasses import fields, replace
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import assemble
 from thrifty.models.families.model_family import Model
-from thrifty.models.model_config import Shape, Style
+from thrifty.models.model_config import ModelConfig, Style
 from thrifty.models.scaled_rotary import Llama3Scaling
 
 
-def _shape(style: Style, depth: int, width: int, heads: int, vocabulary: int, length: int, eps: float = 1e-5) -> Shape:
+def _shape(
+    style: Style, depth: int, width: int, heads: int, vocabulary: int, length: int, eps: float = 1e-5
+) -> ModelConfig:
     """With an inner width of 4 times the width, and a tied head."""
-    return Shape(style, depth, width, heads, heads, 4 * width, vocabulary, length, tied=True, norm_eps=eps)
+    return ModelConfig(style, depth, width, heads, heads, 4 * width, vocabulary, length, tied=True, norm_eps=eps)
 
 
-def _gpt(depth: int, width: int, heads: int, vocabulary: int = 50_257, length: int = 1024) -> Shape:
+def _gpt(depth: int, width: int, heads: int, vocabulary: int = 50_257, length: int = 1024) -> ModelConfig:
     return _shape("gpt", depth, width, heads, vocabulary, length)
 
 
-def _vit(depth: int, width: int, heads: int, image: int = 224, patch: int = 16, labels: int = 1000) -> Shape:
-    return Shape(
+def _vit(depth: int, width: int, heads: int, image: int = 224, patch: int = 16, labels: int = 1000) -> ModelConfig:
+    return ModelConfig(
         "vit", depth, width, heads, heads, 4 * width, labels, 0, tied=False, norm_eps=1e-6, image=image, patch=patch
     )
 
 
-def _mae(encoder: Shape, depth: int, width: int, heads: int) -> Shape:
+def _mae(encoder: ModelConfig, depth: int, width: int, heads: int) -> ModelConfig:
     """A vit's sizes, and a decoder of such a depth, width and heads."""
     sizes = {"decoder_depth": depth, "decoder_width": width, "decoder_heads": heads, "decoder_hidden": 4 * width}
     return replace(encoder, style="mae", **sizes)
 
 
-def _clip(patch: int) -> Shape:
+def _clip(patch: int) -> ModelConfig:
     """As published: images of 224 pixels, captions of up to 77 tokens."""
-    return Shape("clip", 12, 768, 12, 12, 3072, 49_408, 77, tied=False, patch=patch)
+    return ModelConfig("clip", 12, 768, 12, 12, 3072, 49_408, 77, tied=False, patch=patch)
 
 
 _SMALL = {"vocabulary": 4096, "length": 256}
 _LLAMA_32 = Llama3Scaling(factor=32.0, low=1.0, high=4.0, original=8192)
 
-PRESETS: dict[str, Shape] = {
+PRESETS: dict[str, ModelConfig] = {
     "gpt-nano": _gpt(4, 128, 4, **_SMALL),
     "gpt-micro": _gpt(4, 256, 4, **_SMALL),
     "gpt-mini": _gpt(8, 384, 6, **_SMALL),
@@ -57,22 +59,24 @@ PRESETS: dict[str, Shape] = {
     "gpt1-nano": _shape("gpt1", 4, 128, 4, **_SMALL),
     "gpt1-micro": _shape("gpt1", 4, 256, 4, **_SMALL),
     "gpt1-small": _shape("gpt1", 12, 768, 12, 40_478, 512),  # GPT
-    "llama-nano": Shape("llama", 4, 128, 4, 2, 384, tied=True, **_SMALL),
-    "llama-micro": Shape("llama", 4, 256, 4, 2, 704, tied=True, **_SMALL),
-    "llama-mini": Shape("llama", 8, 384, 6, 6, 1024, tied=True, **_SMALL),
-    "llama-small": Shape("llama", 12, 768, 12, 12, 2048, vocabulary=50_257, length=1024, tied=True),
-    "smollm2-135m": Shape("llama", 30, 576, 9, 3, 1536, 49_152, 8192, tied=True, rope_base=100_000.0),
-    "llama-1b": Shape(
+    "llama-nano": ModelConfig("llama", 4, 128, 4, 2, 384, tied=True, **_SMALL),
+    "llama-micro": ModelConfig("llama", 4, 256, 4, 2, 704, tied=True, **_SMALL),
+    "llama-mini": ModelConfig("llama", 8, 384, 6, 6, 1024, tied=True, **_SMALL),
+    "llama-small": ModelConfig("llama", 12, 768, 12, 12, 2048, vocabulary=50_257, length=1024, tied=True),
+    "smollm2-135m": ModelConfig("llama", 30, 576, 9, 3, 1536, 49_152, 8192, tied=True, rope_base=100_000.0),
+    "llama-1b": ModelConfig(
         "llama", 16, 2048, 32, 8, 8192, 128_256, 131_072, tied=True, rope_base=500_000.0, rope_scaling=_LLAMA_32
     ),  # Llama 3.2 1B
-    "llama-8b": Shape("llama", 32, 4096, 32, 8, 14_336, 128_256, 8192, tied=False, rope_base=500_000.0),  # Llama 3 8B
+    "llama-8b": ModelConfig(
+        "llama", 32, 4096, 32, 8, 14_336, 128_256, 8192, tied=False, rope_base=500_000.0
+    ),  # Llama 3 8B
     "bert-nano": _shape("bert", 4, 128, 4, **_SMALL, eps=1e-12),
     "bert-micro": _shape("bert", 4, 256, 4, **_SMALL, eps=1e-12),
     "bert-small": _shape("bert", 12, 768, 12, 30_522, 512, eps=1e-12),  # BERT base
     "t5-nano": _shape("t5", 2, 128, 4, **_SMALL, eps=1e-6),
     "t5-micro": _shape("t5", 2, 256, 4, **_SMALL, eps=1e-6),
     "t5-small": _shape("t5", 6, 512, 8, 32_128, 512, eps=1e-6),
-    "t5-v1.1-small": Shape(
+    "t5-v1.1-small": ModelConfig(
         "t5",
         8,
         512,
@@ -100,7 +104,7 @@ PRESETS: dict[str, Shape] = {
     "mae-tiny": _mae(_vit(12, 192, 3), 2, 96, 3),
     "mae-base": _mae(_vit(12, 768, 12), 8, 512, 16),  # MAE's ViT-B/16 and ViT-L/16
     "mae-large": _mae(_vit(24, 1024, 16), 8, 512, 16),
-    "clip-nano": Shape(
+    "clip-nano": ModelConfig(
         "clip",
         4,
         128,
@@ -118,7 +122,7 @@ PRESETS: dict[str, Shape] = {
         text_hidden=512,
         space=128,
     ),
-    "clip-micro": Shape(
+    "clip-micro": ModelConfig(
         "clip",
         6,
         192,
@@ -141,10 +145,10 @@ PRESETS: dict[str, Shape] = {
 }
 
 
-def resized(shape: Shape, settings: ModelSettings, images: ImageEnds | None = None) -> Shape:
+def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec | None = None) -> ModelConfig:
     """A shape with the sizes that the settings name. The inner width follows the width, and the number of key-value
     heads follows the heads, in the same proportion unless given. A vit is made for the images that are given."""
-    given = {field.name: getattr(settings, field.name, None) for field in fields(Shape)}
+    given = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
     changes = {name: value for name, value in given.items() if value is not None}
     if "width" in changes and "hidden" not in changes:
         changes["hidden"] = 32 * math.ceil(changes["width"] * shape.hidden / shape.width / 32)
@@ -166,8 +170,8 @@ def shape_of(
     settings: ModelSettings,
     vocabulary: int | None = None,
     length: int | None = None,
-    images: ImageEnds | None = None,
-) -> Shape:
+    images: ImageModelSpec | None = None,
+) -> ModelConfig:
     """The preset's shape with the settings' changes; vocabulary and length, or the images, as published where not
     given."""
     if settings.preset not in PRESETS:

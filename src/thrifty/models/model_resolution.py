@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from thrifty.core.errors import Refused, UsageError
-from thrifty.core.model_spec import Ends, ImageEnds, PairEnds, TextEnds
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.vit_mae import encoder_shape
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import resized, shape_of
 from thrifty.models.weight_conversion import folder_shape
 
@@ -16,22 +16,24 @@ _SEEING = ("vit", "clip", "mae")
 """Styles of models that take images."""
 
 
-def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> Shape | None:
+def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> ModelConfig | None:
     """The shape of a model of text, see `shape_for`."""
-    return shape_for(TextEnds(vocabulary, length), settings)
+    return shape_for(TextModelSpec(vocabulary, length), settings)
 
 
-def shape_for(ends: Ends, settings: ModelSettings) -> Shape | None:
+def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     """The shape of the run's model; None for an architecture that only `transformers` knows."""
-    images = ends.images if isinstance(ends, PairEnds) else ends if isinstance(ends, ImageEnds) else None
-    text = ends.text if isinstance(ends, PairEnds) else ends
-    vocabulary, length = (len(text.labels) or 1, 1) if isinstance(text, ImageEnds) else (text.vocabulary, text.length)
+    images = ends.images if isinstance(ends, PairModelSpec) else ends if isinstance(ends, ImageModelSpec) else None
+    text = ends.text if isinstance(ends, PairModelSpec) else ends
+    vocabulary, length = (
+        (len(text.labels) or 1, 1) if isinstance(text, ImageModelSpec) else (text.vocabulary, text.length)
+    )
     if not settings.folder:
         return shape_of(settings, vocabulary, length, images)
     _refuse_sizes_of_a_trained_model(settings, but="pool")
     try:
         shape = folder_shape(Path(settings.folder), settings.fresh)
-    except Refused:  # a variant our model does not compute, which transformers may
+    except RefusedError:  # a variant our model does not compute, which transformers may
         return None
     if shape.style == "mae" and images is not None and images.labels:
         shape = encoder_shape(shape, settings.pool or "class", len(images.labels))
@@ -60,7 +62,7 @@ def own_patch(settings: ModelSettings) -> int | None:
     return shape.patch if shape.style in _SEEING else None
 
 
-def _own_shape(settings: ModelSettings) -> Shape:
+def _own_shape(settings: ModelSettings) -> ModelConfig:
     if not settings.folder:
         shape = shape_of(replace(settings, patch=None))
         if not settings.patch or shape.style not in _SEEING:
@@ -72,7 +74,7 @@ def _own_shape(settings: ModelSettings) -> Shape:
     return resized(shape, replace(settings, pool=None)) if settings.fresh else shape
 
 
-def given_sizes(settings: ModelSettings) -> list[str]:
+def stated_sizes(settings: ModelSettings) -> list[str]:
     """Names of the sizes that a recipe states itself, which only a model made afresh can have."""
     names = (
         "depth", "width", "heads", "kv_heads", "hidden", "tied", "patch", "pool", "decoder_depth", "decoder_width",
@@ -82,7 +84,7 @@ def given_sizes(settings: ModelSettings) -> list[str]:
 
 
 def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> None:
-    given = [name for name in given_sizes(settings) if name != but]
+    given = [name for name in stated_sizes(settings) if name != but]
     if given and not settings.fresh:
         raise UsageError(
             f"model.{given[0]} is given, and the weights in {settings.folder} have their own",
@@ -90,7 +92,7 @@ def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> 
         )
 
 
-def _seeing(folder: str, shape: Shape, images: ImageEnds) -> Shape:
+def _seeing(folder: str, shape: ModelConfig, images: ImageModelSpec) -> ModelConfig:
     """The shape of a trained model once it is refitted to these images."""
     if shape.channels != images.channels:
         raise UsageError(

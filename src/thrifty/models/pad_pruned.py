@@ -12,16 +12,16 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from thrifty.core.run_notes import note
-from thrifty.modeling.structured_pruning import Pieces, arrange, filled_up, find_pieces
+from thrifty.core.run_notes import add_note
+from thrifty.modeling.structured_pruning import PrunableUnits, find_units, pad_with_zeros, prune_units
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.model_family import Model
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 
 FILLED_UP = "filled up with zeros"
 
 
-def evened(model: Model, shape: Shape) -> tuple[Model, Shape]:
+def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConfig]:
     """A copy of a model of ours, all of its blocks alike, and its shape; `shape` is that of the whole model. Says by
     `note` what was done."""
     model, family = deepcopy(model), FAMILIES[shape.style]
@@ -39,7 +39,7 @@ def evened(model: Model, shape: Shape) -> tuple[Model, Shape]:
     return model, replace(shape, heads=number, kv_heads=kv_heads, hidden=hidden, fixed_head_width=width)
 
 
-def evened_wrapped(model: nn.Module) -> nn.Module:
+def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
     """A copy of a model around one of transformers, all of its blocks alike, its config saying the sizes.
 
     Which sizes the config can say is found out by building the model from it, without values.
@@ -86,24 +86,24 @@ def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
     return {f"lm.{name}": layer.in_features for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
 
 
-def _count(pieces: list[Pieces], columns: Mapping[str, int], width: int) -> int:
+def _count(pieces: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
     """Of how many pieces these columns are, in all blocks; 0 where they are of different numbers."""
     found = {columns.get(each.name, 0) for each in pieces}
     return found.pop() // width if len(found) == 1 else 0
 
 
-def _by_kind(model: nn.Module) -> tuple[list[Pieces], list[Pieces]]:
-    found = list(find_pieces(model).values())
+def _by_kind(model: nn.Module) -> tuple[list[PrunableUnits], list[PrunableUnits]]:
+    found = list(find_units(model).values())
     return [each for each in found if each.kind == "heads"], [each for each in found if each.kind == "neurons"]
 
 
-def _fill_up(pieces: list[Pieces], count: int, is_free: bool) -> None:
+def _fill_up(pieces: list[PrunableUnits], count: int, is_free: bool) -> None:
     counts, words = [each.count for each in pieces], pieces[0].kind
     if pieces[0].group > 1:
         words = f"groups of {pieces[0].group} heads"
     for each in pieces:
-        arrange(each, filled_up(each, count))
+        prune_units(each, pad_with_zeros(each, count))
     if min(counts) == count:
         return
     why = "the least that the format takes" if is_free else "the format has no word for fewer"
-    note(f"{min(counts)} to {max(counts)} {words} a block are written as {count}, {FILLED_UP}: {why}")
+    add_note(f"{min(counts)} to {max(counts)} {words} a block are written as {count}, {FILLED_UP}: {why}")

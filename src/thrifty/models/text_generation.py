@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
-from thrifty.models.attention_layers import Attention, Rotary, causal_attention
+from thrifty.models.attention_layers import Attention, RotaryPositions, causal_attention
 from thrifty.models.transformer import Transformer
-from thrifty.models.transformer_blocks import Block, Embedding, PostNormBlock
+from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
 
 Reader = Callable[[Tensor], Tensor]
 """Tokens (b, t), which grow by one from call to call, to the logits (b, v) of what comes next."""
@@ -45,10 +45,10 @@ def generate(
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
     limit = min(filter(None, (context, context_limit(model))), default=None)
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    with evaluating(model), _reader(model, limit) as read:
+    with eval_mode(model), _reader(model, limit) as read:
         for _ in range(count):
             logits = read(tokens).float()
-            chosen = logits.argmax(-1) if greedy else draw(logits, generator, temperature, top_k, top_p)
+            chosen = logits.argmax(-1) if greedy else sample_token(logits, generator, temperature, top_k, top_p)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop
@@ -59,7 +59,7 @@ def generate(
     return tokens
 
 
-def draw(
+def sample_token(
     logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
     """One token per row (b,) from logits (b, v)."""
@@ -76,7 +76,7 @@ def draw(
 def context_limit(model: nn.Module) -> int | None:
     """How many tokens the model can take at once: its learned positions, or what a transformers config says."""
     for module in model.modules():
-        if isinstance(module, Embedding) and module.position is not None:
+        if isinstance(module, TokenEmbedding) and module.position is not None:
             return module.position.num_embeddings
     config = getattr(getattr(model, "lm", None), "config", None)
     return getattr(config, "max_position_embeddings", None)
@@ -107,7 +107,7 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode inside; each module as it was afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -125,11 +125,11 @@ def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
     def read_again(tokens: Tensor) -> Tensor:
         return last_logits(model, tokens if limit is None else tokens[:, -limit:])
 
-    if not cacheable(model):
+    if not supports_kv_cache(model):
         yield read_again
         return
     with ExitStack() as cache:
-        read_new = cache.enter_context(caching(model))
+        read_new = cache.enter_context(use_kv_cache(model))
 
         def read(tokens: Tensor) -> Tensor:
             if limit is None or tokens.shape[1] <= limit:
@@ -146,11 +146,17 @@ def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return out if model.head is None else model.head(out)
 
 
-def cacheable(model: nn.Module) -> bool:
+def supports_kv_cache(model: nn.Module) -> bool:
     """Whether tokens meet only in plain attention cores: no module on the way was swapped, no forward wrapped."""
-    if type(model) is not Transformer or any(type(block) not in (Block, PostNormBlock) for block in model.blocks):
+    if type(model) is not Transformer or any(
+        type(block) not in (TransformerBlock, PostNormBlock) for block in model.blocks
+    ):
         return False
-    on_the_way = [m for m in model.modules() if isinstance(m, (Transformer, Block, Attention, Embedding, Rotary))]
+    on_the_way = [
+        m
+        for m in model.modules()
+        if isinstance(m, (Transformer, TransformerBlock, Attention, TokenEmbedding, RotaryPositions))
+    ]
     attentions = [module for module in on_the_way if isinstance(module, Attention)]
     return (
         len(attentions) == len(model.blocks)
@@ -176,11 +182,11 @@ class CachingCore:
 
 
 @contextmanager
-def caching(model: nn.Module) -> Iterator[Reader]:
+def use_kv_cache(model: nn.Module) -> Iterator[Reader]:
     """A reader that reads only what is new. Inside, every attention has a caching core and positions count on from
     where the last call ended; afterwards the model is as it was."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    positions = [module for module in model.modules() if isinstance(module, (Rotary, Embedding))]
+    positions = [module for module in model.modules() if isinstance(module, (RotaryPositions, TokenEmbedding))]
 
     def start_at(position: int) -> None:
         for module in positions:

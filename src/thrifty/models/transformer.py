@@ -18,7 +18,7 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.kernels.tiled_attention import segment_mask
 from thrifty.models.attention_layers import RelativePositions, padding_mask
 from thrifty.models.contrastive_model import ContrastiveModel
-from thrifty.models.init_laws import Law, gpt2_normal, normal, xavier_uniform
+from thrifty.models.init_laws import Law, gpt2_normal, normal_init, xavier_uniform_init
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.vision_transformer import VisionTransformer
 
@@ -82,7 +82,7 @@ class Encoder(nn.Module):
         blocks: Sequence[nn.Module],
         transform: nn.Module,
         head: nn.Linear,
-        law: Law = normal,
+        law: Law = normal_init,
     ):
         super().__init__()
         self.embedding, self.blocks, self.transform, self.head = embedding, nn.ModuleList(blocks), transform, head
@@ -98,7 +98,7 @@ class Encoder(nn.Module):
         return self.head(self(tokens, keep, positions))
 
 
-class Stack(nn.Module):
+class BlockStack(nn.Module):
     """One side of an encoder–decoder: blocks, the norm behind them, and positions that all of its blocks share."""
 
     def __init__(self, blocks: Sequence[nn.Module], norm: nn.Module, relative: RelativePositions | None = None):
@@ -125,11 +125,11 @@ class EncoderDecoder(nn.Module):
     def __init__(
         self,
         embedding: nn.Module,
-        encoder: Stack,
-        decoder: Stack,
+        encoder: BlockStack,
+        decoder: BlockStack,
         head: nn.Linear,
         scale: float = 1.0,
-        law: Law = xavier_uniform,
+        law: Law = xavier_uniform_init,
     ):
         super().__init__()
         self.embedding, self.encoder, self.decoder, self.head = embedding, encoder, decoder, head

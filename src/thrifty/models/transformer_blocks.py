@@ -1,6 +1,7 @@
 """What a Transformer is stacked from: embeddings, feed-forward networks, and the blocks that join them to attention.
 
-A `Block` receives its norms, its attention and its feed-forward network; where the norms stand is the class's doing.
+A `TransformerBlock` receives its norms, its attention and its feed-forward network; where the norms stand is the
+class's doing.
 
 Shapes: b batch, t tokens, s tokens of a source, d width, v vocabulary.
 """
@@ -38,7 +39,7 @@ class GatedFeedForward(nn.Module):
         return self.down(self.activation(gate) * value)
 
 
-class Sinusoids(nn.Module):
+class SinusoidalPositions(nn.Module):
     """The fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines,
     as Marian orders them. The table is a buffer that is not part of the state."""
 
@@ -57,7 +58,7 @@ class Sinusoids(nn.Module):
         return self.table[positions]
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Token embedding, times `scale`, plus positions where the model has no other notion of order: `position` maps
     numbers (t,) or (b, t) to vectors for up to its `num_embeddings` tokens. Positions (b, t) can be given; otherwise
     they count from `start`."""
@@ -107,7 +108,7 @@ class NormedEmbedding(nn.Module):
         return self.norm(vectors + types + self.position(positions))
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-norm residual unit: attention, attention over an encoder's memory where there is one, then the
     feed-forward network."""
 
@@ -139,7 +140,7 @@ class Block(nn.Module):
         return x + branch(norm(x), *(given for given in context if given is not None))
 
 
-class PostNormBlock(Block):
+class PostNormBlock(TransformerBlock):
     """The residual unit of the original Transformer, BERT and Marian: the norm stands behind each sum, so that every
     block's output is normalised and no plain sum of residuals runs through the model."""
 

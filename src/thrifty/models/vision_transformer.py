@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.image_resizing import resized_positions
-from thrifty.kernels.token_gather import taken
+from thrifty.kernels.token_gather import gather_tokens
 from thrifty.models.init_laws import Law, vit_uniform
 
 Pool = Literal["class", "mean", "patches"]
@@ -55,7 +55,7 @@ class PatchEmbedding(nn.Module):
         """`visible` int64 (b, n) numbers the patches of each image that are to be seen; all are unless it is given."""
         tokens = self.patches(images) + self.positions(images)[:, self.before :]
         if visible is not None:
-            tokens = taken(tokens, visible)
+            tokens = gather_tokens(tokens, visible)
         if self.class_token is None:
             return tokens
         first = self.class_token + self.position[:, : self.before].to(self.class_token.dtype)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.models.families import FAMILIES, assemble, tie
-from thrifty.models.families.model_family import Model, Packing
+from thrifty.models.families.model_family import Model, ParameterPacking
 from thrifty.models.hf_config import read_shape, write_config
 from thrifty.models.hf_folder import (
     StoredTensors,
@@ -27,19 +27,19 @@ from thrifty.models.hf_folder import (
     write_weights,
     written_aside,
 )
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 
 _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 """How BERT's first files call the parameters of a norm."""
 
 
-def packing_table(shape: Shape) -> list[Packing]:
+def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
     family = FAMILIES[shape.style]
-    head = [] if shape.tied or not family.head else [Packing("head.weight", (family.head,))]
+    head = [] if shape.tied or not family.head else [ParameterPacking("head.weight", (family.head,))]
     return [*family.table(shape), *head]
 
 
-def folder_shape(folder: Path, fresh: bool = False) -> Shape:
+def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
     """The shape that a folder's config.json gives; its weights are looked at where they exist and decide something.
 
     Raises Refused for an architecture we do not compute.
@@ -49,11 +49,11 @@ def folder_shape(folder: Path, fresh: bool = False) -> Shape:
     if not shape.tied and config.get("tie_word_embeddings") and not fresh:
         with StoredTensors(folder) as stored:
             if FAMILIES[shape.style].head not in stored.names:
-                raise Refused(f"{folder} ties its head without scaling it, which our T5 does not compute")
+                raise RefusedError(f"{folder} ties its head without scaling it, which our T5 does not compute")
     return shape
 
 
-def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, Shape]:
+def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
     """A folder of one of the families as our model, its weights in `dtype`.
 
     Raises Refused for an architecture we do not compute, UsageError for a folder that is none or holds pickles,
@@ -75,7 +75,7 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
     return model, shape
 
 
-def _read_values(stored: StoredTensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+def _read_values(stored: StoredTensors, shape: ModelConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     family, table = FAMILIES[shape.style], packing_table(shape)
     wanted = {name for packing in table for name in packing.theirs}
     names = {_today(name, family.renamed): name for name in stored.names if not re.search(family.left_out, name)}
@@ -108,7 +108,7 @@ def _today(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
-def _discard_repeats(stored: StoredTensors, shape: Shape, names: dict[str, str]) -> None:
+def _discard_repeats(stored: StoredTensors, shape: ModelConfig, names: dict[str, str]) -> None:
     """Drop from `names` what some files hold twice, once it is found to be the same."""
     family = FAMILIES[shape.style]
     aliases = dict(family.aliases) | ({family.head: family.token} if shape.tied else {})
@@ -125,11 +125,11 @@ def _discard_repeats(stored: StoredTensors, shape: Shape, names: dict[str, str])
 
 def export_folder(
     model: Model,
-    shape: Shape,
+    shape: ModelConfig,
     folder: Path,
     tokenizer_json: Path | None = None,
     dtype: torch.dtype = torch.float32,
-    images: ImageEnds | None = None,
+    images: ImageModelSpec | None = None,
 ) -> None:
     """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all; a model of images
     with the names of its labels and what its image processor must do, where `images` says so.
@@ -155,7 +155,7 @@ def export_folder(
             write_json(aside / "preprocessor_config.json", image_processor(images))
 
 
-def label_names(images: ImageEnds) -> dict[str, Any]:
+def label_names(images: ImageModelSpec) -> dict[str, Any]:
     """What config.json says of labels."""
     return {
         "id2label": {str(number): name for number, name in enumerate(images.labels)},
@@ -163,7 +163,7 @@ def label_names(images: ImageEnds) -> dict[str, Any]:
     }
 
 
-def image_processor(images: ImageEnds) -> dict[str, Any]:
+def image_processor(images: ImageModelSpec) -> dict[str, Any]:
     """preprocessor_config.json for transformers' image processor of ViT: sizes, and pixels of 0 … 255 normalised."""
     return {
         "image_processor_type": "ViTImageProcessor",
@@ -178,12 +178,12 @@ def image_processor(images: ImageEnds) -> dict[str, Any]:
     }
 
 
-def _written_tensors(model: Model, table: list[Packing], dtype: torch.dtype) -> dict[str, Tensor]:
+def _written_tensors(model: Model, table: list[ParameterPacking], dtype: torch.dtype) -> dict[str, Tensor]:
     places = {packing.ours for packing in table}
     values = {name: tensor.detach() for name, tensor in _kept(model, places).items()}
     if values.keys() != places:
         extra, missing = sorted(values.keys() - places), sorted(places - values.keys())
-        raise Refused(
+        raise RefusedError(
             f"the model does not fit the format: no place for {extra[:3]} ({len(extra)} in all), "
             f"no values for {missing[:3]} ({len(missing)} in all)",
             fix="merge adapters and other additions into the weights first, and give the shape the model has now",

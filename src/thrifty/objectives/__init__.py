@@ -5,10 +5,10 @@ from dataclasses import asdict, fields
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import ObjectiveSettings
-from thrifty.objectives.chat_answers import Answer
-from thrifty.objectives.classification import Classify
-from thrifty.objectives.contrastive import Contrast
-from thrifty.objectives.masked_reconstruction import Reconstruct
+from thrifty.objectives.chat_answers import ChatAnswers
+from thrifty.objectives.classification import Classification
+from thrifty.objectives.contrastive import Contrastive
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.mass import Mass
 from thrifty.objectives.next_token import NextToken
@@ -19,10 +19,10 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked_token": MaskedToken,
     "sequence_to_sequence": SequenceToSequence,
     "mass": Mass,
-    "answer": Answer,
-    "classify": Classify,
-    "contrast": Contrast,
-    "reconstruct": Reconstruct,
+    "answer": ChatAnswers,
+    "classify": Classification,
+    "contrast": Contrastive,
+    "reconstruct": MaskedReconstruction,
 }
 
 

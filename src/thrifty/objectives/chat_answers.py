@@ -22,7 +22,7 @@ CHOICES = {"trained_on": ("answers", "everything"), "weigh_by": ("tokens", "conv
 
 
 @dataclass(frozen=True)
-class Answer(TokenCrossEntropy):
+class ChatAnswers(TokenCrossEntropy):
     """Answers of conversations, each token from the question and what was said before it."""
 
     trained_on: str = "answers"

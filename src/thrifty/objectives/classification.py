@@ -18,7 +18,7 @@ from thrifty.core.setting_bounds import Probability, check_bounds
 
 
 @dataclass(frozen=True)
-class Classify(Objective):
+class Classification(Objective):
     """The classifier: one of c labels for each example. The model's output, or its attribute `logits`, is (b, c); or it
     is one of ours for images, whose hidden states are pooled and given to its head."""
 

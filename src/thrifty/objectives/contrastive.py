@@ -38,7 +38,7 @@ class PairPrediction(Prediction):
 
 
 @dataclass(frozen=True)
-class Contrast(Objective):
+class Contrastive(Objective):
     """Images and their captions: each finds the other among all of a batch."""
 
     learns_from, joint, measured = "pairs", True, ("accuracy",)

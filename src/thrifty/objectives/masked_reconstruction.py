@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction
-from thrifty.core.setting_bounds import Bound, check_bounds
-from thrifty.kernels.example_rng import chosen, drawn
-from thrifty.kernels.image_patches import as_bright_as, blanked, patchify, standardized, unpatchify
-from thrifty.kernels.token_gather import put_back, taken
+from thrifty.core.setting_bounds import SettingBound, check_bounds
+from thrifty.kernels.example_rng import random_integers, random_subset
+from thrifty.kernels.image_patches import blank_patches, match_brightness, patchify, standardize_patches, unpatchify
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 
 
 def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.ndarray]:
     """Which of `total` patches are visible (b, visible), and which removed (b, total - visible), in ascending order;
     drawn without replacement by `keys` (b,)."""
-    seen = chosen(drawn(keys, total), visible)
+    seen = random_subset(random_integers(keys, total), visible)
     is_removed = np.ones((len(keys), total), dtype=bool)
     np.put_along_axis(is_removed, seen, False, axis=1)
     return seen, is_removed.nonzero()[1].reshape(len(keys), total - visible)
@@ -42,7 +42,7 @@ def patch_losses(predicted: Tensor, wanted: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Reconstruct(Objective):
+class MaskedReconstruction(Objective):
     """The masked autoencoder: the pixels of removed patches from the visible ones. The model is called as
     model(images, visible, blanks=True) and gives hidden states (b, t, e) of all patches, which its `head` maps to
     pixels."""
@@ -50,7 +50,7 @@ class Reconstruct(Objective):
     learns_from = "images"
     loss_in = "mean squared error"
 
-    rate: Annotated[float, Bound(above=0, below=1)] = 0.75
+    rate: Annotated[float, SettingBound(above=0, below=1)] = 0.75
     """Share of the patches that is removed."""
     normalize: bool = True
     """Whether the pixels of a patch are given back less their mean, over their deviation."""
@@ -60,7 +60,7 @@ class Reconstruct(Objective):
     def __post_init__(self) -> None:
         check_bounds(self, "objective")
 
-    def looking(self, patch: int | None) -> "Reconstruct":
+    def with_patch_size(self, patch: int | None) -> "MaskedReconstruction":
         return self if patch is None else replace(self, patch=patch)
 
     def examples(self, batch: Batch) -> Batch:
@@ -97,15 +97,15 @@ class Reconstruct(Objective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         hidden = model(batch["inputs"], batch["visible"], blanks=True)
-        return Prediction(given=model.head(taken(hidden, batch["removed"])))
+        return Prediction(given=model.head(gather_tokens(hidden, batch["removed"])))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return patch_losses(prediction.logits, self.targets(batch))
 
     def targets(self, batch: Batch) -> Tensor:
         """The pixels of removed patches (b, m, p · p · c), float32."""
-        pixels = taken(patchify(batch["inputs"].float(), self.patch), batch["removed"])
-        return standardized(pixels) if self.normalize else pixels
+        pixels = gather_tokens(patchify(batch["inputs"].float(), self.patch), batch["removed"])
+        return standardize_patches(pixels) if self.normalize else pixels
 
     @property
     def pictured(self) -> str:  # type: ignore[override]
@@ -119,11 +119,11 @@ class Reconstruct(Objective):
         images, removed = batch["inputs"].float(), batch["removed"]
         pixels, given = patchify(images, self.patch), prediction.logits.float()
         if self.normalize:
-            given = as_bright_as(given, taken(pixels, removed))
-        together = put_back(given, removed, pixels, pixels.shape[1])
+            given = match_brightness(given, gather_tokens(pixels, removed))
+        together = scatter_tokens(given, removed, pixels, pixels.shape[1])
         return {
             "original": images,
-            "masked": blanked(images, batch["visible"], self.patch),
+            "masked": blank_patches(images, batch["visible"], self.patch),
             "reconstructed": unpatchify(together, self.patch, *images.shape[-2:]),
         }
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
-from thrifty.core.objective import Prediction, Tokens
-from thrifty.core.setting_bounds import Probability, Share
-from thrifty.kernels.example_rng import chosen, drawn, fractions
+from thrifty.core.objective import Prediction, TokenizerInfo
+from thrifty.core.setting_bounds import Fraction, Probability
+from thrifty.kernels.example_rng import random_fractions, random_integers, random_subset
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 MASK = "<mask>"
@@ -52,15 +52,15 @@ def masked(
     only in a text that has too few others.
     """
     b, t = tokens.shape
-    scores = drawn(keys, t) >> np.uint64(1)
+    scores = random_integers(keys, t) >> np.uint64(1)
     scores |= np.isin(tokens, special).astype(np.uint64) << np.uint64(63)
-    places = chosen(scores, count)
+    places = random_subset(scores, count)
     targets = np.take_along_axis(tokens, places, axis=1)
-    fates, random = np.split(drawn(keys, 2 * count, skip=t), 2, axis=1)
+    fates, random = np.split(random_integers(keys, 2 * count, skip=t), 2, axis=1)
     rank = fates.argsort(axis=1).argsort(axis=1)
-    offset = fractions(drawn(keys, 1, skip=t + 2 * count))
+    offset = random_fractions(random_integers(keys, 1, skip=t + 2 * count))
     masks, changed = (_rounded(share, count, offset) for share in (mask_share, mask_share + random_share))
-    strangers = ordinary[(fractions(random) * len(ordinary)).astype(np.int64)]
+    strangers = ordinary[(random_fractions(random) * len(ordinary)).astype(np.int64)]
     shown = np.where(rank < masks, mask, np.where(rank < changed, strangers, targets))
     corrupted = tokens.copy()
     np.put_along_axis(corrupted, places, shown, axis=1)
@@ -81,7 +81,7 @@ def _rounded(share: float, count: int, offset: np.ndarray) -> np.ndarray:
 class MaskedToken(TokenCrossEntropy):
     """The masked language model: hidden tokens from all others on both sides."""
 
-    rate: Share = 0.15
+    rate: Fraction = 0.15
     """Share of the tokens that is predicted."""
     mask_share: Probability = 0.8
     """Of these, the share that is replaced by the mask."""
@@ -104,7 +104,7 @@ class MaskedToken(TokenCrossEntropy):
     def special_tokens(self, length: int) -> tuple[str, ...]:
         return (MASK,)
 
-    def knowing(self, tokens: Tokens, length: int) -> "MaskedToken":
+    def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "MaskedToken":
         mask = tokens.number_of(MASK, "[MASK]")
         return replace(self, mask=mask, vocabulary=tokens.vocabulary, special=tokens.special | {mask})
 

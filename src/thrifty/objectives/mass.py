@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Prediction, Tokens
-from thrifty.core.setting_bounds import Share
-from thrifty.kernels.example_rng import drawn, fractions
+from thrifty.core.objective import Prediction, TokenizerInfo
+from thrifty.core.setting_bounds import Fraction
+from thrifty.kernels.example_rng import random_fractions, random_integers
 from thrifty.objectives.masked_token import MASK
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
@@ -30,7 +30,7 @@ def hidden_span(
     """Texts (b, t) with `count` tokens in a row each hidden behind a mask, these tokens (b, count), and their places
     (b, count). `keys` (b,) decide where the spans begin, every place with room behind it being as likely."""
     room = tokens.shape[1] - count + 1
-    begins = (fractions(drawn(keys, 1)) * room).astype(np.int64)
+    begins = (random_fractions(random_integers(keys, 1)) * room).astype(np.int64)
     places = begins + np.arange(count)
     source = tokens.copy()
     np.put_along_axis(source, places, mask, axis=1)
@@ -41,7 +41,7 @@ def hidden_span(
 class Mass(TokenCrossEntropy):
     """A hidden span of a text from what stands around it."""
 
-    rate: Share = 0.5
+    rate: Fraction = 0.5
     """Share of the tokens that the span is."""
     mask: int = -1
     """The token that hides another, known once the tokenizer is."""
@@ -49,7 +49,7 @@ class Mass(TokenCrossEntropy):
     def special_tokens(self, length: int) -> tuple[str, ...]:
         return (MASK,)
 
-    def knowing(self, tokens: Tokens, length: int) -> "Mass":
+    def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Mass":
         return replace(self, mask=tokens.number_of(MASK, "[MASK]"))
 
     def examples(self, batch: Batch) -> Batch:

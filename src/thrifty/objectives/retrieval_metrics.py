@@ -15,7 +15,7 @@ FIRST = (1, 5, 10)
 
 
 @torch.no_grad()
-def embedded(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Unit vectors of images and of captions (n, e), and a number for each caption (n,) that equal ones share. The
     model is one of ours with two towers, see `models/contrastive_model.py`."""
     model.eval()
@@ -42,7 +42,7 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
     return found
 
 
-def retrieval_by_chance(numbers: Tensor) -> dict[str, float]:
+def chance_retrieval(numbers: Tensor) -> dict[str, float]:
     """What who knows nothing comes to, of captions with these numbers (n,)."""
     total = len(numbers)
     own = numbers.bincount()[numbers].double()  # of each pair, how many are right

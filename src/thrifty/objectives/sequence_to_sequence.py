@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Prediction, Tokens
-from thrifty.core.setting_bounds import Bound
-from thrifty.objectives.span_corruption import corrupted, cut_out, sentinel, text_length
+from thrifty.core.objective import Prediction, TokenizerInfo
+from thrifty.core.setting_bounds import SettingBound
+from thrifty.objectives.span_corruption import corrupt_spans, sentinel, span_counts, text_length
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 
@@ -23,9 +23,9 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 class SequenceToSequence(TokenCrossEntropy):
     """One text from another: pairs, or spans that were cut out of plain text."""
 
-    rate: Annotated[float, Bound(above=0, most=0.9)] = 0.15
+    rate: Annotated[float, SettingBound(above=0, most=0.9)] = 0.15
     """Share of the tokens of plain text that is cut out."""
-    mean_span: Annotated[float, Bound(least=1)] = 3.0
+    mean_span: Annotated[float, SettingBound(least=1)] = 3.0
     """Tokens in a span that is cut out, on average."""
     sentinels: tuple[int, ...] = ()
     """The tokens in the places of spans; like the next one they are known once the tokenizer is."""
@@ -35,10 +35,10 @@ class SequenceToSequence(TokenCrossEntropy):
         return text_length(length, self.rate, self.mean_span)
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
-        _, spans = cut_out(self.text_length(length), self.rate, self.mean_span)
+        _, spans = span_counts(self.text_length(length), self.rate, self.mean_span)
         return tuple(map(sentinel, range(spans)))
 
-    def knowing(self, tokens: Tokens, length: int) -> "SequenceToSequence":
+    def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "SequenceToSequence":
         sentinels = tuple(tokens.number_of(name) for name in self.special_tokens(length))
         return replace(self, sentinels=sentinels, end_of_text=tokens.end_of_text)
 
@@ -47,8 +47,8 @@ class SequenceToSequence(TokenCrossEntropy):
         if "source" in batch.fields:
             return batch
         tokens = batch["tokens"][:, :-1].numpy()
-        sizes = cut_out(tokens.shape[1], self.rate, self.mean_span)
-        source, target = corrupted(tokens, batch["key"].numpy(), *sizes, np.array(self.sentinels))
+        sizes = span_counts(tokens.shape[1], self.rate, self.mean_span)
+        source, target = corrupt_spans(tokens, batch["key"].numpy(), *sizes, np.array(self.sentinels))
         end = np.full((len(tokens), 1), self.end_of_text)
         made = {"source": np.hstack((source, end)), "tokens": np.hstack((end, target, end))}
         return Batch({name: torch.from_numpy(rows) for name, rows in made.items()}, batch.weight)

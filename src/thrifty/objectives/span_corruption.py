@@ -10,7 +10,7 @@ all targets another, and nothing is padded. Text and cut-out spans take turns, t
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.example_rng import chosen, drawn
+from thrifty.kernels.example_rng import random_integers, random_subset
 
 
 def sentinel(number: int) -> str:
@@ -18,7 +18,7 @@ def sentinel(number: int) -> str:
     return f"<extra_id_{number}>"
 
 
-def cut_out(length: int, rate: float, mean_span: float) -> tuple[int, int]:
+def span_counts(length: int, rate: float, mean_span: float) -> tuple[int, int]:
     """How many of a text's tokens are cut out, and in how many spans."""
     cut = min(max(round(length * rate), 1), length - 1)
     return cut, min(max(round(cut / mean_span), 1), cut, length - cut)
@@ -26,7 +26,7 @@ def cut_out(length: int, rate: float, mean_span: float) -> tuple[int, int]:
 
 def lengths(text: int, rate: float, mean_span: float) -> tuple[int, int]:
     """Tokens of the source and of the target made of a text, one mark for each span and one end in both."""
-    cut, spans = cut_out(text, rate, mean_span)
+    cut, spans = span_counts(text, rate, mean_span)
     return text - cut + spans + 1, cut + spans + 1
 
 
@@ -43,7 +43,7 @@ def text_length(length: int, rate: float, mean_span: float) -> int:
     return text
 
 
-def corrupted(
+def corrupt_spans(
     tokens: np.ndarray, keys: np.ndarray, cut: int, spans: int, sentinels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Texts (b, n) without `cut` of their tokens (b, n - cut + spans), and these tokens (b, cut + spans), in `spans`
@@ -70,5 +70,5 @@ def _parts(keys: np.ndarray, items: int, parts: int, skip: int) -> np.ndarray:
     """Sizes of `parts` parts, none empty, into which `items` things in a row are divided at random: (b, parts)."""
     if parts == 1:
         return np.full((len(keys), 1), items)
-    borders = chosen(drawn(keys, items - 1, skip), parts - 1) + 1
+    borders = random_subset(random_integers(keys, items - 1, skip), parts - 1) + 1
     return np.diff(borders, axis=1, prepend=0, append=items)

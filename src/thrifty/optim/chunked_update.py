@@ -21,32 +21,32 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, of_one_kind
-from thrifty.core.shard_layout import local
-from thrifty.machine.cpu_features import NUMBERS, NUMBERS_ON_A_GPU
+from thrifty.core.gradient_transform import Scalars, Slots, TransformChain, TransformScope, group_by_kind
+from thrifty.core.shard_layout import local_tensors
+from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 Span = tuple[int, slice | None]
 """A parameter's index and the rows of it that belong to a piece, None for all."""
 
 
-class Tail(Protocol):
+class UpdateExecutor(Protocol):
     """Turns gradients into updates and adds them to the parameters, or leaves them in the gradients."""
 
-    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None: ...
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None: ...
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class WholeUpdate:
     """A chain on all its tensors together; the result is added to the parameters, or without `factors` left in the
     updates."""
 
-    chain: Chain
-    factors: Chain | None
+    chain: TransformChain
+    factors: TransformChain | None
 
-    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         changed = self.chain.update(list(updates), slots, parameters, numbers)
         if self.factors is not None:
-            for some in of_one_kind(parameters):
+            for some in group_by_kind(parameters):
                 own, added = [parameters[i] for i in some], [changed[i] for i in some]
                 torch._foreach_add_(own, added, alpha=product(self.factors, numbers))
             return
@@ -56,43 +56,43 @@ class AtOnce:
 
 
 @dataclass(frozen=True)
-class InTurn:
+class SequentialUpdate:
     """The stretches of a chain that look equally far, one after the other."""
 
-    stretches: tuple["InPieces", ...]
+    stretches: tuple["ChunkedUpdate", ...]
 
-    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for stretch in self.stretches:
             stretch.run(iter(stretch.pieces), updates, slots, parameters, numbers)
 
 
 @dataclass(frozen=True)
-class Piece:
+class UpdateChunk:
     spans: tuple[Span, ...]
-    work: Tail
+    work: UpdateExecutor
 
     def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [tensors[i] if rows is None or not len(tensors[i]) else tensors[i][rows] for i, rows in self.spans]
 
 
-class InPieces:
+class ChunkedUpdate:
     """A chain in pieces that are as small as the reach of its elements allows. The result, times `factors`, is added
     to the parameters; without them it is left in the gradients."""
 
-    def __init__(self, chain: Chain, factors: Chain | None, parameters: Sequence[Tensor]):
+    def __init__(self, chain: TransformChain, factors: TransformChain | None, parameters: Sequence[Tensor]):
         self.keys = tuple(f"{key}." for key in chain.elements)
-        self.local = chain.reach is Reach.ROWS
-        here = local(parameters) if self.local else list(parameters)
+        self.local = chain.reach is TransformScope.ROWS
+        here = local_tensors(parameters) if self.local else list(parameters)
         on_cpu = all(tensor.device.type == "cpu" for tensor in here)
         self.pieces = []
-        for spans in _spans(here, self.local, NUMBERS if on_cpu else NUMBERS_ON_A_GPU):
+        for spans in _spans(here, self.local, CHUNK_ELEMENTS if on_cpu else GPU_CHUNK_ELEMENTS):
             own = [i for i, _ in spans]
-            self.pieces.append(Piece(tuple(spans), _work(chain.only(own), factors, [here[i] for i in own])))
+            self.pieces.append(UpdateChunk(tuple(spans), _work(chain.only(own), factors, [here[i] for i in own])))
         # collectives of sharded tensors must be met in one order by all ranks
         sharded = not self.local and any(isinstance(tensor, DTensor) for tensor in here)
         self.threads = torch.get_num_threads() if on_cpu and not sharded else 1
 
-    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         queue = iter(self.pieces)
         if self.threads == 1 or len(self.pieces) == 1:
             self.run(queue, updates, slots, parameters, numbers)
@@ -105,33 +105,40 @@ class InPieces:
 
     @torch.no_grad()
     def run(
-        self, pieces: Iterator[Piece], updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers
+        self,
+        pieces: Iterator[UpdateChunk],
+        updates: list[Tensor],
+        slots: Slots,
+        parameters: list[Tensor],
+        numbers: Scalars,
     ) -> None:
         slots = {slot: tensors for slot, tensors in slots.items() if slot.startswith(self.keys)}
         if self.local:
-            updates, parameters = local(updates), local(parameters)
-            slots = {slot: local(tensors) for slot, tensors in slots.items()}
+            updates, parameters = local_tensors(updates), local_tensors(parameters)
+            slots = {slot: local_tensors(tensors) for slot, tensors in slots.items()}
         for piece in pieces:
             state = {slot: piece.of(tensors) for slot, tensors in slots.items()}
             piece.work.apply(piece.of(updates), state, piece.of(parameters), numbers)
 
 
-def _work(chain: Chain, factors: Chain | None, tensors: Sequence[Tensor]) -> Tail:
+def _work(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
     """A chain of one reach at once, any other in stretches."""
-    by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is Reach.ROWS)
+    by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is TransformScope.ROWS)
     stretches = [chain.part(list(keys)) for _, keys in by_reach]
     if len(stretches) < 2:
-        return AtOnce(chain, factors)
+        return WholeUpdate(chain, factors)
     *before, last = stretches
-    return InTurn((*(InPieces(part, None, tensors) for part in before), InPieces(last, factors, tensors)))
+    return SequentialUpdate(
+        (*(ChunkedUpdate(part, None, tensors) for part in before), ChunkedUpdate(last, factors, tensors))
+    )
 
 
-def row_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """The rows of a matrix in views of a piece's size, for an element that must see whole parameters and can go through
     them in rows itself; all in one where that would not help."""
-    if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() <= NUMBERS:
+    if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
         return (tensor,)
-    return tensor.split(_rows(tensor, NUMBERS))
+    return tensor.split(_rows(tensor, CHUNK_ELEMENTS))
 
 
 def _rows(tensor: Tensor, numbers: int) -> int:
@@ -139,12 +146,12 @@ def _rows(tensor: Tensor, numbers: int) -> int:
     return -(-len(tensor) // max(tensor.numel() // numbers, 1))
 
 
-def parts_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
+def chunks_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
     """A tensor with as many rows in the same parts."""
     return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
 
 
-def product(factors: Chain, numbers: Numbers) -> float:
+def product(factors: TransformChain, numbers: Scalars) -> float:
     """What a chain of `ScaleBySchedule` multiplies by."""
     return math.prod(float(numbers[f"{key}.factor"]) for key in factors.elements)
 

@@ -11,16 +11,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, moves
-from thrifty.core.shard_layout import local
+from thrifty.core.gradient_transform import (
+    GradientTransform,
+    Scalars,
+    Slots,
+    TransformChain,
+    TransformScope,
+    changes_updates,
+)
+from thrifty.core.shard_layout import local_tensors
 from thrifty.optim.chunked_update import product
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByMomentum, ScaleBySchedule
 
 
-class Fused:
+class FusedUpdate:
     """What kernels take as one number for a whole list: the parameters with weight decay, and those without."""
 
-    def __init__(self, factors: Chain, decay: AddDecayedWeights | None):
+    def __init__(self, factors: TransformChain, decay: AddDecayedWeights | None):
         self.factors, self.decay = factors, decay
 
     def lists(self, count: int) -> list[tuple[float, list[int]]]:
@@ -29,12 +36,12 @@ class Fused:
         split = [(decay, [i for i in range(count) if i in chosen]), (0.0, [i for i in range(count) if i not in chosen])]
         return [(decay, own) for decay, own in split if own]
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         return -product(self.factors, numbers)
 
 
 @contextmanager
-def in_one_layout(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+def kernel_layouts(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
     """Lists of tensors, one entry per parameter, as torch's kernels must have them: these go through memory as it lies
     and ask no strides. Where the tensors of a parameter lie in different orders, or apart, copies stand in for them."""
     odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _lie_alike(own)]
@@ -56,18 +63,18 @@ def _lie_alike(tensors: Sequence[Tensor]) -> bool:
     return len(strides) == 1 and torch.ops.aten.is_non_overlapping_and_dense(tensors[0])
 
 
-class FusedAdamW(Fused):
+class FusedAdamWUpdate(FusedUpdate):
     """The tail `scale_by_adam · add_decayed_weights? · factors`, as torch's fused AdamW."""
 
-    def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: Chain):
+    def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: TransformChain):
         super().__init__(factors, decay)
         self.key, self.adam = key, adam
 
-    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         lists = [parameters, gradients, slots[f"{self.key}.mean"], slots[f"{self.key}.square"]]
         count = float(numbers[f"{self.key}.count"])
         for weight_decay, own in self.lists(len(parameters)):
-            chosen = (local([tensors[i] for i in own]) for tensors in lists)
+            chosen = (local_tensors([tensors[i] for i in own]) for tensors in lists)
             fused_adamw(self.adam, *chosen, count, self.rate(numbers), weight_decay)
 
 
@@ -84,7 +91,7 @@ def fused_adamw(
     """The `count`-th step of AdamW by torch's kernel."""
     # the kernel only reads them, so that one tensor serves all parameters of a device
     counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
-    with in_one_layout(parameters, gradients, mean, square) as lists:
+    with kernel_layouts(parameters, gradients, mean, square) as lists:
         torch._fused_adamw_(
             *lists,
             [],
@@ -99,18 +106,18 @@ def fused_adamw(
         )
 
 
-class AdamByKernel(Transform):
+class FusedAdamTransform(GradientTransform):
     """`scale_by_adam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
 
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, adam: ScaleByAdam, decay: AddDecayedWeights | None = None):
         self.adam, self.decay = adam, decay
 
-    def only(self, indices: Sequence[int]) -> Transform:
-        return AdamByKernel(self.adam, self.decay.only(indices) if self.decay else None)
+    def only(self, indices: Sequence[int]) -> GradientTransform:
+        return FusedAdamTransform(self.adam, self.decay.only(indices) if self.decay else None)
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         decay = self.decay.decay if self.decay else 0.0
         chosen = set(self.decay.chosen) if self.decay else set()
         found = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
@@ -120,18 +127,20 @@ class AdamByKernel(Transform):
         return found
 
 
-class FusedSGD(Fused):
+class FusedSGDUpdate(FusedUpdate):
     """The tail `add_decayed_weights? · scale_by_momentum? · factors`, as torch's fused SGD."""
 
-    def __init__(self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: Chain):
+    def __init__(
+        self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: TransformChain
+    ):
         super().__init__(factors, decay)
         self.key, self.momentum = key, momentum
 
-    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         lists = [parameters, gradients, *([slots[f"{self.key}.momentum"]] if self.momentum else [])]
         for weight_decay, own in self.lists(len(parameters)):
-            chosen = (local([tensors[i] for i in own]) for tensors in lists)
-            with in_one_layout(*chosen) as (moved, given, *momentum):
+            chosen = (local_tensors([tensors[i] for i in own]) for tensors in lists)
+            with kernel_layouts(*chosen) as (moved, given, *momentum):
                 torch._fused_sgd_(
                     moved,
                     given,
@@ -146,24 +155,26 @@ class FusedSGD(Fused):
                 )
 
 
-def fused_tail(chain: Chain) -> tuple[Chain, Fused] | None:
+def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
     """What of a chain comes before a fused kernel, and the kernel for the rest; None where there is none."""
-    inner, factors = without_factors(chain.part([key for key, element in chain.elements.items() if moves(element)]))
+    inner, factors = without_factors(
+        chain.part([key for key, element in chain.elements.items() if changes_updates(element)])
+    )
     rest = list(inner.elements.items())
     decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
     if rest and type(rest[-1][1]) is ScaleByAdam and rest[-1][1].correct and rest[-1][1].beta1:
         key, adam = rest.pop()
-        return chain.part([key for key, _ in rest]), FusedAdamW(key, adam, decay, factors)
+        return chain.part([key for key, _ in rest]), FusedAdamWUpdate(key, adam, decay, factors)
     if not rest:
-        return chain.part([]), FusedSGD("", None, decay, factors)
+        return chain.part([]), FusedSGDUpdate("", None, decay, factors)
     if decay is not None or type(rest[-1][1]) is not ScaleByMomentum:
         return None
     key, momentum = rest.pop()
     decay = rest.pop()[1] if rest and type(rest[-1][1]) is AddDecayedWeights else None
-    return chain.part([key for key, _ in rest]), FusedSGD(key, momentum, decay, factors)
+    return chain.part([key for key, _ in rest]), FusedSGDUpdate(key, momentum, decay, factors)
 
 
-def without_factors(chain: Chain) -> tuple[Chain, Chain]:
+def without_factors(chain: TransformChain) -> tuple[TransformChain, TransformChain]:
     """A chain as what comes before its last multiplications by a number, and those."""
     keys = list(chain.elements)
     end = len(keys)
@@ -172,16 +183,16 @@ def without_factors(chain: Chain) -> tuple[Chain, Chain]:
     return chain.part(keys[:end]), chain.part(keys[end:])
 
 
-def by_kernels(chain: Chain) -> Chain:
+def fuse_elements(chain: TransformChain) -> TransformChain:
     """A chain with its elements replaced where a kernel stands for one or two of them."""
-    some = Chain([])
+    some = TransformChain([])
     before = ""
     for key, element in chain.elements.items():
         last = some.elements.get(before)
         if type(element) is ScaleByAdam and element.correct:
-            some.elements[key] = AdamByKernel(element)
-        elif type(last) is AdamByKernel and last.decay is None and type(element) is AddDecayedWeights:
-            some.elements[before] = AdamByKernel(last.adam, element)
+            some.elements[key] = FusedAdamTransform(element)
+        elif type(last) is FusedAdamTransform and last.decay is None and type(element) is AddDecayedWeights:
+            some.elements[before] = FusedAdamTransform(last.adam, element)
             continue
         else:
             some.elements[key] = element

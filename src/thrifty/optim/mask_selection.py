@@ -9,9 +9,9 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.shard_layout import in_order, order_of
+from thrifty.core.shard_layout import order_of, tag_order
 from thrifty.core.state import fill_tensor
-from thrifty.distributed.stage_communication import over_stages, values_over_stages
+from thrifty.distributed.stage_communication import gather_over_stages, merge_over_stages
 from thrifty.modeling.parameter_kinds import is_matrix
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -33,7 +33,7 @@ def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[s
     eps; a layer that would exceed 1 becomes dense and eps is solved again for the rest. Layers of other pipeline stages
     count among all.
     """
-    own, shapes = shapes, over_stages(shapes)
+    own, shapes = shapes, merge_over_stages(shapes)
     if distribution == "uniform" or not shapes:
         return dict.fromkeys(own, density)
     if distribution != "erk":
@@ -58,7 +58,7 @@ def layer_counts(shapes: Shapes, density: float, distribution: str) -> dict[str,
 
 def global_count(shapes: Shapes, density: float) -> int:
     """How many weights all layers together keep, those of other pipeline stages too."""
-    return round(density * sum(torch.Size(shape).numel() for shape in over_stages(shapes).values()))
+    return round(density * sum(torch.Size(shape).numel() for shape in merge_over_stages(shapes).values()))
 
 
 def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
@@ -66,17 +66,17 @@ def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
     generator = keyed_generator(key)
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
     mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True
-    return like_parameter(mask.view(parameter.shape), parameter)
+    return shard_like_parameter(mask.view(parameter.shape), parameter)
 
 
 def full_mask(parameter: Tensor) -> Tensor:
     """A mask like `parameter` (sharded as it is) that keeps all."""
-    return like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
+    return shard_like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
 
 
-def like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
+def shard_like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
     """A whole mask, which every rank has, sharded as the parameter is."""
-    kept = in_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
+    kept = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
     fill_tensor(kept, mask)
     return kept
 
@@ -91,7 +91,7 @@ def largest(scores: Tensor, count: int) -> Tensor:
 def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Masks of the `count` largest scores over all layers together, those of other pipeline stages too: one threshold
     for all. Of equal scores the first counts, in the order of names."""
-    everywhere = values_over_stages(scores, over_stages(dict.fromkeys(scores)))
+    everywhere = gather_over_stages(scores, merge_over_stages(dict.fromkeys(scores)))
     names = sorted(everywhere)
     if not names:
         return {}
@@ -100,7 +100,7 @@ def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor
     return {name: parts[name].view_as(values) for name, values in scores.items()}
 
 
-def replaced(mask: Tensor, worth: Tensor, promise: Tensor, fraction: float) -> Tensor:
+def replace_connections(mask: Tensor, worth: Tensor, promise: Tensor, fraction: float) -> Tensor:
     """The mask after dropping the `fraction` of the active places that are worth least and growing as many inactive
     ones (just-dropped ones included) that promise most. All tensors have one shape; worth and promise are not
     negative."""

@@ -6,27 +6,36 @@ from copy import copy
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import Content, Numbers, Reach, Rule, Slots, Transform, above, under
+from thrifty.core.gradient_transform import (
+    Content,
+    GradientTransform,
+    Rule,
+    Scalars,
+    Slots,
+    TransformScope,
+    with_prefix,
+    without_prefix,
+)
 
 
-class Partition(Transform):
+class ParameterPartition(GradientTransform):
     """Each parameter goes to the first rule it meets; a parameter that meets none is an error, not a default."""
 
     name = "partition"
 
-    def __init__(self, rules: Iterable[tuple[str, Rule, Transform]]):
+    def __init__(self, rules: Iterable[tuple[str, Rule, GradientTransform]]):
         self.rules = {label: (rule, transform) for label, rule, transform in rules}
         self.members: dict[str, list[int]] = {}
 
     @property
-    def reach(self) -> Reach:  # type: ignore[override]
+    def reach(self) -> TransformScope:  # type: ignore[override]
         return max(transform.reach for _, transform in self.rules.values())
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
         return {
             name: value
             for label, (_, transform) in self.rules.items()
-            for name, value in above(label, transform.numbers(step, age)).items()
+            for name, value in with_prefix(label, transform.numbers(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -53,31 +62,36 @@ class Partition(Transform):
 
     def _own(self, label: str, slots: Slots) -> Slots:
         own = self.members[label]
-        return {slot: [tensors[i] for i in own] for slot, tensors in under(label, slots).items()}
+        return {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         result = list(updates)
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
             if not own:
                 continue
             changed = transform.update(
-                [updates[i] for i in own], self._own(label, slots), [parameters[i] for i in own], under(label, numbers)
+                [updates[i] for i in own],
+                self._own(label, slots),
+                [parameters[i] for i in own],
+                without_prefix(label, numbers),
             )
             for index, update in zip(own, changed, strict=True):
                 result[index] = update
         return result
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for label, (_, transform) in self.rules.items():
             own = [parameters[i] for i in self.members[label]]
-            transform.follow(self._own(label, slots), own, under(label, numbers))
+            transform.follow(self._own(label, slots), own, without_prefix(label, numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         result, changed = list(parameters), False
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
-            values = transform.judged(self._own(label, slots), [parameters[i] for i in own], under(label, numbers))
+            values = transform.judged(
+                self._own(label, slots), [parameters[i] for i in own], without_prefix(label, numbers)
+            )
             if values is not None:
                 changed = True
                 for index, value in zip(own, values, strict=True):
@@ -88,7 +102,7 @@ class Partition(Transform):
         for label, (_, transform) in self.rules.items():
             transform.impose(self._own(label, slots), [parameters[i] for i in self.members[label]])
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.rules, some.members = {}, {}
         for label, (rule, transform) in self.rules.items():
@@ -101,12 +115,12 @@ class Partition(Transform):
         label, _, own = slot.partition(".")
         return self.rules[label][1].content(own)
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         """The first rule's: that of what the optimizer is named after."""
         label, (_, transform) = next(iter(self.rules.items()))
-        return transform.rate(under(label, numbers))
+        return transform.rate(without_prefix(label, numbers))
 
 
-def partition(*rules: tuple[str, Rule, Transform]) -> Partition:
+def partition(*rules: tuple[str, Rule, GradientTransform]) -> ParameterPartition:
     """`partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True, chain(…)))`."""
-    return Partition(rules)
+    return ParameterPartition(rules)

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import MOVE, Chain, Numbers, Slots, Transform, chain
-from thrifty.optim.fused_updates import Fused
-from thrifty.optim.update_plan import split
+from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots, TransformChain, chain
+from thrifty.optim.fused_updates import FusedUpdate
+from thrifty.optim.update_plan import split_chain
 
 
-class Site:
+class UpdateLocation:
     """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
 
     behind = False
     """Whether the parameters are an update behind the state."""
 
-    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor]):
+    def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor]):
         self.transform, self.parameters = transform, parameters
         self.state: Slots = transform.init(names, parameters)
-        self.head, self.tail = split(transform, parameters)
+        self.head, self.tail = split_chain(transform, parameters)
         self._compiled: Callable | None = None
 
     @property
@@ -34,11 +34,11 @@ class Site:
         return self.state
 
     def compile(self, **options: Any) -> None:
-        if not isinstance(self.tail, Fused):
+        if not isinstance(self.tail, FusedUpdate):
             self._compiled = torch.compile(_transform_and_add, **options)
 
     def update(self, gradients: list[Tensor], step: int, age: int) -> None:
-        """Moves the parameters; `step` and `age` as in `Transform.numbers`."""
+        """Moves the parameters; `step` and `age` as in `GradientTransform.numbers`."""
         numbers = self.transform.numbers(step, age)
         if self._compiled is not None:
             inputs = {name: torch.tensor(value) for name, value in numbers.items()}
@@ -48,7 +48,7 @@ class Site:
             self.tail.apply(gradients, self.state, self.parameters, numbers)
         self.transform.follow(self.state, self.parameters, numbers)
 
-    def judged(self, numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, numbers: Scalars) -> list[Tensor] | None:
         return self.transform.judged(self.state, self.parameters, numbers)
 
     def impose(self) -> None:
@@ -63,12 +63,12 @@ class TransformOptimizer(torch.optim.Optimizer):
     finished, and `born`, the update at which the state was last fresh.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: Transform):
+    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):
         trained = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         super().__init__(list(trained.values()), {})
         self.names, self.parameters = list(trained), list(trained.values())
-        self.transform = transform if type(transform) is Chain else chain(transform)
-        self.site = (self.transform.site or Site)(self.transform, self.names, self.parameters)
+        self.transform = transform if type(transform) is TransformChain else chain(transform)
+        self.site = (self.transform.site or UpdateLocation)(self.transform, self.names, self.parameters)
         self.updates, self.born = 0, 0
 
     @property
@@ -84,9 +84,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         """The numbers of the update that comes next."""
         return self.transform.numbers(self.updates, self.updates - self.born)
 
-    def will_move(self) -> bool:
+    def will_move_masks(self) -> bool:
         """Whether the update that comes next decides anew where there may be values, as when masks move."""
-        return any(value for name, value in self.numbers().items() if name.rpartition(".")[2] == MOVE)
+        return any(value for name, value in self.numbers().items() if name.rpartition(".")[2] == MASK_MOVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -116,7 +116,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.site.impose()
 
     @contextmanager
-    def judging(self) -> Iterator[None]:
+    def use_eval_weights(self) -> Iterator[None]:
         """The parameters at the values to evaluate, for as long as the block lasts."""
         values = self.judged()
         if values is None:
@@ -160,6 +160,6 @@ def _set(parameters: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _transform_and_add(
-    transform: Transform, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers
+    transform: GradientTransform, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars
 ) -> None:
     torch._foreach_add_(parameters, transform.update(gradients, slots, parameters, numbers))

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.gradient_transform import Numbers, Reach, Rule, Slots, Transform
+from thrifty.core.gradient_transform import GradientTransform, Rule, Scalars, Slots, TransformScope
 from thrifty.core.mesh import axis
-from thrifty.core.shard_layout import Order, local, order_of
-from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_matrix
+from thrifty.core.shard_layout import FusedOrder, local_tensors, order_of
+from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_matrix
 
 
-class ScaleByMomentum(Transform):
+class ScaleByMomentum(GradientTransform):
     """A decaying sum of gradients, v = decay · v + g (Polyak 1964), or with `nesterov` a step ahead of it,
     g + decay · v (Sutskever et al. 2013)."""
 
     name = "scale_by_momentum"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, decay: float = 0.9, nesterov: bool = False):
         self.decay, self.nesterov = decay, nesterov
@@ -31,7 +31,7 @@ class ScaleByMomentum(Transform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         momentum = slots["momentum"]
         torch._foreach_mul_(momentum, self.decay)
         torch._foreach_add_(momentum, updates)
@@ -41,12 +41,12 @@ class ScaleByMomentum(Transform):
         return [tensor.clone() for tensor in momentum]
 
 
-class ScaleByAdam(Transform):
+class ScaleByAdam(GradientTransform):
     """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1). With a beta1 of 0 the
     first moment is the gradient itself and is not kept."""
 
     name = "scale_by_adam"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
     squares = frozenset({"square"})
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, correct: bool = True):
@@ -62,7 +62,7 @@ class ScaleByAdam(Transform):
         slots = ("mean", "square") if self.beta1 else ("square",)
         return {slot: [torch.zeros_like(parameter) for parameter in parameters] for slot in slots}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         square = slots["square"]
         if self.beta1:
             torch._foreach_lerp_(slots["mean"], updates, 1 - self.beta1)
@@ -75,7 +75,7 @@ class ScaleByAdam(Transform):
         return list(torch._foreach_div(slots["mean"] if self.beta1 else updates, root))
 
 
-class Selective(Transform):
+class SelectiveTransform(GradientTransform):
     """What elements share that act on the parameters of a rule alone: which those are, by index."""
 
     def __init__(self, where: Rule):
@@ -86,41 +86,41 @@ class Selective(Transform):
         self.chosen = [i for i, pair in enumerate(zip(names, parameters, strict=True)) if self.where(*pair)]
         return {}
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.chosen = [place for place, i in enumerate(indices) if i in self.chosen]
         return some
 
 
-class AddDecayedWeights(Selective):
+class AddDecayedWeights(SelectiveTransform):
     """Adds decay · parameter where the toolkit's rule says so: after the moments that is decoupled weight decay
     (Loshchilov & Hutter 2019), before them L2 regularisation."""
 
     name = "add_decayed_weights"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, decay: float, where: Rule = is_matrix):
         super().__init__(where)
         self.decay = decay
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         if self.decay and self.chosen:
             own = [updates[i] for i in self.chosen]
             torch._foreach_add_(own, [parameters[i] for i in self.chosen], alpha=self.decay)
         return updates
 
 
-class ScaleParameters(Selective):
+class ScaleParameters(SelectiveTransform):
     """Multiplies the updates of some parameters by a constant: a learning rate of their own."""
 
     name = "scale_parameters"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, factor: float, where: Rule):
         super().__init__(where)
         self.factor = factor
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         if self.chosen:
             torch._foreach_mul_([updates[i] for i in self.chosen], self.factor)
         return updates
@@ -139,13 +139,13 @@ def trust_ratio(
     return torch.where((weight > 0) & (update > 0), ratio, 1.0)
 
 
-class ScaleByTrustRatio(Selective):
+class ScaleByTrustRatio(SelectiveTransform):
     """Gives the update of each layer a length in proportion to that of its weights: `trust_ratio` · (update + decay ·
     parameter). With decay it is that of LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. `slices`
     takes what several layers share (`modeling/parameter_kinds.py`) as layers of their own."""
 
     name = "scale_by_trust_ratio"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
 
     def __init__(
         self,
@@ -157,18 +157,18 @@ class ScaleByTrustRatio(Selective):
     ):
         super().__init__(where)
         self.coefficient, self.decay, self.bounds, self.slices = coefficient, decay, bounds, slices
-        self.cuts: list[Slices | None] = []
+        self.cuts: list[FusedSlices | None] = []
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
         return super().init(names, parameters)
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = super().only(indices)
         some.cuts = [self.cuts[i] for i in indices]
         return some
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         if not self.chosen:
             return updates
         own, weights = [updates[i] for i in self.chosen], [parameters[i] for i in self.chosen]
@@ -176,16 +176,16 @@ class ScaleByTrustRatio(Selective):
         orders = [order_of(parameter) for parameter in weights]
         lengths = zip(layer_norms(weights, cuts, orders), layer_norms(own, cuts, orders), strict=True)
         if self.decay:
-            torch._foreach_add_(local(own), local(weights), alpha=self.decay)
+            torch._foreach_add_(local_tensors(own), local_tensors(weights), alpha=self.decay)
         for update, (weight_norm, update_norm) in zip(own, lengths, strict=True):
             update.mul_(trust_ratio(weight_norm, update_norm, self.coefficient, self.decay, self.bounds))
         return updates
 
 
-class ScaleBySchedule(Transform):
+class ScaleBySchedule(GradientTransform):
     """Multiplies by a number that depends on the step alone."""
 
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, factor: Callable[[int], float], name: str = "scale_by_schedule"):
         self.factor, self.name = factor, name
@@ -193,11 +193,11 @@ class ScaleBySchedule(Transform):
     def numbers(self, step: int, age: int) -> dict[str, float]:
         return {"factor": self.factor(step)}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         torch._foreach_mul_(updates, numbers["factor"])
         return updates
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         return abs(float(numbers["factor"]))
 
 
@@ -206,7 +206,7 @@ def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
     return ScaleBySchedule(lambda step: -rate, name="scale_by_learning_rate")
 
 
-class ClipByGlobalNorm(Transform):
+class ClipByGlobalNorm(GradientTransform):
     """Scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al. 2013)."""
 
     name = "clip_by_global_norm"
@@ -214,9 +214,9 @@ class ClipByGlobalNorm(Transform):
     def __init__(self, largest: float):
         self.largest = largest
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         factor = (self.largest / (global_norm(updates) + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local(updates), factor)
+        torch._foreach_mul_(local_tensors(updates), factor)
         return updates
 
 
@@ -232,7 +232,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where ranks hold parts."""
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     norms = [
-        whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
+        full_values(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
         for group in divided_alike(tensors)
     ]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=dtype)
@@ -254,7 +254,7 @@ def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def layer_norms(
-    tensors: Sequence[Tensor], cuts: Sequence[Slices | None], orders: Sequence[Order | None] | None = None
+    tensors: Sequence[Tensor], cuts: Sequence[FusedSlices | None], orders: Sequence[FusedOrder | None] | None = None
 ) -> list[Tensor]:
     """The 2-norm of each tensor; of one that is cut, the norm of its slice for each of its lines, in a shape that the
     tensor can be multiplied by. Whole even where the tensors are sharded; `orders` are those of their parameters."""
@@ -266,25 +266,25 @@ def layer_norms(
     uncut = [i for i, cut in enumerate(cuts) if cut is None]
     for group in divided_alike([tensors[i] for i in uncut]):
         own = [uncut[i] for i in group]
-        for i, norm in zip(own, whole(torch.stack(torch._foreach_norm([tensors[i] for i in own]))), strict=True):
+        for i, norm in zip(own, full_values(torch.stack(torch._foreach_norm([tensors[i] for i in own]))), strict=True):
             norms[i] = norm
     return norms
 
 
-def _slice_norms(tensor: Tensor, cut: Slices, order: Order | None) -> Tensor:
+def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> Tensor:
     lines = torch.linalg.vector_norm(tensor, dim=1 - cut.dim)
     along = None if order is None else replace(order, dim=0)
-    norms = [part.norm().expand(len(part)) for part in whole(lines, along).split(list(cut.sizes))]
-    return like_parts(torch.cat(norms).unsqueeze(1 - cut.dim), tensor, order)
+    norms = [part.norm().expand(len(part)) for part in full_values(lines, along).split(list(cut.sizes))]
+    return match_layout(torch.cat(norms).unsqueeze(1 - cut.dim), tensor, order)
 
 
-def whole(tensor: Tensor, order: Order | None = None) -> Tensor:
+def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
     """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
     found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found if order is None else order.whole(found)
 
 
-def like_parts(tensor: Tensor, sharded: Tensor, order: Order | None = None) -> Tensor:
+def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:
     """A tensor that every rank has, so that it can be combined with one of which each has a part and which is kept in
     this order."""
     if order is not None:

@@ -8,69 +8,80 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, moves
-from thrifty.optim.chunked_update import InPieces, Tail
-from thrifty.optim.fused_updates import by_kernels, fused_tail, without_factors
-from thrifty.optim.parameter_partition import Partition
+from thrifty.core.gradient_transform import (
+    GradientTransform,
+    Scalars,
+    Slots,
+    TransformChain,
+    TransformScope,
+    changes_updates,
+)
+from thrifty.optim.chunked_update import ChunkedUpdate, UpdateExecutor
+from thrifty.optim.fused_updates import fuse_elements, fused_tail, without_factors
+from thrifty.optim.parameter_partition import ParameterPartition
 
 
 @dataclass(frozen=True)
-class InOrder:
+class TwoPartUpdate:
     """One tail that leaves its result in the gradients, then another."""
 
-    first: Tail
-    then: Tail
+    first: UpdateExecutor
+    then: UpdateExecutor
 
-    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         self.first.apply(gradients, slots, parameters, numbers)
         self.then.apply(gradients, slots, parameters, numbers)
 
 
 @dataclass(frozen=True)
-class Members:
+class PartitionedUpdate:
     """Tails for some of the parameters each, by index."""
 
-    tails: list[tuple[list[int], Tail]]
+    tails: list[tuple[list[int], UpdateExecutor]]
 
-    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def apply(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for own, tail in self.tails:
             state = {slot: [tensors[i] for i in own] for slot, tensors in slots.items()}
             tail.apply([gradients[i] for i in own], state, [parameters[i] for i in own], numbers)
 
 
-def split(chain: Chain, parameters: Sequence[Tensor]) -> tuple[Chain, Tail]:
+def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[TransformChain, UpdateExecutor]:
     """A chain, initialised with these parameters, as what must see all of them together, and its tail."""
-    keys = [key for key, element in chain.elements.items() if moves(element)]
-    far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is Reach.ALL), default=0)
-    return chain.part(keys[:far]), tail(chain.part(keys[far:]), parameters)
+    keys = [key for key, element in chain.elements.items() if changes_updates(element)]
+    far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is TransformScope.ALL), default=0)
+    return chain.part(keys[:far]), update_tail(chain.part(keys[far:]), parameters)
 
 
-def tail(chain: Chain, parameters: Sequence[Tensor]) -> Tail:
+def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateExecutor:
     """How a chain without far-reaching elements is run."""
     for key, element in chain.elements.items():
-        if isinstance(element, Partition):
-            opened = [(own, opened_member(chain, key, element, label)) for label, own in element.members.items()]
-            return Members([(own, tail(member, [parameters[i] for i in own])) for own, member in opened])
+        if isinstance(element, ParameterPartition):
+            opened = [(own, member_chain(chain, key, element, label)) for label, own in element.members.items()]
+            return PartitionedUpdate(
+                [(own, update_tail(member, [parameters[i] for i in own])) for own, member in opened]
+            )
     # with nothing left to do the update is only added, whatever its number format
     if chain.elements and (found := fused_tail(chain)):
         before, kernel = found
-        return InOrder(InPieces(by_kernels(before), None, parameters), kernel) if before.elements else kernel
+        return (
+            TwoPartUpdate(ChunkedUpdate(fuse_elements(before), None, parameters), kernel) if before.elements else kernel
+        )
     inner, factors = without_factors(chain)
-    return InPieces(by_kernels(inner), factors, parameters)
+    return ChunkedUpdate(fuse_elements(inner), factors, parameters)
 
 
-def opened_member(chain: Chain, key: str, partition: Partition, label: str) -> Chain:
+def member_chain(chain: TransformChain, key: str, partition: ParameterPartition, label: str) -> TransformChain:
     """What the parameters of one member see of a chain with a partition in it, under the keys of its slots."""
     (_, transform), own = partition.rules[label], partition.members[label]
-    elements: dict[str, Transform] = {}
+    elements: dict[str, GradientTransform] = {}
     for place, element in chain.elements.items():
         elements |= _under(f"{key}.{label}", transform) if place == key else {place: element.only(own)}
-    member = Chain([])
-    member.elements = {place: element for place, element in elements.items() if moves(element)}
+    member = TransformChain([])
+    member.elements = {place: element for place, element in elements.items() if changes_updates(element)}
     return member
 
 
-def _under(prefix: str, transform: Transform) -> Mapping[str, Transform]:
-    if type(transform) is not Chain:
+def _under(prefix: str, transform: GradientTransform) -> Mapping[str, GradientTransform]:
+    if type(transform) is not TransformChain:
         return {prefix: transform}
     return {f"{prefix}.{key}": element for key, element in transform.elements.items()}

@@ -1,6 +1,7 @@
 """Weights under masks: what all sparse techniques share.
 
-A technique says which weights are masked and how their masks start and move (`Masking`). `Masks` keeps everything else
+A technique says which weights are masked and how their masks start and move (`MaskPolicy`). `MaskedUpdate` keeps
+everything else
 under them: gradients before the rest of the update, updates after it, and every moment and average whenever a mask
 moves. Gradients arrive dense, so that what grows connections can look at those that are not there.
 """
@@ -14,7 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thrifty.core.errors import IntegrityError
-from thrifty.core.gradient_transform import MOVE, Content, Numbers, Slots, Transform, above, under
+from thrifty.core.gradient_transform import (
+    MASK_MOVE,
+    Content,
+    GradientTransform,
+    Scalars,
+    Slots,
+    with_prefix,
+    without_prefix,
+)
 from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.optim.mask_selection import masked_shapes
@@ -24,7 +33,7 @@ SLOT = "masks.mask"
 
 
 @dataclass(frozen=True)
-class Layer:
+class MaskedLayer:
     """A masked weight as it is before a move: whole tensors of one shape, the same on every rank."""
 
     mask: Tensor
@@ -33,7 +42,7 @@ class Layer:
     """Of the loss, dense: by the product of weight and mask."""
 
 
-class Masking(Protocol):
+class MaskPolicy(Protocol):
     """What a sparse technique decides."""
 
     def masked(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
@@ -48,7 +57,9 @@ class Masking(Protocol):
         """Whether masks move in the update of this step."""
         ...
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         """The new mask of each name; `layer` gathers what is there now, on all ranks together and in the same order.
         A name that is left out keeps its mask."""
         ...
@@ -59,19 +70,19 @@ class Masking(Protocol):
         ...
 
 
-class Masks(Transform):
+class MaskedUpdate(GradientTransform):
     """The rest of the update under masks."""
 
     name = "masks"
 
-    def __init__(self, rest: Transform, masking: Masking):
+    def __init__(self, rest: GradientTransform, masking: MaskPolicy):
         self.rest, self.masking = rest, masking
         self.names: dict[int, str] = {}
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
         # the step counted from 1, so that 0 is a step in which masks stay
         move = float(step + 1) if self.masking.due(step) else 0.0
-        return {MOVE: move, **above("rest", self.rest.numbers(step, age))}
+        return {MASK_MOVE: move, **with_prefix("rest", self.rest.numbers(step, age))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         named = dict(zip(names, parameters, strict=True))
@@ -84,46 +95,46 @@ class Masks(Transform):
             if not isinstance(parameters[i], DTensor):
                 parameters[i].under_mask = masks[i]  # type: ignore[attr-defined]
         self._apply([parameter.detach() for parameter in parameters], masks)
-        return {"mask": masks, **above("rest", self.rest.init(names, parameters))}
+        return {"mask": masks, **with_prefix("rest", self.rest.init(names, parameters))}
 
     def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
         self._apply(parameters, slots["mask"])
-        for tensors in under("rest", slots).values():
+        for tensors in without_prefix("rest", slots).values():
             self._apply(tensors, slots["mask"])
-        self.rest.impose(under("rest", slots), parameters)
+        self.rest.impose(without_prefix("rest", slots), parameters)
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        if numbers[MOVE]:
-            self.move(updates, slots, parameters, int(numbers[MOVE]) - 1)
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
+        if numbers[MASK_MOVE]:
+            self.move(updates, slots, parameters, int(numbers[MASK_MOVE]) - 1)
             if self.masking.instead:
                 return [torch.zeros_like(parameter) for parameter in parameters]
         self._apply(updates, slots["mask"])
-        updates = self.rest.update(updates, under("rest", slots), parameters, under("rest", numbers))
+        updates = self.rest.update(updates, without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
         self._apply(updates, slots["mask"])
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
-        self.rest.follow(under("rest", slots), parameters, under("rest", numbers))
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        self.rest.follow(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
-        return self.rest.judged(under("rest", slots), parameters, under("rest", numbers))
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return self.rest.judged(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
 
     def content(self, slot: str) -> Content:
         kind, _, own = slot.partition(".")
         return self.rest.content(own) if kind == "rest" else "moments"
 
-    def rate(self, numbers: Numbers) -> float:
-        return self.rest.rate(under("rest", numbers))
+    def rate(self, numbers: Scalars) -> float:
+        return self.rest.rate(without_prefix("rest", numbers))
 
     def move(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], step: int) -> None:
         """Lets the masks move, and everything else follow them."""
         masks, index = slots["mask"], {name: i for i, name in self.names.items()}
 
-        def layer(name: str) -> Layer:
+        def layer(name: str) -> MaskedLayer:
             # decided on whole tensors, so that every rank of a sharded run decides the same
             i = index[name]
             order = order_of(parameters[i])
-            return Layer(*(full_value(tensor[i], order) for tensor in (masks, parameters, gradients)))
+            return MaskedLayer(*(full_value(tensor[i], order) for tensor in (masks, parameters, gradients)))
 
         for name, mask in self.masking.moved(list(index), layer, step):
             fill_tensor(masks[index[name]], mask)

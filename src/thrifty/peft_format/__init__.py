@@ -11,12 +11,12 @@ from torch import nn
 
 from thrifty.core.errors import UsageError
 from thrifty.models.hf_loader import HuggingFaceModel
-from thrifty.models.model_config import Shape
-from thrifty.peft_format.adapter_folder import Format, Stored, read_adapter, write_adapter
+from thrifty.models.model_config import ModelConfig
+from thrifty.peft_format.adapter_folder import AdapterFormat, StoredAdapter, read_adapter, write_adapter
 from thrifty.peft_format.lora_format import LoraFormat
 from thrifty.peft_format.prompt_format import PrefixFormat, PromptFormat
 
-FORMATS: dict[str, Format] = {form.peft_type: form for form in (LoraFormat(), PromptFormat(), PrefixFormat())}
+FORMATS: dict[str, AdapterFormat] = {form.peft_type: form for form in (LoraFormat(), PromptFormat(), PrefixFormat())}
 
 
 def save_adapter(
@@ -24,7 +24,7 @@ def save_adapter(
     folder: Path | str,
     name: str = "default",
     *,
-    shape: Shape | None = None,
+    shape: ModelConfig | None = None,
     base: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
@@ -41,12 +41,14 @@ def save_adapter(
             origin = base or getattr(getattr(model, "config", None), "_name_or_path", None) or None
             task = _task(model, stored.config.get("modules_to_save") or []) or form.other_task
             config = {"peft_type": form.peft_type, "task_type": task, "base_model_name_or_path": origin}
-            write_adapter(Path(folder), Stored(config | stored.config, stored.tensors), dtype)
+            write_adapter(Path(folder), StoredAdapter(config | stored.config, stored.tensors), dtype)
             return
     raise UsageError(f"the model has no adapter {name!r} that PEFT has a format for", fix="put one on it first")
 
 
-def load_adapter(model: nn.Module, folder: Path | str, name: str = "default", *, shape: Shape | None = None) -> None:
+def load_adapter(
+    model: nn.Module, folder: Path | str, name: str = "default", *, shape: ModelConfig | None = None
+) -> None:
     """Put the adapter of a folder on a model, under this name and active; from then on it is like one that was trained
     here. The base is frozen.
 

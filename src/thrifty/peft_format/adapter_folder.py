@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError, did_you_mean
 from thrifty.models.hf_folder import read_json, write_json, written_aside
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _OF_EVERY_KIND = frozenset(
@@ -23,14 +23,14 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """What a folder holds: settings in PEFT's words, and tensors under PEFT's names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
-class Format:
+class AdapterFormat:
     """One kind of adapter. `read` are the settings that loading looks at, `only` those with values it can live with,
     `ignored` those that change nothing here; any other is refused where it is set."""
 
@@ -45,17 +45,17 @@ class Format:
         """Whether a model has an adapter of this kind and name."""
         raise NotImplementedError
 
-    def take(self, model: nn.Module, name: str, shape: Shape | None) -> Stored:
+    def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
         """An adapter of a model as PEFT would store it. `shape` is given for a model of our own families, whose
         layers go by other names in the folder that they are exported to."""
         raise NotImplementedError
 
-    def put(self, model: nn.Module, stored: Stored, name: str, shape: Shape | None) -> None:
+    def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
         """Put a stored adapter on a model. Raises IntegrityError where it does not fit."""
         raise NotImplementedError
 
 
-def write_adapter(folder: Path, stored: Stored, dtype: torch.dtype | None = None) -> None:
+def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None = None) -> None:
     """Complete or not at all. Raises UsageError for a folder with something in it."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in stored.tensors.items()}
     storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
@@ -67,7 +67,7 @@ def write_adapter(folder: Path, stored: Stored, dtype: torch.dtype | None = None
         write_json(aside / CONFIG, dict(sorted(stored.config.items())))
 
 
-def read_adapter(folder: Path, formats: Mapping[str, Format]) -> Stored:
+def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
     """What a folder holds, its settings checked. Raises UsageError for a folder that is none, of a kind that is not
     among `formats`, or with settings nobody knows; Refused for settings that are not followed here; IntegrityError for
     damage."""
@@ -78,7 +78,7 @@ def read_adapter(folder: Path, formats: Mapping[str, Format]) -> Stored:
     if kind not in formats:
         raise UsageError(f"{folder / CONFIG}: peft_type is {kind!r}", fix=did_you_mean(str(kind), formats))
     _check(folder / CONFIG, config, formats[kind])
-    return Stored(config, _read_tensors(folder))
+    return StoredAdapter(config, _read_tensors(folder))
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -96,11 +96,11 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         raise IntegrityError(f"{folder / WEIGHTS} is damaged: {error}", fix="fetch the file again") from error
 
 
-def _check(path: Path, config: Config, form: Format) -> None:
+def _check(path: Path, config: Config, form: AdapterFormat) -> None:
     known = form.read | form.only.keys() | form.ignored | _OF_EVERY_KIND
     for key, value in config.items():
         if key in form.only and value not in form.only[key]:
-            raise Refused(f"{path} sets {key} = {value!r}, which is not followed here")
+            raise RefusedError(f"{path} sets {key} = {value!r}, which is not followed here")
         # what a later version of PEFT can do more is of no matter where it is off
         if key not in known and value not in (None, False, "", [], {}):
             raise UsageError(f"{path}: there is no setting {key}", fix=did_you_mean(key, known))

@@ -11,20 +11,20 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.modeling.lora_layers import parameter_names, weight_name
 from thrifty.modeling.lora_model import adapters
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.residual_branches import is_transposed
 from thrifty.models.families import FAMILIES
-from thrifty.models.families.model_family import Packing
-from thrifty.models.model_config import Shape
+from thrifty.models.families.model_family import ParameterPacking
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
 from thrifty.models.weight_conversion import packing_table
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerTarget:
     """Where the factors of one of our layers go: to one layer of theirs, or to several that are fused in ours, each
     as wide as `rows` says."""
 
@@ -38,10 +38,10 @@ def misfit(what: str) -> IntegrityError:
     return IntegrityError(what, fix="load it onto the model it was made for")
 
 
-class Naming:
+class LayerNaming:
     """Raises UsageError for a model of our own families without its shape."""
 
-    def __init__(self, model: nn.Module, shape: Shape | None):
+    def __init__(self, model: nn.Module, shape: ModelConfig | None):
         self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.repeated: frozenset[str]
@@ -55,7 +55,9 @@ class Naming:
             self.aliases = dict(family.aliases) | ({family.head: family.token} if shape.tied else {})
         else:
             factors = {each for name in adapters(model) for each in parameter_names(name)}
-            packings = [Packing(name, (name,)) for name in self.parameters if name.rpartition(".")[2] not in factors]
+            packings = [
+                ParameterPacking(name, (name,)) for name in self.parameters if name.rpartition(".")[2] not in factors
+            ]
             self.repeated = frozenset()
             self.aliases = tied_names(model)
         self.packings = {packing.ours: packing for packing in packings}
@@ -67,12 +69,12 @@ class Naming:
         paths = [name.split(".")[:-1] for name in names]
         return {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
 
-    def place(self, path: str) -> Place:
+    def place(self, path: str) -> LayerTarget:
         """Of one of our layers."""
         layer = self.model.get_submodule(path)
         packing = self.packings[f"{path}.{weight_name(layer)}"]
         theirs = tuple(name.rpartition(".")[0] for name in packing.theirs)
-        return Place(theirs, packing.rows, packing.transposed or is_transposed(layer))
+        return LayerTarget(theirs, packing.rows, packing.transposed or is_transposed(layer))
 
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
@@ -134,4 +136,4 @@ class Naming:
             values = [given.get(each) for each in (alias, name)]
             present = self.values(name.rpartition(".")[0])[name]
             if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
-                raise Refused(f"{alias} and {name} are one tensor in the model, and were trained apart")
+                raise RefusedError(f"{alias} and {name} are one tensor in the model, and were trained apart")

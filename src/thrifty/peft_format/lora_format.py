@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.modeling.lora_layers import Factors, parameter_names, widths
-from thrifty.modeling.lora_model import adapted, adapters, attach
-from thrifty.models.model_config import Shape
-from thrifty.peft_format.adapter_folder import Format, Stored
-from thrifty.peft_format.layer_naming import Naming, misfit
-from thrifty.peft_format.lora_pairs import Pair, join_pairs, rank_and_alpha, rank_settings, split_pairs, targets
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.modeling.lora_layers import LoraFactors, parameter_names, widths
+from thrifty.modeling.lora_model import adapted_layers, adapters, attach
+from thrifty.models.model_config import ModelConfig
+from thrifty.peft_format.adapter_folder import AdapterFormat, StoredAdapter
+from thrifty.peft_format.layer_naming import LayerNaming, misfit
+from thrifty.peft_format.lora_pairs import LoraPair, join_pairs, rank_and_alpha, rank_settings, split_pairs, targets
 
 _PREFIX = "base_model.model."
 _INSIDE = ".base_layer"
@@ -21,7 +21,7 @@ _INSIDE = ".base_layer"
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 
 
-class LoraFormat(Format):
+class LoraFormat(AdapterFormat):
     peft_type = "LORA"
     read = frozenset(
         {"r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"}
@@ -42,8 +42,8 @@ class LoraFormat(Format):
     def is_on(self, model: nn.Module, name: str) -> bool:
         return name in adapters(model)
 
-    def take(self, model: nn.Module, name: str, shape: Shape | None) -> Stored:
-        naming, layers = Naming(model, shape), adapted(model, name)
+    def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
+        naming, layers = LayerNaming(model, shape), adapted_layers(model, name)
         _refuse_own_attention(model, layers)
         places = {path: naming.place(path) for path in layers}
         pairs = {key: pair for path, layer in layers.items() for key, pair in split_pairs(layer, name, places[path])}
@@ -66,13 +66,13 @@ class LoraFormat(Format):
             "target_modules": targets(pairs, naming.modules),
             "modules_to_save": modules or None,
         }
-        return Stored(config | rank_settings(pairs), tensors | extras)
+        return StoredAdapter(config | rank_settings(pairs), tensors | extras)
 
-    def put(self, model: nn.Module, stored: Stored, name: str, shape: Shape | None) -> None:
-        naming = Naming(model, shape)
+    def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
+        naming = LayerNaming(model, shape)
         pairs, extras = _read(stored)
         _refuse_other_base(naming, extras, adapters(model))
-        layers: dict[str, dict[int, Pair]] = {}
+        layers: dict[str, dict[int, LoraPair]] = {}
         for theirs, pair in pairs.items():
             if theirs not in naming.layers:
                 raise misfit(f"the adapter is for a layer {theirs}, which the model does not have")
@@ -91,7 +91,7 @@ class LoraFormat(Format):
             parameter.requires_grad_(bool(stored.config.get("modules_to_save")))
 
 
-def _read(stored: Stored) -> tuple[dict[str, Pair], dict[str, Tensor]]:
+def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]]:
     """Pairs by the layer of theirs they are on, and parameters that were trained as they are."""
     halves: dict[str, dict[str, Tensor]] = {}
     extras: dict[str, Tensor] = {}
@@ -111,11 +111,11 @@ def _read(stored: Stored) -> tuple[dict[str, Pair], dict[str, Tensor]]:
                 f"the factors of {path} are not two matrices of the rank {rank} that adapter_config.json states",
                 fix="fetch the folder again",
             )
-        pairs[path] = Pair(both["A"], both["B"], alpha)
+        pairs[path] = LoraPair(both["A"], both["B"], alpha)
     return pairs, extras
 
 
-def _check_fit(path: str, layer: nn.Module, factors: Factors, a: Tensor, b: Tensor) -> None:
+def _check_fit(path: str, layer: nn.Module, factors: LoraFactors, a: Tensor, b: Tensor) -> None:
     takes, gives = widths(layer)
     gives = sum(factors.sizes[index] for index in factors.chosen) if factors.sizes else gives
     if (a.shape[1], b.shape[0]) != (takes, gives):
@@ -128,7 +128,7 @@ def _fill(layer: nn.Module, name: str, values: tuple[Tensor, Tensor]) -> None:
         getattr(layer, each).copy_(value)
 
 
-def _extras(naming: Naming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
+def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
     """What was trained as it is: the tensors, and the modules of theirs to be saved whole for it."""
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
@@ -141,7 +141,7 @@ def _extras(naming: Naming, pairs: Collection[str]) -> tuple[dict[str, Tensor], 
             tensors[f"{module}{_INSIDE}.{last}"] = naming.values(module)[f"{module}.{last}"]
     for module in modules:
         if not module or any(path.startswith(f"{module}.") for path in pairs):
-            raise Refused(
+            raise RefusedError(
                 f"PEFT would save {module or 'the model'} as a whole, which has adapted layers inside",
                 fix="adapt no layer there, by another pattern as where",
             )
@@ -155,26 +155,26 @@ def _refuse_own_attention(model: nn.Module, paths: Iterable[str]) -> None:
     for path in paths:
         around = model.get_submodule(path.rpartition(".")[0])
         if isinstance(model.get_submodule(path), nn.MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
-            raise Refused(
+            raise RefusedError(
                 f"{path} is of torch's own attention, for which PEFT's files mean something else than they say",
                 fix="merge the adapter into the weights, or adapt other layers",
             )
 
 
-def _refuse_repeated(naming: Naming, tables: Collection[str]) -> None:
+def _refuse_repeated(naming: LayerNaming, tables: Collection[str]) -> None:
     for table in tables:
         if f"{table}.weight" in naming.repeated:
-            raise Refused(
+            raise RefusedError(
                 f"in the model that others load, several modules look up {table}; an adapter would reach one of them",
                 fix="adapt no embedding of this family, or merge it into the model",
             )
 
 
-def _refuse_other_base(naming: Naming, extras: Mapping[str, Tensor], others: Collection[str]) -> None:
+def _refuse_other_base(naming: LayerNaming, extras: Mapping[str, Tensor], others: Collection[str]) -> None:
     for name, value in extras.items() if others else ():
         present = naming.values(name.rpartition(".")[0]).get(name)
         if present is not None and not torch.equal(present, value.to(present)):
-            raise Refused(
+            raise RefusedError(
                 f"the adapter has another {name} than the base that it would share with {', '.join(others)}",
                 fix="remove those first, or load this one onto a model of its own",
             )

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
-from thrifty.modeling.lora_layers import Factors, factors_of
-from thrifty.peft_format.layer_naming import Place
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.modeling.lora_layers import LoraFactors, factors_of
+from thrifty.peft_format.layer_naming import LayerTarget
 
 
 @dataclass(frozen=True)
-class Pair:
+class LoraPair:
     """One low-rank addition: A (rank, in), B (out, rank), and the alpha that makes the scale with the rank."""
 
     a: Tensor
@@ -33,22 +33,22 @@ class Pair:
         return self.a.shape[0]
 
 
-def split_pairs(layer: nn.Module, name: str, place: Place) -> Iterator[tuple[str, Pair]]:
+def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tuple[str, LoraPair]]:
     """What each layer of theirs gets of an adapter on one of ours."""
-    own: Factors = layer.lora_adapters.factors[name]
+    own: LoraFactors = layer.lora_adapters.factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:
-        yield place.theirs[0], Pair(a, b, _alpha(scale, a.shape[0], own.stabilised))
+        yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.stabilised))
         return
     if own.sizes and own.sizes != place.rows:
-        raise Refused(f"{' and '.join(place.theirs)} are cut in another way than the factors on them")
+        raise RefusedError(f"{' and '.join(place.theirs)} are cut in another way than the factors on them")
     for index, (theirs, rows) in enumerate(zip(place.theirs, b.split(list(place.rows)), strict=True)):
         if not own.sizes:
-            yield theirs, Pair(a, rows, own.alpha)
+            yield theirs, LoraPair(a, rows, own.alpha)
         elif index in own.chosen:
             start = own.rank * own.chosen.index(index)
             thin = slice(start, start + own.rank)
-            yield theirs, Pair(a[thin], rows[:, thin], own.alpha)
+            yield theirs, LoraPair(a[thin], rows[:, thin], own.alpha)
 
 
 def _alpha(scale: float, rank: int, stabilised: bool) -> float:
@@ -57,23 +57,23 @@ def _alpha(scale: float, rank: int, stabilised: bool) -> float:
 
 
 def join_pairs(
-    parts: Mapping[int, Pair], place: Place, dropout: float, stabilised: bool
-) -> tuple[Factors, Tensor, Tensor]:
+    parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, stabilised: bool
+) -> tuple[LoraFactors, Tensor, Tensor]:
     """The factors of one layer of ours from those of the layers of theirs that it holds. Raises Refused where these
     differ in rank or alpha."""
     order = sorted(parts)
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):
-        raise Refused(
+        raise RefusedError(
             f"the adapter has different ranks for {' and '.join(place.theirs)}, which are one layer here",
             fix="load it onto the model of transformers instead",
         )
     sizes = place.rows if len(place.theirs) > 1 else ()
-    factors = Factors(first.rank, first.alpha, dropout, stabilised, sizes, tuple(order) if sizes else ())
+    factors = LoraFactors(first.rank, first.alpha, dropout, stabilised, sizes, tuple(order) if sizes else ())
     return factors, torch.cat([parts[i].a for i in order]), torch.cat([parts[i].b for i in order])
 
 
-def rank_settings(pairs: Mapping[str, Pair]) -> dict[str, Any]:
+def rank_settings(pairs: Mapping[str, LoraPair]) -> dict[str, Any]:
     """r and lora_alpha of most layers, and patterns for those that differ."""
     common = Counter((pair.rank, pair.alpha) for pair in pairs.values()).most_common(1)[0][0]
     by_word: dict[str, set[tuple[int, float]]] = {}

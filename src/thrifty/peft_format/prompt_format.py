@@ -7,19 +7,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.modeling.adapter_base import names_ending, train_only
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.models.families import FAMILIES
-from thrifty.models.model_config import Shape
-from thrifty.peft_format.adapter_folder import Format, Stored
+from thrifty.models.model_config import ModelConfig
+from thrifty.peft_format.adapter_folder import AdapterFormat, StoredAdapter
 from thrifty.techniques.adapters.prefix_tuning import (
-    Place,
+    PrefixSite,
     body_of,
-    find_places,
-    give_prefixes,
+    find_prefix_sites,
     prefix_of,
-    put_in_front,
+    prepend_prefix,
+    set_prefixes,
 )
 from thrifty.techniques.adapters.prompt_tuning import add_prompt, feeding_tables
 
@@ -27,7 +27,7 @@ _TENSOR = "prompt_embeddings"
 _TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM", "masked_token": "FEATURE_EXTRACTION"}
 
 
-class _VirtualTokens(Format):
+class _VirtualTokens(AdapterFormat):
     """What both have in common. They have no names: a model has one of them, which goes by PEFT's default."""
 
     last_words: ClassVar[tuple[str, ...]]
@@ -43,7 +43,7 @@ class _VirtualTokens(Format):
     def is_on(self, model: nn.Module, name: str) -> bool:
         return name == "default" and bool(names_ending(model, *self.last_words))
 
-    def take(self, model: nn.Module, name: str, shape: Shape | None) -> Stored:
+    def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
         values, heads = self.values(model)
         stacks = find_stacks(model)
         blocks = [*stacks.values()][-1]
@@ -55,11 +55,11 @@ class _VirtualTokens(Format):
             "num_attention_heads": heads,
             "inference_mode": True,
         }
-        return Stored(task | config | self.settings(values, len(blocks)), {_TENSOR: values})
+        return StoredAdapter(task | config | self.settings(values, len(blocks)), {_TENSOR: values})
 
-    def put(self, model: nn.Module, stored: Stored, name: str, shape: Shape | None) -> None:
+    def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
         if name != "default":
-            raise Refused(f"virtual tokens go by no name, and {name!r} was given", fix="leave the name out")
+            raise RefusedError(f"virtual tokens go by no name, and {name!r} was given", fix="leave the name out")
         if names_ending(model, "prompt", "prefix", "prefix_out"):
             raise UsageError("the model has virtual tokens already", fix="load these onto a model of their own")
         values, count = stored.tensors.get(_TENSOR), stored.config.get("num_virtual_tokens")
@@ -113,7 +113,7 @@ class PrefixFormat(_VirtualTokens):
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
         places = _places(model)
         if len({(place.heads, place.head_width) for place in places.values()}) > 1:
-            raise Refused(
+            raise RefusedError(
                 f"PEFT's files have prefixes of one width for all blocks, and those of {type(model).__name__} differ",
                 fix="use LoRA, which is stored for any model",
             )
@@ -128,18 +128,18 @@ class PrefixFormat(_VirtualTokens):
         places = _places(model)
         widths = [2 * place.heads * place.head_width for place in places.values()]
         _refuse_misfit(values.shape[1], sum(widths))
-        give_prefixes(model, places, len(values), hidden=0, seed=0)
+        set_prefixes(model, places, len(values), hidden=0, seed=0)
         for place, rows in zip(places.values(), values.split(widths, 1), strict=True):
             with torch.no_grad():
                 place.module.prefix.copy_(rows)
-        put_in_front(model, places, len(values))
+        prepend_prefix(model, places, len(values))
 
 
-def _places(model: nn.Module) -> Mapping[str, Place]:
-    places = find_places(model)
+def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
+    places = find_prefix_sites(model)
     stacks = [*find_stacks(model).values()]
     if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
-        raise Refused(
+        raise RefusedError(
             f"PEFT's files have prefixes for the blocks of a decoder, and {type(model).__name__} is something else",
             fix="use LoRA, which is stored for any model",
         )

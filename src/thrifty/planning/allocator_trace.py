@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from thrifty.composition.compose import Composition
-from thrifty.core.shard_layout import local
+from thrifty.composition.compose import Run
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.tensor_tracing import one_thread
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.training.loop import train
@@ -26,7 +26,7 @@ STEP, UPDATE = "thrifty: a step", "thrifty: its update begins"
 
 
 @dataclass(frozen=True)
-class Allocated:
+class AllocationReport:
     """Bytes that a run on a processor got from the allocator; what lies in mapped files or came from elsewhere is
     not among them. Parameters and optimizer state as the run ends, gradients as its last update begins."""
 
@@ -46,7 +46,7 @@ class Allocated:
         return max(peak for peak, changed in zip(self.peaks, self.changed, strict=True) if not changed)
 
 
-def allocated(run: Composition, seed: int = 0) -> Allocated:
+def measure_allocations(run: Run, seed: int = 0) -> AllocationReport:
     """Trains the run to its end, on one thread, and tells what it held."""
     gradients: set[int] = set()
     changed: list[bool] = []
@@ -70,11 +70,11 @@ def allocated(run: Composition, seed: int = 0) -> Allocated:
         parameters = _addresses(state.model.parameters())
         slots = _addresses(tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
     sizes, standing, peaks = _replayed(watched, parameters, gradients, slots)
-    return Allocated(*sizes, standing, peaks, tuple(changed))
+    return AllocationReport(*sizes, standing, peaks, tuple(changed))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in local([*tensors])}
+    return {tensor.untyped_storage().data_ptr() for tensor in local_tensors([*tensors])}
 
 
 def _replayed(
@@ -82,7 +82,7 @@ def _replayed(
 ) -> tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]]:
     """What the allocator gave out, block by block over the whole run: the bytes of the three at these addresses, and of
     all before and at the peak of each step."""
-    blocks = Blocks()
+    blocks = AllocatedBlocks()
     standing: list[int] = []
     peaks: list[int] = []
     of_gradients = 0
@@ -104,7 +104,7 @@ def _replayed(
     return (blocks.bytes_at(parameters), of_gradients, blocks.bytes_at(slots)), tuple(standing), tuple(peaks)
 
 
-class Blocks:
+class AllocatedBlocks:
     """Memory that was given out and not taken back yet."""
 
     def __init__(self) -> None:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import torch
 
 from thrifty.kernels.sparse.csr_matrix import LANES
-from thrifty.kernels.sparse.sparse_breakeven import Case, Line, forms_of
+from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase, DensityTimeFit, forms_of
 
 DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.005)
 
 
 @dataclass(frozen=True)
-class Row:
+class BreakevenRow:
     """One form of products of one layer: how its time goes with density."""
 
-    case: Case
-    line: Line
+    case: BreakevenCase
+    line: DensityTimeFit
 
     @property
     def crossover(self) -> float:
@@ -32,12 +32,12 @@ class Row:
 
 def crossover_table(
     shapes: Iterable[Sequence[int]], tokens: int = 2048, dtypes: Sequence[str] = ("float32",)
-) -> Iterator[Row]:
+) -> Iterator[BreakevenRow]:
     """Rows for layers of these shapes (outputs, inputs), as kept by this machine or measured now, which takes about a
     second each. These are the times by which `sparsity.sparse_products` chooses."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for outputs, inputs in shapes:
         for dtype in dtypes:
             for form in forms_of(outputs, inputs):
-                case = Case(form, outputs, inputs, tokens, dtype, device)
-                yield Row(case, case.measured())
+                case = BreakevenCase(form, outputs, inputs, tokens, dtype, device)
+                yield BreakevenRow(case, case.measured())

@@ -8,10 +8,10 @@ from thrifty.core.errors import ThriftyError
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import COUNTED_HIGH, largest_part
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.plan_search import Search
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.rank_options import RANKS
-from thrifty.planning.search_space import STRICTNESS, Catalogue, Way
+from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
 """A share of the peak, or of a step's time, below which nothing is gained."""
@@ -27,7 +27,7 @@ DETAIL = {
 
 
 @dataclass(frozen=True)
-class Reason:
+class ChoiceReason:
     technique: str
     verdict: str
     """"kept", "added", "changed", "taken out" or "not taken"."""
@@ -38,10 +38,10 @@ class Reason:
 
 
 @dataclass(frozen=True)
-class Reasons:
-    search: Search
-    chosen: Candidate
-    barred: Mapping[str, Sequence[Way]]
+class ChoiceExplainer:
+    search: PlanSearch
+    chosen: PlanCandidate
+    barred: Mapping[str, Sequence[PlanOption]]
     """Ways of each axis that what was asked for does not allow."""
     catalogue: Catalogue
     lacking: Mapping[str, str]
@@ -49,23 +49,23 @@ class Reasons:
     evidence: Mapping[str, str]
     """Where something was measured of a technique, by its name."""
 
-    def all(self) -> list[Reason]:
+    def all(self) -> list[ChoiceReason]:
         return [self.of(name) for name in sorted(self.catalogue)]
 
-    def of(self, name: str) -> Reason:
+    def of(self, name: str) -> ChoiceReason:
         before = {technique.name: technique for technique in self.search.base}
         after = {technique.name: technique for technique in self.chosen.techniques}
         if name in after and name in before:
             same = after[name] == before[name]
-            return Reason(name, "kept" if same else "changed", self._kept(name) if same else self._effect(name))
+            return ChoiceReason(name, "kept" if same else "changed", self._kept(name) if same else self._effect(name))
         if name in after:
-            return Reason(name, "added", self._effect(name))
+            return ChoiceReason(name, "added", self._effect(name))
         if name in before:
-            return Reason(name, "taken out", self._effect(name))
+            return ChoiceReason(name, "taken out", self._effect(name))
         found = self.evidence.get(name)
-        return Reason(name, "not taken", self._not_taken(name) + (f"; measured: {found}" if found else ""))
+        return ChoiceReason(name, "not taken", self._not_taken(name) + (f"; measured: {found}" if found else ""))
 
-    def _ways(self, name: str, among: Mapping[str, Sequence[Way]]) -> list[Way]:
+    def _ways(self, name: str, among: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
         """The ways that take this technique in."""
         some = (way for ways in among.values() for way in ways)
         return [way for way in some if name in (technique.name for technique in way.techniques)]
@@ -91,7 +91,7 @@ class Reasons:
             said.append(f"with all changes {self._against_base(self.chosen)}")
         return "; ".join(said) or "part of the fastest combination that fits"
 
-    def _against_base(self, candidate: Candidate) -> str:
+    def _against_base(self, candidate: PlanCandidate) -> str:
         base = next((c for c in self.search.tried if not c.ways and c.timing), None)
         if base is None or candidate.timing is None:
             return "it fits, which the recipe as it is does not" if base is None else "nothing was measured"
@@ -112,7 +112,7 @@ class Reasons:
             technique = kind()
         except ThriftyError as error:
             return f"needs settings of your own: {error.what}"
-        if STRICTNESS.index(technique.numerics) > STRICTNESS.index(self.allow):
+        if NUMERICS_ORDER.index(technique.numerics) > NUMERICS_ORDER.index(self.allow):
             return self._barred(technique.numerics)
         if refusal := self._refusal(technique):
             return f"refused: {refusal}"
@@ -139,7 +139,7 @@ class Reasons:
             return refusal.what
         return ""
 
-    def _offered(self, ways: Sequence[Way]) -> str:
+    def _offered(self, ways: Sequence[PlanOption]) -> str:
         """Of a technique that was looked at: refused, slower as measured, too little, or only a cost here."""
         counted = [way for way in ways if way in self.search.singles]
         if not counted:
@@ -148,7 +148,7 @@ class Reasons:
             return self._no_faster(counted)
         return self._not_needed(counted)
 
-    def _not_needed(self, counted: Sequence[Way]) -> str:
+    def _not_needed(self, counted: Sequence[PlanOption]) -> str:
         """Of one that saves memory and costs time."""
         base = self.search.plainest
         least = min(self.search.singles[way].memory for way in counted)
@@ -164,7 +164,7 @@ class Reasons:
             alone += f", to {least / 1e6:,.0f} MB, which is not enough"
         return f"others are enough, and {measured or 'are expected to cost less time'}; {alone}"
 
-    def _no_faster(self, ways: Sequence[Way]) -> str:
+    def _no_faster(self, ways: Sequence[PlanOption]) -> str:
         if measured := self._measured(ways):
             return f"measured no gain: {measured}"
         failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*ways}]
@@ -173,7 +173,7 @@ class Reasons:
         run = any({*candidate.ways} & {*ways} for candidate in self.search.tried)
         return "not run: " + ("changing less is expected to be as fast" if run else "others were expected to be faster")
 
-    def _measured(self, ways: Sequence[Way]) -> str:
+    def _measured(self, ways: Sequence[PlanOption]) -> str:
         """How the fastest of what was run with one of these compares with the plan; "" where none was."""
         timed = [candidate for candidate in self.search.tried if {*candidate.ways} & {*ways} and candidate.timing]
         if not timed or not self.chosen.timing:

@@ -4,35 +4,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.choice_explanations import AMOUNTS, Reason
-from thrifty.planning.cluster_layouts import TECHNIQUES, Layout
-from thrifty.planning.search_space import STRICTNESS, Catalogue
+from thrifty.planning.choice_explanations import AMOUNTS, ChoiceReason
+from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout
+from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue
 
 
 @dataclass(frozen=True)
-class ClusterReasons:
+class ClusterChoiceExplainer:
     before: Sequence[Technique]
     after: Sequence[Technique]
-    chosen: Layout
-    found: Sequence[Layout]
+    chosen: ClusterLayout
+    found: Sequence[ClusterLayout]
     """Everything that was simulated, from the fastest."""
     catalogue: Catalogue
     allow: Numerics
 
-    def all(self) -> list[Reason]:
+    def all(self) -> list[ChoiceReason]:
         return [self.of(name) for name in sorted(self.catalogue)]
 
-    def of(self, name: str) -> Reason:
+    def of(self, name: str) -> ChoiceReason:
         before = {technique.name: technique for technique in self.before}
         after = {technique.name: technique for technique in self.after}
         if name in after and name in before:
             same = before[name] == after[name]
-            return Reason(name, "kept" if same else "changed", "your recipe has it" if same else self._share(name))
+            return ChoiceReason(
+                name, "kept" if same else "changed", "your recipe has it" if same else self._share(name)
+            )
         if name in after:
-            return Reason(name, "added", self._share(name))
+            return ChoiceReason(name, "added", self._share(name))
         if name in before:
-            return Reason(name, "taken out", "the fastest layout that fits has no use for it")
-        return Reason(name, "not taken", self._not_taken(name))
+            return ChoiceReason(name, "taken out", "the fastest layout that fits has no use for it")
+        return ChoiceReason(name, "not taken", self._not_taken(name))
 
     def _share(self, name: str) -> str:
         if (axis := _axis(name)) is not None:
@@ -44,7 +46,7 @@ class ClusterReasons:
             return self._of_axis(axis)
         if name in ("memory.recompute", "large_batch.gradient_accumulation"):
             return "the fastest layout that fits does without it"
-        if STRICTNESS.index(self.catalogue[name].numerics) > STRICTNESS.index(self.allow):
+        if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
             return f"changes the result, and you asked for {AMOUNTS[self.allow]}"
         return "not looked at: nothing is simulated of it; a plan for one device (without --cluster) tells what it does"
 

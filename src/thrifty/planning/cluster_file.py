@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.cluster.device_specs import DEVICES, Device, measured
-from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS, Cluster, Link, find_cluster
+from thrifty.simulators.cluster.device_specs import DEVICES, DeviceSpec, measured
+from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS, Cluster, NetworkLink, find_cluster
 
-Thing = TypeVar("Thing", Device, Link)
+Thing = TypeVar("Thing", DeviceSpec, NetworkLink)
 KEYS = ("per_node", "nodes", "device", "inside", "between")
 
 
@@ -70,7 +70,7 @@ _NEEDS = {
 }
 
 
-def _device(file: str, key: str, told: Any) -> Device:
+def _device(file: str, key: str, told: Any) -> DeviceSpec:
     table = _table(key, told, ("flops", "memory", "bandwidth"))
     rates = _table(f"{key}.flops", table["flops"])
     if not rates:
@@ -80,10 +80,10 @@ def _device(file: str, key: str, told: Any) -> Device:
     return measured("device", flops, memory, bandwidth, file)
 
 
-def _link(file: str, key: str, told: Any) -> Link:
+def _link(file: str, key: str, told: Any) -> NetworkLink:
     table = _table(key, told, ("latency", "bandwidth"))
     latency = _amount(f"{key}.latency", table["latency"], or_zero=True)
-    return Link("link", latency, _amount(f"{key}.bandwidth", table["bandwidth"]), file)
+    return NetworkLink("link", latency, _amount(f"{key}.bandwidth", table["bandwidth"]), file)
 
 
 def _table(key: str, told: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from thrifty.core import mesh as core_mesh
 from thrifty.core.errors import ThriftyError
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.simulated_step import simulate
 from thrifty.simulators.cluster.step_report import StepReport
@@ -22,11 +22,11 @@ AGAIN: tuple[Recompute, ...] = ("none", "selective", "every")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ClusterLayout:
     """A mesh, its settings, and what is simulated of a step with them."""
 
-    mesh: Mesh
-    settings: Settings
+    mesh: ClusterMesh
+    settings: StepSettings
     report: StepReport
 
     @property
@@ -52,44 +52,46 @@ class Layout:
         return ", ".join(said)
 
 
-def in_a_recipe(mesh: Mesh) -> core_mesh.Mesh:
+def in_a_recipe(mesh: ClusterMesh) -> core_mesh.Mesh:
     """A simulated mesh as a recipe has it."""
     return core_mesh.Mesh(**{axis: getattr(mesh, axis) for axis in core_mesh.AXES})
 
 
 def layouts(
     workload: Workload, cluster: Cluster, batch: int, number_format: str, recompute: Recompute | None = None
-) -> list[Layout]:
+) -> list[ClusterLayout]:
     """All that divide the effective batch evenly, from the fastest, of those as fast from the simplest; `recompute`
     where that is decided already."""
     found = []
     for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
         for settings in _settings(mesh, batch, number_format, (recompute,) if recompute else AGAIN):
             try:
-                found.append(Layout(mesh, settings, simulate(workload, cluster, mesh, settings)))
+                found.append(ClusterLayout(mesh, settings, simulate(workload, cluster, mesh, settings)))
             except ThriftyError:  # sizes that do not go together
                 continue
     return sorted(found, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
 
 
-def meshes(ranks: int, per_node: int, depth: int) -> Iterator[Mesh]:
+def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:
     """Tensor groups stay on a node; data ranks replicate, shard, or shard on a node and replicate over nodes."""
     for tensor in _divisors(ranks, per_node):
         for pipeline in _divisors(ranks // tensor, depth):
             data = ranks // tensor // pipeline
             inside = max(_divisors(data, max(per_node // tensor, 1)))
             for shard in sorted({1, inside, data}):
-                yield Mesh(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
+                yield ClusterMesh(replicate=data // shard, shard=shard, tensor=tensor, pipeline=pipeline)
 
 
-def _settings(mesh: Mesh, batch: int, number_format: str, again: tuple[Recompute, ...]) -> Iterator[Settings]:
+def _settings(
+    mesh: ClusterMesh, batch: int, number_format: str, again: tuple[Recompute, ...]
+) -> Iterator[StepSettings]:
     own, left = divmod(batch, mesh.data)
     if left:
         return
     for parts in (parts for parts in _divisors(own, MOST_PARTS) if parts >= mesh.pipeline):
         for zero in (1, 2, 3) if mesh.shard > 1 else (0,):
             for recompute in again:
-                yield Settings(
+                yield StepSettings(
                     batch=batch,
                     micro_batch=own // parts,
                     recompute=recompute,

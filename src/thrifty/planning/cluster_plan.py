@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from thrifty.composition.compose import Plain, compose
-from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics, Technique
-from thrifty.distributed.fake_ranks import as_first_rank
-from thrifty.planning.choice_explanations import Reason
-from thrifty.planning.cluster_explanations import ClusterReasons
-from thrifty.planning.cluster_layouts import TECHNIQUES, Layout, in_a_recipe, layouts
-from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, counted, largest_part
-from thrifty.planning.forecast import Wanted, refuse_no_step
+from thrifty.distributed.fake_ranks import fake_first_rank
+from thrifty.planning.choice_explanations import ChoiceReason
+from thrifty.planning.cluster_explanations import ClusterChoiceExplainer
+from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout, in_a_recipe, layouts
+from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, count_footprint, largest_part
+from thrifty.planning.forecast import PlanRequest, refuse_no_step
 from thrifty.planning.search_space import MICRO_BATCHES, Catalogue
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.published_runs import RUNS
@@ -40,10 +40,10 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedLayout:
     """A layout that was counted to fit, and the recipe's techniques for it."""
 
-    layout: Layout
+    layout: ClusterLayout
     techniques: tuple[Technique, ...]
     footprint: Footprint
 
@@ -54,16 +54,16 @@ class ClusterPlan:
     place: str
     limit: float
     """Bytes that a rank may hold."""
-    chosen: Placed
-    alternatives: tuple[Placed, ...]
+    chosen: PlacedLayout
+    alternatives: tuple[PlacedLayout, ...]
     misfits: Mapping[str, str]
-    reasons: tuple[Reason, ...]
+    reasons: tuple[ChoiceReason, ...]
     tokens: float
     """Of a step."""
     steps: float
     price: float | None
 
-    def step(self, placed: Placed) -> Estimate:
+    def step(self, placed: PlacedLayout) -> Estimate:
         """Seconds, simulated: as far off as published runs may be from what is simulated of them."""
         off = max(run.tolerance or 0.0 for run in RUNS.values())
         return Estimate.within(placed.layout.seconds, 1 - off, 1 + off)
@@ -115,12 +115,12 @@ class ClusterPlanner:
     """Plans for a recipe on a cluster, of all of whose ranks it makes use. `tokens` are those of an example."""
 
     recipe: Recipe
-    plain: Plain
+    plain: BaseRun
     workload: Workload
     cluster: Cluster
     place: str
     catalogue: Catalogue
-    wanted: Wanted
+    wanted: PlanRequest
     tokens: int
     steps: int
     say: Callable[[str], None] = lambda text: None
@@ -136,7 +136,7 @@ class ClusterPlanner:
         if self.wanted.allow is Numerics.EXACT:
             found = [layout for layout in found if layout.report.micro_batches == self._parts()]
         if not found:
-            raise Infeasible(
+            raise InfeasibleError(
                 f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
                 fix=f"--set data.batch={self.cluster.ranks}, or fewer --ranks",
             )
@@ -150,7 +150,7 @@ class ClusterPlanner:
         steps = _steps(budget, seconds, per_step)
         refuse_no_step(budget, steps, seconds, per_step)
         before, allow = self.recipe.techniques, self.wanted.allow
-        reasons = ClusterReasons(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
+        reasons = ClusterChoiceExplainer(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
         plan = ClusterPlan(
             recipe=replace(
                 self.recipe,
@@ -172,14 +172,14 @@ class ClusterPlanner:
         self.wanted.refuse_late(plan.seconds)
         return plan
 
-    def _raise_infeasible(self, found: list[Layout], misfits: Mapping[str, str]) -> NoReturn:
+    def _raise_infeasible(self, found: list[ClusterLayout], misfits: Mapping[str, str]) -> NoReturn:
         if misfits and not any(why.startswith(TOO_LARGE) for why in misfits.values()):
             label, why = next(iter(misfits.items()))
-            raise Infeasible(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
+            raise InfeasibleError(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
         least = min(found, key=lambda layout: layout.report.fullest.total)
         needed = least.report.fullest.total
         why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
-        raise Infeasible(
+        raise InfeasibleError(
             f"no layout fits {self._limit / 1e9:,.1f} GB a rank; that which takes least is {least.label}: {why}",
             fix="more --ranks, a larger --memory, or a smaller model or data.length",
         )
@@ -209,9 +209,9 @@ class ClusterPlanner:
         cutting = (technique for technique in self.recipe.techniques if MICRO_BATCHES in technique.claims)
         return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
 
-    def _counted(self, found: list[Layout]) -> tuple[list[Placed], dict[str, str]]:
+    def _counted(self, found: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
         """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
-        placed: list[Placed] = []
+        placed: list[PlacedLayout] = []
         misfits: dict[str, str] = {}
         lightest = TOO_MUCH * self._limit
         for layout in found:
@@ -233,10 +233,10 @@ class ClusterPlanner:
                 lightest = min(lightest, held)
                 continue
             self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
-            placed.append(Placed(layout, techniques, footprint))
+            placed.append(PlacedLayout(layout, techniques, footprint))
         return placed, misfits
 
-    def _techniques(self, layout: Layout) -> tuple[Technique, ...]:
+    def _techniques(self, layout: ClusterLayout) -> tuple[Technique, ...]:
         mesh, parts = layout.mesh, layout.report.micro_batches
         cut = {*TECHNIQUES.values()}
         kept = [t for t in self.recipe.techniques if t.name not in cut and MICRO_BATCHES not in t.claims]
@@ -257,10 +257,10 @@ class ClusterPlanner:
     def _made(self, name: str, **settings: Any) -> Technique:
         return self.catalogue[name](**settings)
 
-    def _footprint(self, layout: Layout, techniques: tuple[Technique, ...]) -> Footprint:
+    def _footprint(self, layout: ClusterLayout, techniques: tuple[Technique, ...]) -> Footprint:
         """Of the first rank, as techniques claim it over the mesh."""
-        with as_first_rank(in_a_recipe(layout.mesh)):
-            return counted(compose(self.plain, techniques, self.steps))
+        with fake_first_rank(in_a_recipe(layout.mesh)):
+            return count_footprint(compose(self.plain, techniques, self.steps))
 
 
 def _steps(budget: Budget, seconds: float, tokens: float) -> float:

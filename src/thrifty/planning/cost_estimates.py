@@ -6,9 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.composition.explain import count
-from thrifty.composition.micro_batches import shares_of
+from thrifty.composition.micro_batches import data_shard_count
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Technique
 
@@ -49,10 +49,10 @@ class Estimate:
         return {"value": self.value, "low": self.low, "high": self.high}
 
 
-def counted(run: Composition) -> Footprint:
+def count_footprint(run: Run) -> Footprint:
     """The footprint of a run with all of its techniques, as `thrifty explain` ends with it, in one trace."""
     claiming = [t for t in run.techniques if type(t).footprint is not Technique.footprint]
-    _, footprint = count(run, tuple(t for t in run.techniques if t not in claiming), shares_of(run.techniques))
+    _, footprint = count(run, tuple(t for t in run.techniques if t not in claiming), data_shard_count(run.techniques))
     for technique in claiming:
         footprint = technique.footprint(footprint)
     return footprint
@@ -67,14 +67,14 @@ def largest_part(footprint: Footprint) -> tuple[str, float]:
     return name, parts[name] / max(footprint.memory, 1.0)
 
 
-def between(one: Footprint, other: Footprint, share: float) -> Footprint:
+def interpolate_footprint(one: Footprint, other: Footprint, share: float) -> Footprint:
     """On the straight line from one (share 0) to the other (share 1)."""
     ends = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(Footprint))
     return Footprint(**{name: first + share * (last - first) for name, first, last in ends})
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTiming:
     """What whole steps of a run took in a process of their own: forward and backward of micro-batches of several
     sizes, then the update. Seconds, bytes, tokens."""
 

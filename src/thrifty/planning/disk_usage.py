@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from thrifty.core.footprint import Footprint
-from thrifty.core.recipe import Checkpoints
+from thrifty.core.recipe import CheckpointSettings
 from thrifty.core.technique import Technique
 
 BEST, NEXT = 1, 1
@@ -13,7 +13,7 @@ ADAM = 2.0
 
 
 def disk_bytes(
-    checkpoints: Checkpoints, footprint: Footprint, techniques: Iterable[Technique], data: float
+    checkpoints: CheckpointSettings, footprint: Footprint, techniques: Iterable[Technique], data: float
 ) -> dict[str, float]:
     """Bytes by what takes them, at most at any time. A checkpoint holds parameters, buffers and optimizer state."""
     is_outside = any(technique.name == "memory.offload_optimizer" for technique in techniques)

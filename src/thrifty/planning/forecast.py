@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thrifty.core.errors import Infeasible
+from thrifty.core.errors import InfeasibleError
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
-from thrifty.planning.cost_estimates import Estimate, Timing, largest_part
+from thrifty.planning.cost_estimates import Estimate, StepTiming, largest_part
 from thrifty.planning.disk_usage import disk_bytes
-from thrifty.planning.forecast_ledger import Record
-from thrifty.planning.plan_candidate import Candidate
+from thrifty.planning.forecast_ledger import PredictionRecord
+from thrifty.planning.plan_candidate import PlanCandidate
 
 SURE, UNSURE = 0.15, 3.0
 """How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
@@ -20,7 +20,7 @@ MARGIN = 1.1
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """What a plan is asked for. Bytes, seconds, FLOP, money per hour."""
 
     allow: Numerics = Numerics.EXACT
@@ -38,7 +38,7 @@ class Wanted:
         if self.flops is not None:
             steps = int(self.flops // flops_per_step)
             if steps < 1:
-                raise Infeasible(
+                raise InfeasibleError(
                     f"{self.flops:.3g} FLOP do not pay for one step of {flops_per_step:.3g}",
                     fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
                 )
@@ -50,7 +50,7 @@ class Wanted:
         limit = self.seconds
         if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
             return
-        raise Infeasible(
+        raise InfeasibleError(
             f"the fastest that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
             f"{least.high / 3600:.3g}), and may take {limit / 3600:.3g} h",
             fix=f"--hours {least.high / 3600:.2g}, {limit / least.value:.0%} of the tokens, or a smaller model",
@@ -63,11 +63,11 @@ def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, sta
         return
     if budget.seconds is not None:
         starting = f"starting is forecast to take {startup:.3g} s and " if startup else ""
-        raise Infeasible(
+        raise InfeasibleError(
             f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step {step:.3g} s",
             fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
         )
-    raise Infeasible(
+    raise InfeasibleError(
         f"a budget of {budget.tokens or 0:,.0f} tokens does not fit one step of {tokens:,.0f}",
         fix=f"--tokens {tokens:.0f} or more, or a smaller data.batch",
     )
@@ -107,21 +107,21 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Expecting:
+class Forecaster:
     """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches on a device, for those that were not
     run; `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of
     prepared data."""
 
     recipe: Recipe
-    wanted: Wanted
+    wanted: PlanRequest
     tokens: int
     rate: float
-    past: Mapping[str, Record]
+    past: Mapping[str, PredictionRecord]
     data: float = 0.0
     own_devices: bool = False
     """Whether ranks have a device each."""
 
-    def forecast(self, candidate: Candidate, budget: Budget) -> Forecast:
+    def forecast(self, candidate: PlanCandidate, budget: Budget) -> Forecast:
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
@@ -165,7 +165,7 @@ class Expecting:
             cores=timing.cores if timing else 1,
         )
 
-    def _step(self, seconds: float, timing: Timing) -> Estimate:
+    def _step(self, seconds: float, timing: StepTiming) -> Estimate:
         """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
         off = max(SURE, 2 * timing.spread)
         step = self.past["step"].around(seconds, 1 / (1 + off), 1 + off)
@@ -173,7 +173,7 @@ class Expecting:
             return step
         return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)
 
-    def disk(self, candidate: Candidate) -> dict[str, float]:
+    def disk(self, candidate: PlanCandidate) -> dict[str, float]:
         whole = candidate.undivided or candidate.footprint
         assert whole is not None
         return disk_bytes(self.recipe.checkpoints, whole, candidate.techniques, self.data)

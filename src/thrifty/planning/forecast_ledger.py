@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from thrifty.machine.machine_info import machine
+from thrifty.machine.machine_info import machine_identity
 from thrifty.planning.cost_estimates import Estimate
 from thrifty.training.run_ledger import ledger_file
 
@@ -22,7 +22,7 @@ COVERAGE = 0.9
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     run: str
     predicted: Mapping[str, float]
     """What there was of "counted" (bytes of tensors), "memory" (bytes as a run measures them) and "step" (seconds)."""
@@ -32,9 +32,9 @@ class Entry:
     ranks: int = 1
 
 
-def entries(device: str) -> list[Entry]:
+def entries(device: str) -> list[LedgerEntry]:
     """What is kept of runs on this machine's devices of that type."""
-    here = machine(device)
+    here = machine_identity(device)
     found = []
     try:
         lines = ledger_file().read_text(encoding="utf-8", errors="replace").splitlines()
@@ -43,14 +43,14 @@ def entries(device: str) -> list[Entry]:
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):
             kept = json.loads(line)
-            entry = Entry(kept["run"], kept["predicted"], kept["measured"], kept["machine"], kept.get("ranks", 1))
+            entry = LedgerEntry(kept["run"], kept["predicted"], kept["measured"], kept["machine"], kept.get("ranks", 1))
             if all(entry.machine[name] == here[name] for name in ("device", "cores")):
                 found.append(entry)
     return found
 
 
 @dataclass(frozen=True)
-class Record:
+class PredictionRecord:
     """How well one quantity was predicted: measured over predicted, run by run."""
 
     ratios: tuple[float, ...]
@@ -78,10 +78,10 @@ class Record:
         return ordered[0] - abs(1 - ordered[0]) / 2, ordered[-1] + abs(ordered[-1] - 1) / 2
 
 
-def record_of(kept: Iterable[Entry], predicted: str, measured: str) -> Record:
+def prediction_record(kept: Iterable[LedgerEntry], predicted: str, measured: str) -> PredictionRecord:
     found: Sequence[float] = [
         entry.measured[measured] / entry.predicted[predicted]
         for entry in kept
         if entry.measured.get(measured) and entry.predicted.get(predicted)
     ]
-    return Record(tuple(ratio for ratio in found if math.isfinite(ratio) and ratio > 0))
+    return PredictionRecord(tuple(ratio for ratio in found if math.isfinite(ratio) and ratio > 0))

@@ -19,7 +19,7 @@ SAME_BUDGET = 0.1
 
 
 @dataclass(frozen=True)
-class Valley:
+class IsoFlopParabola:
     """The parabola of one budget: loss + curvature (log N - log parameters)^2."""
 
     flops: float
@@ -36,7 +36,7 @@ class Valley:
 class IsoFlop:
     """The optimal size as coefficient x FLOPs^exponent."""
 
-    valleys: tuple[Valley, ...]
+    valleys: tuple[IsoFlopParabola, ...]
     exponent: float
     exponent_interval: Interval | None
     """None with two budgets, through which a line passes exactly."""
@@ -50,11 +50,11 @@ class IsoFlop:
 
 def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
     """Raises UsageError where fewer than two budgets have a lowest point among their sizes."""
-    valleys: list[Valley] = []
+    valleys: list[IsoFlopParabola] = []
     refused: list[str] = []
     for group in budgets(runs):
         valley = find_valley(group)
-        if isinstance(valley, Valley):
+        if isinstance(valley, IsoFlopParabola):
             valleys.append(valley)
         else:
             refused.append(valley)
@@ -79,7 +79,7 @@ def budgets(runs: Sequence[TrainedRun]) -> list[list[TrainedRun]]:
     return groups
 
 
-def find_valley(runs: Sequence[TrainedRun]) -> Valley | str:
+def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
     """The parabola through the runs of one budget, or why there is none."""
     flops = float(np.exp(np.mean([np.log(run.flops) for run in runs])))
     log_sizes = np.log([run.parameters for run in runs])
@@ -100,7 +100,7 @@ def find_valley(runs: Sequence[TrainedRun]) -> Valley | str:
         logs = _around(centre + lowest, gradient @ covariance @ gradient, len(runs) - 3)
         interval = Interval(float(np.exp(logs.low)), float(np.exp(logs.high)))
     least = height - slope**2 / (4 * curvature)
-    return Valley(flops, len(runs), float(np.exp(centre + lowest)), interval, float(least), float(curvature))
+    return IsoFlopParabola(flops, len(runs), float(np.exp(centre + lowest)), interval, float(least), float(curvature))
 
 
 def _least_squares(design: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

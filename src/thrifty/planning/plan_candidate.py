@@ -6,21 +6,21 @@ from functools import cached_property
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
-from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, Timing
-from thrifty.planning.search_space import MICRO_BATCHES, Way, mesh_of
+from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, StepTiming
+from thrifty.planning.search_space import MICRO_BATCHES, PlanOption, mesh_of
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlanCandidate:
     """Ways to go, one of an axis at most, and what is known of where they lead."""
 
-    ways: tuple[Way, ...]
+    ways: tuple[PlanOption, ...]
     techniques: tuple[Technique, ...]
     batch: int
     relative: float = 1.0
     """Expected seconds of a step over those of the recipe as it is."""
     footprint: Footprint | None = field(default=None, compare=False)
-    timing: Timing | None = field(default=None, compare=False)
+    timing: StepTiming | None = field(default=None, compare=False)
     undivided: Footprint | None = field(default=None, compare=False)
     """Of the same on one rank, whose state is what checkpoints hold."""
 

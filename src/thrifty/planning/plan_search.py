@@ -12,13 +12,13 @@ from itertools import product
 from math import inf, prod
 
 from thrifty.composition.compose import refuse_illegal
-from thrifty.core.errors import Infeasible, ThriftyError
+from thrifty.core.errors import InfeasibleError, ThriftyError
 from thrifty.core.footprint import Footprint
-from thrifty.planning.cost_estimates import Timing
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.probe_jobs import ProbeFailed
-from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, Way, applied
-from thrifty.planning.single_options import Singles
+from thrifty.planning.cost_estimates import StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, apply_options
+from thrifty.planning.single_options import SingleOptionCosts
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
 """Candidates that are run beside the recipe as it is; most combinations counted; most probes; most candidates that
@@ -32,38 +32,38 @@ NO_DIFFERENCE = 0.03
 
 NO_ROOM = "does not fit the disk"
 
-TimeOf = Callable[[Candidate, float], Timing]
+TimeOf = Callable[[PlanCandidate, float], StepTiming]
 """The timing of a candidate by a probe, which may leave out what is of no use where its step takes longer than so many
 seconds. Raises ProbeFailed."""
 
 
 @dataclass
-class Search(Singles):
+class PlanSearch(SingleOptionCosts):
     """`memory` is in bytes; `margin` is by how much resident memory may exceed what a probe saw."""
 
     memory: float = inf
     margin: float = 1.1
     time: TimeOf | None = None
     finalists: int = FINALISTS
-    no_room: Callable[[Candidate], str] = lambda candidate: ""
+    no_room: Callable[[PlanCandidate], str] = lambda candidate: ""
     """Why something else than memory does not suffice for a candidate that was counted; "" where all does."""
     shared: bool = False
     """Whether the memory is there for all ranks together, and not for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.footprints: dict[tuple[Way, ...], Footprint] = {}
-        self.tried: list[Candidate] = []
+        self.footprints: dict[tuple[PlanOption, ...], Footprint] = {}
+        self.tried: list[PlanCandidate] = []
         """Those that were run, or, without probes, counted to fit."""
-        self.misfits: dict[tuple[Way, ...], str] = {}
+        self.misfits: dict[tuple[PlanOption, ...], str] = {}
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
-        self.failed: set[tuple[Way, ...]] = set()
+        self.failed: set[tuple[PlanOption, ...]] = set()
         """Those of them whose probe failed."""
         self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
         """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
         self.probes = 0
 
-    def run(self) -> Candidate:
+    def run(self) -> PlanCandidate:
         """The best candidate; raises Infeasible, saying what to relax and by how much, where none fits."""
         self.look_at_singles()
         self.counts = 0
@@ -76,12 +76,12 @@ class Search(Singles):
             self._raise_infeasible()
         return self.best()
 
-    def beyond(self, candidate: Candidate) -> float:
+    def beyond(self, candidate: PlanCandidate) -> float:
         """Bytes that a process like this one seems to hold beyond its tensors, whatever else is chosen."""
         compiled, ranks = candidate.is_compiled, candidate.ranks
         return min(self.surpluses[compiled, ranks] or self.surpluses[not compiled, ranks], default=0.0)
 
-    def room(self, candidate: Candidate) -> float:
+    def room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks may hold."""
         return self.memory / candidate.ranks if self.shared else self.memory
 
@@ -89,7 +89,7 @@ class Search(Singles):
         kinds = len({*map(self.kind, self.tried)})
         return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
 
-    def _is_behind(self, candidate: Candidate) -> bool:
+    def _is_behind(self, candidate: PlanCandidate) -> bool:
         """Whether it is expected far from the best, even if it does as well as the luckiest of those that were run."""
         run = [other for other in self.tried if other.timing]
         luckiest = min((other.least_step / other.relative for other in run), default=0.0)
@@ -100,25 +100,25 @@ class Search(Singles):
         """Seconds of the fastest step so far."""
         return min((candidate.least_step for candidate in self.tried if candidate.timing), default=inf)
 
-    def kind(self, candidate: Candidate) -> frozenset[Way]:
+    def kind(self, candidate: PlanCandidate) -> frozenset[PlanOption]:
         """Its ways but for the micro-batches: candidates of a kind share a probe. A joint loss is computed in another
         manner when its batch is cut, and ranks send something for each step and something for each micro-batch."""
         uncut = self.plain.objective.joint or candidate.ranks > 1
         return frozenset(way for way in candidate.ways if uncut or way.axis != MICRO_BATCHES)
 
-    def combinations(self) -> Iterator[Candidate]:
+    def combinations(self) -> Iterator[PlanCandidate]:
         """All that may go together, the recipe as it is first."""
         choices = [[None, *(way for way in some if way in self.singles)] for some in self.ways.values()]
         for chosen in product(*choices):
             ways = tuple(way for way in chosen if way is not None)
-            techniques = applied(ways, self.base)
+            techniques = apply_options(ways, self.base)
             try:
                 refuse_illegal(techniques)
             except ThriftyError:
                 continue
-            yield Candidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
+            yield PlanCandidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
 
-    def _promising(self) -> Iterator[Candidate]:
+    def _promising(self) -> Iterator[PlanCandidate]:
         """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
         ordered = sorted(self.combinations(), key=lambda c: (bool(c.ways), round(c.relative, 3), len(c.ways)))
         estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
@@ -127,7 +127,7 @@ class Search(Singles):
         little_above = [pair for pair in estimates if 1 < pair[1] / self.room(pair[0]) <= TOO_HIGH]
         yield from (candidate for candidate, _ in sorted(little_above, key=lambda pair: pair[1]))
 
-    def try_out(self, candidate: Candidate) -> None:
+    def try_out(self, candidate: PlanCandidate) -> None:
         """Count it, and run it if it fits and is not one that was tried with something that only costs."""
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
@@ -154,18 +154,18 @@ class Search(Singles):
                 return
         self.tried.append(candidate)
 
-    def _footprint(self, ways: tuple[Way, ...]) -> Footprint:
+    def _footprint(self, ways: tuple[PlanOption, ...]) -> Footprint:
         if not ways:
             return self.plainest
         if ways not in self.footprints:
             self.footprints[ways] = self.alone(ways[0]) if len(ways) == 1 else self.counted(ways)
         return self.footprints[ways]
 
-    def _only_costs(self, candidate: Candidate, other: Candidate) -> bool:
+    def _only_costs(self, candidate: PlanCandidate, other: PlanCandidate) -> bool:
         more = {*candidate.ways} - {*other.ways}
         return {*other.ways} <= {*candidate.ways} and all(self.relative(way) >= 1 for way in more)
 
-    def _timed(self, candidate: Candidate) -> Candidate:
+    def _timed(self, candidate: PlanCandidate) -> PlanCandidate:
         """With its timing, its own or that of one which differs in micro-batches alone and held more; without one
         where that fails, or where it held more than fits."""
         assert self.time is not None
@@ -178,7 +178,7 @@ class Search(Singles):
         self.probes += 1
         try:
             timing = self.time(candidate, NEAR * self.bar)
-        except ProbeFailed as failure:
+        except ProbeError as failure:
             self.misfits[candidate.ways] = failure.what
             self.failed.add(candidate.ways)
             self.say(failure.what)
@@ -196,7 +196,7 @@ class Search(Singles):
             return candidate
         return replace(candidate, timing=timing)
 
-    def best(self) -> Candidate:
+    def best(self) -> PlanCandidate:
         """The fastest of those tried, unless one that changes less is as fast within what can be told apart."""
         ordered = self.ranked()
         best = ordered[0]
@@ -205,36 +205,36 @@ class Search(Singles):
                 return other
         return best
 
-    def ranked(self) -> list[Candidate]:
+    def ranked(self) -> list[PlanCandidate]:
         return sorted(self.tried, key=lambda c: (self.seconds(c), len(c.ways)))
 
-    def seconds(self, candidate: Candidate) -> float:
+    def seconds(self, candidate: PlanCandidate) -> float:
         """Of a step, or of one that takes 1 by the recipe as it is where nothing was run."""
         return candidate.relative if candidate.timing is None else candidate.least_step
 
-    def noise(self, candidate: Candidate) -> float:
+    def noise(self, candidate: PlanCandidate) -> float:
         spread = candidate.timing.spread if candidate.timing else 0.0
         return max(NO_DIFFERENCE, spread / 2)
 
     def _raise_infeasible(self) -> None:
         if failures := [why for ways, why in self.misfits.items() if ways in self.failed]:
-            raise Infeasible(
+            raise InfeasibleError(
                 f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
                 fix="thrifty train RECIPE --budget 5steps shows the whole error; --no-probe plans by counts alone",
             )
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
-            raise Infeasible(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
+            raise InfeasibleError(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
         least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
         needed = self.estimated(least.ways) * least.counted_high + self.beyond(least) * self.margin
         why = self.misfits.get(least.ways, "")
-        raise Infeasible(
+        raise InfeasibleError(
             f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: the least is about {needed / 1e6:,.0f} MB, "
             f"with {least.label}" + (f" ({why})" if why else ""),
             fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow anything, or a smaller model, data.length or data.batch",
         )
 
 
-def _lighter(found: Candidate, candidate: Candidate) -> Timing:
+def _lighter(found: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
     """The timing of a candidate that holds fewer tensors at a time than the one that was run."""
     assert found.timing is not None and found.footprint is not None and candidate.footprint is not None
     less = max(found.footprint.memory - candidate.footprint.memory, 0.0)

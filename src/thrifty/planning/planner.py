@@ -6,27 +6,27 @@ from typing import Any
 
 import torch
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
-from thrifty.core.tensor_tracing import settled
-from thrifty.planning.choice_explanations import Reason, Reasons
-from thrifty.planning.forecast import MARGIN, Expecting, Forecast, Wanted, refuse_no_step
-from thrifty.planning.forecast_ledger import Entry, Record, record_of
-from thrifty.planning.plan_candidate import Candidate
-from thrifty.planning.plan_search import FINALISTS, NO_ROOM, Search, TimeOf
-from thrifty.planning.rank_options import RANKS, over_ranks
+from thrifty.core.tensor_tracing import gc_frozen
+from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
+from thrifty.planning.forecast import MARGIN, Forecast, Forecaster, PlanRequest, refuse_no_step
+from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
+from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
-    ADAPTERS,
+    ADAPTER_OPTIONS,
     AXES,
     MICRO_BATCHES,
-    STRICTNESS,
+    NUMERICS_ORDER,
     Catalogue,
-    Way,
-    lacking,
+    PlanOption,
     micro_batches,
-    ways_along,
+    missing_requirements,
+    options_along,
 )
 
 STEPS = 1000
@@ -37,13 +37,13 @@ OUTSIDE = "installed by a third party, whose code is loaded only where a recipe 
 @dataclass(frozen=True)
 class Plan:
     recipe: Recipe
-    chosen: Candidate
+    chosen: PlanCandidate
     forecast: Forecast
-    alternatives: tuple[tuple[Candidate, Forecast], ...]
+    alternatives: tuple[tuple[PlanCandidate, Forecast], ...]
     """Everything that was run, or counted to fit where nothing was run, from the fastest."""
     misfits: Mapping[str, str]
-    reasons: tuple[Reason, ...]
-    past: Mapping[str, Record]
+    reasons: tuple[ChoiceReason, ...]
+    past: Mapping[str, PredictionRecord]
     """The ledger's of "memory" and "step"."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,22 +62,22 @@ class Plan:
         }
 
 
-def allowed_ways(
-    recipe: Recipe, plain: Plain, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
-) -> tuple[dict[str, list[Way]], dict[str, list[Way]]]:
+def allowed_options(
+    recipe: Recipe, plain: BaseRun, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
+) -> tuple[dict[str, list[PlanOption]], dict[str, list[PlanOption]]]:
     """Along each axis the ways that may be gone, and those that what is asked for does not allow."""
     batch = plain.source.batch
     offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
     if ranks > 1:
-        offers |= {RANKS: tuple(over_ranks(ranks, batch, device))}
+        offers |= {RANKS: tuple(options_over_ranks(ranks, batch, device))}
     if recipe.model.folder and not recipe.model.fresh:
-        offers |= {"adapters": ADAPTERS}
-    most = STRICTNESS.index(allow)
-    free: dict[str, list[Way]] = {}
-    barred: dict[str, list[Way]] = {}
+        offers |= {"adapters": ADAPTER_OPTIONS}
+    most = NUMERICS_ORDER.index(allow)
+    free: dict[str, list[PlanOption]] = {}
+    barred: dict[str, list[PlanOption]] = {}
     for axis, some in offers.items():
-        for way in ways_along(axis, some, recipe.techniques, catalogue, device):
-            where = free if STRICTNESS.index(way.numerics) <= most else barred
+        for way in options_along(axis, some, recipe.techniques, catalogue, device):
+            where = free if NUMERICS_ORDER.index(way.numerics) <= most else barred
             where.setdefault(axis, []).append(way)
     return free, barred
 
@@ -88,16 +88,16 @@ class Planner:
     `tokens` are those of an example; there may be as many `ranks`, or one."""
 
     recipe: Recipe
-    plain: Plain
+    plain: BaseRun
     catalogue: Catalogue
-    wanted: Wanted
+    wanted: PlanRequest
     device: torch.device
     tokens: int
     data: float = 0.0
     """Bytes of the data as prepared."""
     rate: float = 1e12
     time: TimeOf | None = None
-    kept: Sequence[Entry] = ()
+    kept: Sequence[LedgerEntry] = ()
     outside: Sequence[str] = ()
     """Names of what third parties installed: their code is loaded only where a recipe names it."""
     evidence: Mapping[str, str] = field(default_factory=dict)
@@ -109,16 +109,16 @@ class Planner:
 
     def plan(self) -> Plan:
         """Raises Infeasible where nothing fits, or takes longer than it may."""
-        with settled():
+        with gc_frozen():
             return self._plan()
 
     def _plan(self) -> Plan:
         records = {ranks: self._records(ranks) for ranks in {1, self.ranks}}
         steps = self.recipe.budget.steps or STEPS
         kind = self.device.type
-        free, barred = allowed_ways(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
+        free, barred = allowed_options(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
         margin = max(past["memory"].around(1.0, 1.0, MARGIN).high for past in records.values())
-        search = Search(
+        search = PlanSearch(
             self.plain,
             self.recipe.techniques,
             steps,
@@ -139,8 +139,14 @@ class Planner:
         forecast = forecasts[chosen.ways]
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
         self.wanted.refuse_late(forecast.seconds)
-        told = Reasons(
-            search, chosen, barred, self.catalogue, lacking(self.catalogue, kind), self.wanted.allow, self.evidence
+        told = ChoiceExplainer(
+            search,
+            chosen,
+            barred,
+            self.catalogue,
+            missing_requirements(self.catalogue, kind),
+            self.wanted.allow,
+            self.evidence,
         )
         name = f"{self.recipe.name}-planned"
         return Plan(
@@ -154,24 +160,24 @@ class Planner:
             chosen=chosen,
             forecast=forecast,
             alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
-            misfits={Candidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
-            reasons=(*told.all(), *(Reason(name, "not taken", OUTSIDE) for name in self.outside)),
+            misfits={PlanCandidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
+            reasons=(*told.all(), *(ChoiceReason(name, "not taken", OUTSIDE) for name in self.outside)),
             past=records[chosen.ranks],
         )
 
-    def _records(self, ranks: int) -> dict[str, Record]:
+    def _records(self, ranks: int) -> dict[str, PredictionRecord]:
         """How well memory and steps of runs over so many ranks were told."""
         alike = [entry for entry in self.kept if entry.ranks == ranks]
-        return {name: record_of(alike, name, name) for name in ("memory", "step")}
+        return {name: prediction_record(alike, name, name) for name in ("memory", "step")}
 
-    def expecting(self, past: Mapping[str, Record]) -> Expecting:
+    def expecting(self, past: Mapping[str, PredictionRecord]) -> Forecaster:
         own_devices = self.device.type != "cpu"
-        return Expecting(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
+        return Forecaster(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
 
-    def forecast(self, candidate: Candidate, budget: Budget, past: Mapping[str, Record]) -> Forecast:
+    def forecast(self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord]) -> Forecast:
         return self.expecting(past).forecast(candidate, budget)
 
-    def no_room(self, candidate: Candidate) -> str:
+    def no_room(self, candidate: PlanCandidate) -> str:
         """Why a candidate does not fit the disk; "" where it does."""
         taken = self.expecting({}).disk(candidate)
         if sum(taken.values()) <= self.wanted.disk:

@@ -17,20 +17,20 @@ import psutil
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import ThriftyError
-from thrifty.machine.machine_info import machine
-from thrifty.planning.cost_estimates import Timing
+from thrifty.machine.machine_info import machine_identity
+from thrifty.planning.cost_estimates import StepTiming
 from thrifty.training.process_launch import python, settings
 
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
 """Sections of a recipe that change nothing about how long a step takes."""
 
 
-class ProbeFailed(ThriftyError):
+class ProbeError(ThriftyError):
     """A probe ended without a result; says how."""
 
 
 @dataclass(frozen=True)
-class Job:
+class ProbeJob:
     """What a probe is asked: a recipe as tables, without what cuts its batches apart, and the sizes to try."""
 
     recipe: Mapping[str, Any]
@@ -57,13 +57,13 @@ class Job:
         relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
         return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
 
-    def is_answered_by(self, timing: Timing) -> bool:
+    def is_answered_by(self, timing: StepTiming) -> bool:
         """Whether nothing is missing there, but what the bar leaves out."""
         batch = self.parts * self.rows[-1]
         return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
 
 
-Probe = Callable[[Job], Timing]
+Probe = Callable[[ProbeJob], StepTiming]
 """Raises ProbeFailed."""
 
 
@@ -76,16 +76,16 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
     return tuple(sorted({-(-rows // divisor) for divisor in ((1, 2) if compiled else (1, 2, 4))}))
 
 
-def kept(probe: Probe, device: str) -> Probe:
+def cache_probe(probe: Probe, device: str) -> Probe:
     """A probe whose results are kept for this machine, and not made again; but for those that other work disturbed."""
-    here = machine(device)
+    here = machine_identity(device)
 
-    def found_or_made(job: Job) -> Timing:
+    def found_or_made(job: ProbeJob) -> StepTiming:
         same = {name: value for name, value in job.as_dict().items() if name != "bar"}
         asked = json.dumps(same | here, sort_keys=True, default=str)
         path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
         with suppress(OSError, ValueError, TypeError, LookupError):  # not there, or damaged
-            timing = Timing.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+            timing = StepTiming.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
             if job.is_answered_by(timing):
                 return timing
         timing = probe(job)
@@ -101,11 +101,11 @@ def kept(probe: Probe, device: str) -> Probe:
     return found_or_made
 
 
-def in_process(module: str, limit: float = 600.0) -> Probe:
+def probe_in_process(module: str, limit: float = 600.0) -> Probe:
     """Probes by a module that is given the file of a job, over as many ranks as the job's mesh has, and writes its
     answer beside it (`answer`); it may take `limit` seconds in all."""
 
-    def probe(job: Job) -> Timing:
+    def probe(job: ProbeJob) -> StepTiming:
         with tempfile.TemporaryDirectory() as folder:
             asked = Path(folder, "job.json")
             asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
@@ -113,12 +113,12 @@ def in_process(module: str, limit: float = 600.0) -> Probe:
             with suppress(OSError):
                 found = json.loads(answer_file(asked).read_text(encoding="utf-8"))
                 if "refused" in found:
-                    raise ProbeFailed(found["refused"].splitlines()[0])
-                return Timing.from_dict(found)
+                    raise ProbeError(found["refused"].splitlines()[0])
+                return StepTiming.from_dict(found)
         if code == -9 or "(exitcode: -9)" in said:
-            raise ProbeFailed("its process was killed, as the system does when memory runs out")
+            raise ProbeError("its process was killed, as the system does when memory runs out")
         lines = [line for line in said.splitlines() if line.strip()]
-        raise ProbeFailed(lines[-1].strip() if lines else f"its process ended with exit code {code}")
+        raise ProbeError(lines[-1].strip() if lines else f"its process ended with exit code {code}")
 
     return probe
 
@@ -127,7 +127,7 @@ def answer_file(asked: Path) -> Path:
     return asked.with_suffix(".answer.json")
 
 
-def answer(asked: Path, found: Mapping[str, Any]) -> None:
+def write_probe_answer(asked: Path, found: Mapping[str, Any]) -> None:
     """A timing, or what was "refused", by whichever rank says it first."""
     with tempfile.NamedTemporaryFile("w", dir=asked.parent, encoding="utf-8") as file:
         json.dump(dict(found), file)
@@ -150,7 +150,7 @@ def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
         said = process.communicate(timeout=limit)[1]
         return process.returncode, said
     except subprocess.TimeoutExpired:
-        raise ProbeFailed(f"its steps were not done after {limit:.0f} s") from None
+        raise ProbeError(f"its steps were not done after {limit:.0f} s") from None
     finally:
         _end(process)
 

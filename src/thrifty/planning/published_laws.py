@@ -14,7 +14,7 @@ its covariance stands for both.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thrifty.planning.scaling_law import Interval, Recommendation, ScalingLaw, Uncertainty, recommend
+from thrifty.planning.scaling_law import Interval, LawUncertainty, ScalingLaw, SizeRecommendation, recommend
 
 FITTED_FLOPS = Interval(1.4e18, 1.3e22)
 """The compute of the runs that Epoch AI could read off: an answer outside is an extrapolation."""
@@ -27,9 +27,9 @@ class PublishedLaw:
     source: str
     evidence: str
     """How the constants were checked."""
-    uncertainty: Uncertainty | None = None
+    uncertainty: LawUncertainty | None = None
 
-    def recommend(self, *, flops: float | None = None, tokens: float | None = None) -> Recommendation:
+    def recommend(self, *, flops: float | None = None, tokens: float | None = None) -> SizeRecommendation:
         draws = self.uncertainty.draw(self.law) if self.uncertainty else None
         return recommend(self.law, draws, flops=flops, tokens=tokens)
 
@@ -38,7 +38,7 @@ class PublishedLaw:
         return {**asdict(self), "uncertainty": origin}
 
 
-BOOTSTRAP = Uncertainty(
+BOOTSTRAP = LawUncertainty(
     standard_errors=(0.25353, 0.41665, 0.014155, 0.015113, 0.020388),
     correlations=(
         (1.0, -0.23518, 0.58593, 0.99934, -0.24120),

@@ -6,7 +6,7 @@ from itertools import product
 from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
 from thrifty.planning.cluster_layouts import TECHNIQUES, in_a_recipe, meshes
-from thrifty.planning.search_space import Offer
+from thrifty.planning.search_space import OptionTemplate
 
 RANKS = "ranks"
 SHARING = 0.85
@@ -22,12 +22,12 @@ Use = tuple[dict[str, dict[str, int]], float]
 """Techniques with their settings, and by what factor they lengthen a step."""
 
 
-def undivided(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
+def without_rank_techniques(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
     """Without those that give work to several ranks: which of them are to do so is for a plan to say."""
     return tuple(technique for technique in techniques if technique.name not in TECHNIQUES.values())
 
 
-def over_ranks(ranks: int, batch: int, device: str) -> Iterator[Offer]:
+def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTemplate]:
     """The meshes of so many ranks (`layouts.meshes`) that can share a batch equally, with the techniques that use their
     axes.
 
@@ -45,7 +45,7 @@ def over_ranks(ranks: int, batch: int, device: str) -> Iterator[Offer]:
             for named, longer in uses:
                 techniques |= named
                 factor *= longer
-            yield Offer(techniques, factor, mesh=mesh)
+            yield OptionTemplate(techniques, factor, mesh=mesh)
 
 
 def _of_data(mesh: Mesh) -> Iterator[Use]:

@@ -64,7 +64,7 @@ class ScalingLaw:
         """The optimal number of parameters grows as compute to this power."""
         return self.beta / (self.alpha + self.beta)
 
-    def optimal(self, flops: float) -> "Sizing":
+    def optimal(self, flops: float) -> "ModelSizing":
         """The sizes of least loss at a compute of `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N."""
         check_amount("flops", flops)
         product = flops / FLOP_PER_PARAMETER_AND_TOKEN
@@ -73,20 +73,20 @@ class ScalingLaw:
         parameters = np.exp(log_g + self.size_exponent * np.log(product))
         return self._sizing(parameters, product / parameters)
 
-    def optimal_for_tokens(self, tokens: float) -> "Sizing":
+    def optimal_for_tokens(self, tokens: float) -> "ModelSizing":
         """The model for which this many tokens are the compute-optimal number."""
         check_amount("tokens", tokens)
         log_slope = np.log(self.beta * self.B / (self.alpha * self.A)) - self.beta * np.log(tokens)
         return self._sizing(np.exp(-log_slope / self.alpha), tokens)
 
-    def _sizing(self, parameters: Number, tokens: Number) -> "Sizing":
+    def _sizing(self, parameters: Number, tokens: Number) -> "ModelSizing":
         tokens = np.broadcast_to(tokens, np.shape(parameters))
         values = (parameters, tokens, self.loss(parameters, tokens))
-        return Sizing(*(value if np.ndim(value) else float(value) for value in values))
+        return ModelSizing(*(value if np.ndim(value) else float(value) for value in values))
 
 
 @dataclass(frozen=True)
-class Sizing:
+class ModelSizing:
     """A model's size and how much to train it, with the loss that a law predicts; arrays for several laws."""
 
     parameters: Number
@@ -115,7 +115,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Draws:
+class LawSamples:
     """Laws that explain the same data about as well, as one law of arrays."""
 
     law: ScalingLaw
@@ -123,7 +123,7 @@ class Draws:
     """The share of draws left out since one of their exponents is not positive: they have no best size."""
 
     @classmethod
-    def from_logs(cls, constants: np.ndarray, failed: int = 0) -> "Draws | None":
+    def from_logs(cls, constants: np.ndarray, failed: int = 0) -> "LawSamples | None":
         """From rows of (log A, log B, log E, alpha, beta), and the number of draws that gave none at all."""
         in_range = (np.abs(constants[:, :3]) < LARGEST_LOG).all(axis=1)
         usable = constants[in_range & (constants[:, 3:] > 0).all(axis=1)]
@@ -141,7 +141,7 @@ class Draws:
 
 
 @dataclass(frozen=True)
-class Uncertainty:
+class LawUncertainty:
     """A normal distribution of (log A, log B, log E, alpha, beta) around a law, from which laws are drawn."""
 
     standard_errors: Sequence[float]
@@ -149,22 +149,22 @@ class Uncertainty:
     origin: str
     """Where the errors and the correlations come from."""
 
-    def draw(self, law: ScalingLaw, count: int = 4000, seed: int = 0) -> Draws:
+    def draw(self, law: ScalingLaw, count: int = 4000, seed: int = 0) -> LawSamples:
         errors = np.asarray(self.standard_errors)
         covariance = np.asarray(self.correlations) * np.outer(errors, errors)
         drawn = np.random.default_rng(seed).multivariate_normal(law.logs(), covariance, size=count)
-        draws = Draws.from_logs(drawn)
+        draws = LawSamples.from_logs(drawn)
         assert draws is not None, "an uncertainty under which no law has an optimum"
         return draws
 
 
 @dataclass(frozen=True)
-class Recommendation:
+class SizeRecommendation:
     """What one law says."""
 
-    sizing: Sizing
+    sizing: ModelSizing
     intervals: dict[str, Interval | None]
-    """For each answered quantity of `Sizing`; None where nothing is known of the law's uncertainty."""
+    """For each answered quantity of `ModelSizing`; None where nothing is known of the law's uncertainty."""
 
     def as_dict(self) -> dict[str, Any]:
         intervals = {name: None if each is None else each.ends() for name, each in self.intervals.items()}
@@ -172,13 +172,13 @@ class Recommendation:
 
 
 def recommend(
-    law: ScalingLaw, draws: Draws | None = None, *, flops: float | None = None, tokens: float | None = None
-) -> Recommendation:
+    law: ScalingLaw, draws: LawSamples | None = None, *, flops: float | None = None, tokens: float | None = None
+) -> SizeRecommendation:
     """The best sizes for a compute of `flops`, or the model and the compute that suit a number of `tokens`."""
     if (flops is None) == (tokens is None):
         raise UsageError("a recommendation needs either flops or tokens", fix="give exactly one of them")
 
-    def size(of: ScalingLaw) -> Sizing:
+    def size(of: ScalingLaw) -> ModelSizing:
         return of.optimal_for_tokens(tokens) if tokens is not None else of.optimal(flops or 0.0)
 
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
@@ -191,8 +191,8 @@ def recommend(
         raise UsageError(f"{what}: no law speaks of so little", fix="give an amount that some model is trained with")
     answered = ("parameters", "flops" if flops is None else "tokens", "tokens_per_parameter", "loss")
     if draws is None:
-        return Recommendation(sizing, dict.fromkeys(answered))
-    return Recommendation(sizing, {name: draws.interval(getattr(many, name)) for name in answered})
+        return SizeRecommendation(sizing, dict.fromkeys(answered))
+    return SizeRecommendation(sizing, {name: draws.interval(getattr(many, name)) for name in answered})
 
 
 def check_amount(name: str, value: float) -> None:

@@ -3,9 +3,10 @@
 Paper  Hoffmann et al. 2022 (2203.15556), approach 3, with the correction of Besiroglu et al. 2024 (2404.10102).
 
 The published fit took the mean of the Huber losses. Near the minimum that is some 1e-5, so small that L-BFGS-B with its
-usual tolerance sees no progress and stops: the constants are then those of wherever it was. `Procedure.CONVERGED` sums,
+usual tolerance sees no progress and stops: the constants are then those of wherever it was. `FitProcedure.CONVERGED`
+sums,
 scales the sum, asks for a tight tolerance, and measures log N and log D from their means, which makes the two constants
-of a term nearly independent. `Procedure.STOPS_EARLY` keeps the mistake, for studies of it.
+of a term nearly independent. `FitProcedure.STOPS_EARLY` keeps the mistake, for studies of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 from scipy.optimize import minimize
 
 from thrifty.core.errors import UsageError
-from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, Draws, ScalingLaw, check_amount
+from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, LawSamples, ScalingLaw, check_amount
 
 DELTA = 1e-3
 """Residuals of log loss beyond this count linearly: a run that went wrong does not bend the law."""
@@ -43,7 +44,7 @@ class TrainedRun:
         return FLOP_PER_PARAMETER_AND_TOKEN * self.parameters * self.tokens
 
 
-class Procedure(Enum):
+class FitProcedure(Enum):
     CONVERGED = "sum of the losses, to convergence"
     STOPS_EARLY = "mean of the losses, the usual tolerance: the published mistake"
 
@@ -87,7 +88,7 @@ def huber_objective(
 
 
 @dataclass(frozen=True)
-class Fit:
+class LawFit:
     law: ScalingLaw
     objective: float
     """The sum of Huber losses at the law."""
@@ -96,17 +97,17 @@ class Fit:
     starts: int
     agreeing: int
     """Starts that ended at this minimum, within a millionth of its value."""
-    draws: Draws | None
+    draws: LawSamples | None
     """Laws fitted to runs drawn again with replacement; None where no resampling was asked for."""
 
 
 def fit(
     runs: Sequence[TrainedRun],
     starts: np.ndarray = COARSE_STARTS,
-    procedure: Procedure = Procedure.CONVERGED,
+    procedure: FitProcedure = FitProcedure.CONVERGED,
     resamples: int = 0,
     seed: int = 0,
-) -> Fit:
+) -> LawFit:
     """The law of least summed Huber loss; `resamples` bootstrap fits begin at it.
 
     Raises UsageError where the runs cannot determine the law: too few, too few sizes, all of one budget, no effect.
@@ -123,7 +124,7 @@ def fit(
             )
     law = ScalingLaw.from_logs(constants)
     residual = np.log(law.loss(np.exp(logs[0]), np.exp(logs[1]))) - logs[2]
-    return Fit(
+    return LawFit(
         law=law,
         objective=objective,
         residual=float(np.median(np.abs(residual))),
@@ -160,9 +161,9 @@ def _logs(runs: Sequence[TrainedRun]) -> np.ndarray:
     return np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
 
 
-def _descend(start: np.ndarray, logs: np.ndarray, procedure: Procedure) -> tuple[float, np.ndarray]:
+def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tuple[float, np.ndarray]:
     """The objective where L-BFGS-B ends, always as the sum, and the constants there."""
-    converge = procedure is Procedure.CONVERGED
+    converge = procedure is FitProcedure.CONVERGED
     scale = 1e6 if converge else 1 / logs.shape[1]
     settings = {"ftol": 1e-15, "gtol": 1e-12, "maxiter": 1000, "maxfun": 2000} if converge else {}
     centre = logs[:2].mean(axis=1) if converge else np.zeros(2)
@@ -185,8 +186,8 @@ def _shifted(constants: np.ndarray, centre: np.ndarray) -> np.ndarray:
 
 
 def _bootstrap(
-    runs: Sequence[TrainedRun], constants: np.ndarray, procedure: Procedure, resamples: int, seed: int
-) -> Draws | None:
+    runs: Sequence[TrainedRun], constants: np.ndarray, procedure: FitProcedure, resamples: int, seed: int
+) -> LawSamples | None:
     generator = np.random.default_rng(seed)
     found, failed = [], 0
     for _ in range(resamples):
@@ -197,7 +198,7 @@ def _bootstrap(
             failed += 1
             continue
         found.append(_descend(constants, _logs(again), procedure)[1])
-    return Draws.from_logs(np.array(found), failed) if found else None
+    return LawSamples.from_logs(np.array(found), failed) if found else None
 
 
 def synthetic_runs(

@@ -15,7 +15,7 @@ from thrifty.machine.cpu_features import has_fast_bfloat16
 
 Catalogue = Mapping[str, type[Technique]]
 
-STRICTNESS = (Numerics.EXACT, Numerics.ROUNDING, Numerics.DIFFERENT)
+NUMERICS_ORDER = (Numerics.EXACT, Numerics.ROUNDING, Numerics.DIFFERENT)
 """From the strictest promise to none."""
 MICRO_BATCHES = "micro-batches"
 
@@ -36,7 +36,7 @@ def _on_processors(device: str) -> str:
 
 
 @dataclass(frozen=True)
-class Offer:
+class OptionTemplate:
     """Techniques with their settings, and by what a step's time is expected to change beyond its FLOPs: what their
     cards say, the best of it where they promise speed. It decides what is looked at first; what is tried is measured.
     """
@@ -54,23 +54,23 @@ class Offer:
         return self.factor * (self.on_processors if device == "cpu" else 1.0)
 
 
-def _one(name: str, factor: float, lacks: Callable[[str], str] = _anywhere, **settings: Any) -> Offer:
-    return Offer({name: settings}, factor, lacks)
+def _one(name: str, factor: float, lacks: Callable[[str], str] = _anywhere, **settings: Any) -> OptionTemplate:
+    return OptionTemplate({name: settings}, factor, lacks)
 
 
-def _within(name: str, factor: float, share: float) -> Offer:
+def _within(name: str, factor: float, share: float) -> OptionTemplate:
     """Within a share of the bytes, which on a processor is promised of the process: freed memory is cleared again."""
-    return Offer({name: {"bytes": share}}, factor, on_processors=1.3)
+    return OptionTemplate({name: {"bytes": share}}, factor, on_processors=1.3)
 
 
-AXES: dict[str, tuple[Offer, ...]] = {
+AXES: dict[str, tuple[OptionTemplate, ...]] = {
     "number format": (
         _one("precision.mixed", 0.6, _units),
         _one("precision.bfloat16_weights", 0.62, _units, rounding="kahan"),
     ),
     "compiled code": (
         _one("compile", 0.85),
-        Offer({"compile": {}, "attention.tiled": {}}, 0.8, _on_processors),
+        OptionTemplate({"compile": {}, "attention.tiled": {}}, 0.8, _on_processors),
     ),
     "recomputation": (
         _within("memory.optimal_recompute", 1.02, 0.75),
@@ -93,12 +93,12 @@ AXES: dict[str, tuple[Offer, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
-ADAPTERS = (_one("adapters.lora", 0.75),)
+ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
 """Offered where the model is trained already."""
 
 
 @dataclass(frozen=True)
-class Way:
+class PlanOption:
     """One way along an axis: these techniques in, those of the names in `drops` out."""
 
     axis: str
@@ -122,19 +122,19 @@ class Way:
         return (*(each for each in techniques if each.name not in self.drops), *self.techniques)
 
 
-def applied(ways: Iterable[Way], techniques: Sequence[Technique]) -> tuple[Technique, ...]:
+def apply_options(ways: Iterable[PlanOption], techniques: Sequence[Technique]) -> tuple[Technique, ...]:
     """A run's techniques after all of these ways."""
     for way in ways:
         techniques = way.apply(techniques)
     return tuple(techniques)
 
 
-def mesh_of(ways: Iterable[Way]) -> Mesh:
+def mesh_of(ways: Iterable[PlanOption]) -> Mesh:
     """What ways of which at most one is over several ranks are laid out on."""
     return next((way.mesh for way in ways if way.mesh != ONE_RANK), ONE_RANK)
 
 
-def micro_batches(batch: int, joint: bool) -> tuple[Offer, ...]:
+def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
     """The effective batch in 2, 4, 8 … parts, by the technique that suits the loss."""
     name = "large_batch.gradient_cache" if joint else "large_batch.gradient_accumulation"
     again = 4 / 3 if joint else 1.0
@@ -142,17 +142,17 @@ def micro_batches(batch: int, joint: bool) -> tuple[Offer, ...]:
     return tuple(_one(name, again * (1 + 0.01 * power), parts=size) for power, size in enumerate(parts, 1))
 
 
-def ways_along(
-    axis: str, offers: Sequence[Offer], present: Sequence[Technique], catalogue: Catalogue, device: str
-) -> Iterator[Way]:
+def options_along(
+    axis: str, offers: Sequence[OptionTemplate], present: Sequence[Technique], catalogue: Catalogue, device: str
+) -> Iterator[PlanOption]:
     """The ways along an axis for a run with these techniques: what is offered, and without what is there."""
     named = {name for offer in offers for name in offer.techniques}
     there = {technique.name: technique for technique in present if technique.name in named}
     own = [offer for offer in offers if offer.techniques.keys() == there.keys()]
     usual = min((offer.factor_on(device) for offer in own), default=1.0)
     if there:
-        loosest = max((technique.numerics for technique in there.values()), key=STRICTNESS.index)
-        yield Way(axis, (), frozenset(there), 1 / usual, loosest, "without " + " and ".join(there))
+        loosest = max((technique.numerics for technique in there.values()), key=NUMERICS_ORDER.index)
+        yield PlanOption(axis, (), frozenset(there), 1 / usual, loosest, "without " + " and ".join(there))
     for offer in offers:
         if offer.lacks(device) or not offer.techniques.keys() <= catalogue.keys():
             continue
@@ -165,14 +165,14 @@ def ways_along(
         touched = {*made} ^ {*there.values()}
         if not touched:
             continue
-        numerics = max((technique.numerics for technique in touched), key=STRICTNESS.index)
+        numerics = max((technique.numerics for technique in touched), key=NUMERICS_ORDER.index)
         label = " + ".join(_label(technique) for technique in made)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"
-        yield Way(axis, made, frozenset(there), offer.factor_on(device) / usual, numerics, label, offer.mesh)
+        yield PlanOption(axis, made, frozenset(there), offer.factor_on(device) / usual, numerics, label, offer.mesh)
 
 
-def lacking(catalogue: Catalogue, device: str) -> dict[str, str]:
+def missing_requirements(catalogue: Catalogue, device: str) -> dict[str, str]:
     """Techniques that are on an axis but offered in no way on this device, and why."""
     offers = [offer for some in AXES.values() for offer in some]
     offered = {name for offer in offers if not offer.lacks(device) for name in offer.techniques}

@@ -7,34 +7,34 @@ from math import prod
 
 import torch
 
-from thrifty.composition.compose import CPU, Composition, Plain, compose
-from thrifty.composition.explain import held
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
+from thrifty.composition.explain import resident_bytes
 from thrifty.core.errors import ThriftyError
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Technique
-from thrifty.distributed.fake_ranks import as_first_rank
-from thrifty.planning.cost_estimates import between, counted
-from thrifty.planning.search_space import MICRO_BATCHES, Way, applied, mesh_of
+from thrifty.distributed.fake_ranks import fake_first_rank
+from thrifty.planning.cost_estimates import count_footprint, interpolate_footprint
+from thrifty.planning.search_space import MICRO_BATCHES, PlanOption, apply_options, mesh_of
 
 COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
 
 
 @dataclass
-class Singles:
+class SingleOptionCosts:
     """`base` are the techniques of the recipe, `ways` those that may be gone, by axis."""
 
-    plain: Plain
+    plain: BaseRun
     base: tuple[Technique, ...]
     steps: int
-    ways: Mapping[str, Sequence[Way]]
+    ways: Mapping[str, Sequence[PlanOption]]
     device: torch.device = field(default=CPU, kw_only=True)
     say: Callable[[str], None] = field(default=lambda text: None, kw_only=True)
-    count: Callable[[Composition], Footprint] = field(default=counted, kw_only=True)
+    count: Callable[[Run], Footprint] = field(default=count_footprint, kw_only=True)
 
     def __post_init__(self) -> None:
-        self.singles: dict[Way, Footprint] = {}
-        self.refused: dict[Way, str] = {}
-        self.told: set[Way] = set()
+        self.singles: dict[PlanOption, Footprint] = {}
+        self.refused: dict[PlanOption, str] = {}
+        self.told: set[PlanOption] = set()
         """Ways whose footprint was not counted, but follows from those of others."""
         self.counts = 0
 
@@ -43,15 +43,15 @@ class Singles:
         """Of the recipe as it is."""
         return self.counted(())
 
-    def counted(self, ways: Sequence[Way]) -> Footprint:
+    def counted(self, ways: Sequence[PlanOption]) -> Footprint:
         """With all of these ways; over several ranks of the first, which is built as well: what techniques claim over a
         mesh says nothing of models that cannot be so divided."""
         self.counts += 1
         mesh = mesh_of(ways)
-        with as_first_rank(mesh):
-            run = compose(self.plain, applied(ways, self.base), self.steps, self.device)
+        with fake_first_rank(mesh):
+            run = compose(self.plain, apply_options(ways, self.base), self.steps, self.device)
             if mesh.least_ranks > 1:
-                held(run)
+                resident_bytes(run)
             return self.count(run)
 
     def look_at_singles(self) -> None:
@@ -64,7 +64,7 @@ class Singles:
             if inner:
                 self._tell(inner, cutting[0], cutting[-1])
 
-    def _look_at(self, ways: Iterable[Way]) -> None:
+    def _look_at(self, ways: Iterable[PlanOption]) -> None:
         for way in ways:
             try:
                 self.singles[way] = self.counted((way,))
@@ -72,7 +72,7 @@ class Singles:
             except ThriftyError as refusal:
                 self.refused[way] = refusal.what
 
-    def _tell(self, ways: Sequence[Way], most: Way, fewest: Way) -> None:
+    def _tell(self, ways: Sequence[PlanOption], most: PlanOption, fewest: PlanOption) -> None:
         """Of ways between two: what depends on the examples of a micro-batch does so on a straight line. All are
         counted where one of the two is refused."""
         span = self._rows(fewest) - self._rows(most)
@@ -80,25 +80,25 @@ class Singles:
             return self._look_at(ways)
         for way in ways:
             share = (self._rows(way) - self._rows(most)) / span
-            self.singles[way] = between(self.singles[most], self.singles[fewest], share)
+            self.singles[way] = interpolate_footprint(self.singles[most], self.singles[fewest], share)
             self.told.add(way)
 
-    def _rows(self, way: Way) -> int:
+    def _rows(self, way: PlanOption) -> int:
         """Examples of a micro-batch."""
         return -(-self.plain.source.batch // way.parts)
 
-    def alone(self, way: Way) -> Footprint:
+    def alone(self, way: PlanOption) -> Footprint:
         """The footprint of a way by itself, counted. Raises as counting does."""
         if way in self.told:
             self.singles[way] = self.counted((way,))
             self.told.remove(way)
         return self.singles[way]
 
-    def relative(self, way: Way) -> float:
+    def relative(self, way: PlanOption) -> float:
         """What a way is expected to make of a step's time: by its card, and by the FLOPs that were counted."""
         return way.factor * self.singles[way].flops / max(self.plainest.flops, 1.0)
 
-    def estimated(self, ways: Sequence[Way]) -> float:
+    def estimated(self, ways: Sequence[PlanOption]) -> float:
         """Bytes at the peak, as if what each way does to each part did not depend on the others."""
         base, parts = self.plainest, {}
         for name in COUNTED_PARTS:

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.backward import Backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.state import TrainState
-from thrifty.machine.cpu_contention import OtherWork
+from thrifty.machine.cpu_contention import CpuContention
 from thrifty.optim.transform_elements import global_norm
-from thrifty.planning.cost_estimates import Timing, counted
+from thrifty.planning.cost_estimates import StepTiming, count_footprint
 from thrifty.training import checkpoint
 from thrifty.training.evaluation import evaluate
 from thrifty.training.memory_meter import MemoryMeter
-from thrifty.training.rank_sync import together
+from thrifty.training.rank_sync import process_group_sync
 
 LEAST, MOST = 3, 12
 """Steps timed of each size, after one that is not: more than the least until they agree, or are as many as the most."""
@@ -32,9 +32,9 @@ JUDGED = 2
 """Batches by which the time of an evaluation is told, after one that may compile."""
 
 
-def timed(
-    run: Composition, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
-) -> Timing:
+def time_steps(
+    run: Run, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
+) -> StepTiming:
     """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
     and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
 
@@ -43,18 +43,18 @@ def timed(
     `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
     several `parts`, so that gradients stand beside activations as they will.
     """
-    counted(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
+    count_footprint(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
     meter, began = MemoryMeter(run.device), time.perf_counter()
     state = run.place()
     passes: dict[int, list[float]] = {}
     updates: list[float] = []
     spreads: list[float] = []
-    largest, startup, others, all_ranks = max(rows), 0.0, None, together()
+    largest, startup, others, all_ranks = max(rows), 0.0, None, process_group_sync()
     for size in sorted(rows, reverse=True):
         cut = 2 if parts > 1 and size == largest else 1
         _step(run, state, size, cut, 0)
         startup = startup or time.perf_counter() - began
-        others = others or OtherWork()
+        others = others or CpuContention()
         passes[size], update = _repeated(run, state, size, cut, seconds / len(rows))
         updates += update
         spreads.append(_spread([a + b for a, b in zip(passes[size], update, strict=True)]))
@@ -65,7 +65,7 @@ def timed(
     memory, taken = meter.peak(), others.taken()
     first, evaluation = _timed_evaluation(run, state, held_out)
     sizes = sorted(passes)
-    return Timing(
+    return StepTiming(
         rows=tuple(sizes),
         passes=tuple(statistics.median(passes[size]) for size in sizes),
         least=tuple(min(passes[size]) for size in sizes),
@@ -80,13 +80,11 @@ def timed(
     )
 
 
-def _repeated(
-    run: Composition, state: TrainState, rows: int, cut: int, seconds: float
-) -> tuple[list[float], list[float]]:
+def _repeated(run: Run, state: TrainState, rows: int, cut: int, seconds: float) -> tuple[list[float], list[float]]:
     """Seconds of each micro-batch and of each update, over some steps."""
     backward: list[float] = []
     update: list[float] = []
-    began, all_ranks = time.perf_counter(), together()
+    began, all_ranks = time.perf_counter(), process_group_sync()
 
     while len(backward) < LEAST or not all_ranks.first(lambda: _is_enough(backward, began, seconds)):
         one, other = _step(run, state, rows, cut, 1 + len(backward))
@@ -101,7 +99,7 @@ def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
     return so_far > seconds or (so_far > SECONDS and settled)
 
 
-def _step(run: Composition, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
+def _step(run: Run, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
     """A step as the training loop makes it, and the seconds of its two halves."""
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
@@ -127,13 +125,13 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
-def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
+def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
     """Seconds of the first batch, compilation included, and of all of them, told by the next few."""
 
     def judged(batches: Sequence[Batch]) -> float:
         assert state.model is not None
         start = time.perf_counter()
-        evaluate(state.model, run.judged_by, batches, run.device)
+        evaluate(state.model, run.eval_objective, batches, run.device)
         return time.perf_counter() - start
 
     first, few = judged(held_out[:1]), held_out[1 : 1 + JUDGED] or held_out[:1]
@@ -142,7 +140,7 @@ def _timed_evaluation(run: Composition, state: TrainState, held_out: Sequence[Ba
 
 def _timed_save(state: TrainState) -> float:
     """Seconds of a checkpoint, on the disk for temporary files; 0 where there is no room for one."""
-    all_ranks = together()
+    all_ranks = process_group_sync()
     folder = Path(all_ranks.first(tempfile.mkdtemp))
     try:
         return checkpoint.save(folder, 0, state.tensors(), {**state.scalars(), "steps": 0}, ranks=all_ranks).seconds

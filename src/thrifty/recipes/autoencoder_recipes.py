@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from thrifty.core.recipe import (
-    Augmentation,
+    AugmentationSettings,
     Budget,
-    Checkpoints,
+    CheckpointSettings,
     DataSettings,
-    Evaluation,
+    EvaluationSettings,
     ModelSettings,
     ObjectiveSettings,
     Recipe,
@@ -40,11 +40,11 @@ def mae_digits() -> Recipe:
         name="mae-digits",
         about="A small masked autoencoder: three quarters of each handwritten digit are removed, and given back.",
         model=ModelSettings(preset="mae-nano", patch=2, width=64, decoder_width=32),
-        data=DataSettings(source="digits", batch=64, augment=Augmentation(crop=1)),
+        data=DataSettings(source="digits", batch=64, augment=AugmentationSettings(crop=1)),
         objective=ObjectiveSettings("reconstruct"),
         budget=Budget(steps=2000),
-        evaluation=Evaluation(every=200, examples=497),
-        checkpoints=Checkpoints(every=500),
+        evaluation=EvaluationSettings(every=200, examples=497),
+        checkpoints=CheckpointSettings(every=500),
         techniques=as_mae(quick(lr=2e-3)),
     )
 
@@ -60,10 +60,10 @@ def mae_cifar10() -> Recipe:
         name="mae-cifar10",
         about="A masked autoencoder on CIFAR-10: three quarters of each image are removed, and given back.",
         model=ModelSettings(preset="mae-nano"),
-        data=DataSettings(source="cifar10", batch=128, augment=Augmentation(crop=4, flip=True)),
+        data=DataSettings(source="cifar10", batch=128, augment=AugmentationSettings(crop=4, flip=True)),
         objective=ObjectiveSettings("reconstruct"),
         budget=Budget(steps=20_000),
-        evaluation=Evaluation(every=1000, examples=2000),
-        checkpoints=Checkpoints(every=2000),
+        evaluation=EvaluationSettings(every=1000, examples=2000),
+        checkpoints=CheckpointSettings(every=2000),
         techniques=as_mae(quick(lr=1e-3)),
     )

@@ -1,19 +1,19 @@
 """Models that learn from images with captions."""
 
 from thrifty.core.recipe import (
-    Augmentation,
+    AugmentationSettings,
     Budget,
-    Checkpoints,
+    CheckpointSettings,
     DataSettings,
-    Evaluation,
+    EvaluationSettings,
     ModelSettings,
     ObjectiveSettings,
     Recipe,
 )
 from thrifty.techniques.data_selection.drop_patches import DropPatches
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 
 
 def flip_emoji() -> Recipe:
@@ -28,15 +28,17 @@ def flip_emoji() -> Recipe:
         name="flip-emoji",
         about="A small CLIP learns emoji and what they are called from half of their patches (FLIP).",
         model=ModelSettings(preset="clip-nano", patch=8),
-        data=DataSettings(source="emoji", batch=128, length=32, vocabulary=2048, size=64, augment=Augmentation(crop=6)),
+        data=DataSettings(
+            source="emoji", batch=128, length=32, vocabulary=2048, size=64, augment=AugmentationSettings(crop=6)
+        ),
         objective=ObjectiveSettings("contrast"),
         budget=Budget(steps=600),
-        evaluation=Evaluation(every=100, examples=1024),
-        checkpoints=Checkpoints(every=300),
+        evaluation=EvaluationSettings(every=100, examples=1024),
+        checkpoints=CheckpointSettings(every=300),
         techniques=(
             DropPatches(rate=0.5, until=0.9),
             AdamW(lr=1e-3, weight_decay=0.2),
-            Cosine(warmup=0.1),
-            Clip(),
+            CosineDecay(warmup=0.1),
+            GradientClipping(),
         ),
     )

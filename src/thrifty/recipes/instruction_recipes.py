@@ -1,6 +1,14 @@
 """Instruction tuning: a pretrained language model learns to answer, after Alpaca and Alpaca-LoRA."""
 
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.recipe import (
+    Budget,
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    Recipe,
+)
 from thrifty.core.technique import Technique
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entry
 from thrifty.recipes.language_recipes import fast
@@ -9,7 +17,7 @@ from thrifty.techniques.adapters.lora import Lora
 QUERIES_AND_VALUES = r"qkv|[qv]_proj|query|value|c_attn"
 
 
-def adapted(lr: float) -> tuple[Technique, ...]:
+def alpaca_lora_techniques(lr: float) -> tuple[Technique, ...]:
     """Alpaca-LoRA's choice: rank 8 on queries and values, everything else frozen."""
     return (*fast(lr), Lora(rank=8, alpha=16.0, dropout=0.05, where=QUERIES_AND_VALUES, slices="qv"))
 
@@ -28,9 +36,9 @@ def instruct() -> Recipe:
         data=DataSettings(source=PYTHON_FUNCTIONS, length=512, batch=8),
         objective=ObjectiveSettings("answer"),
         budget=Budget(steps=100),
-        evaluation=Evaluation(every=25, at_start=True),
-        checkpoints=Checkpoints(every=100, keep=1),
-        techniques=adapted(lr=3e-4),
+        evaluation=EvaluationSettings(every=25, at_start=True),
+        checkpoints=CheckpointSettings(every=100, keep=1),
+        techniques=alpaca_lora_techniques(lr=3e-4),
     )
 
 
@@ -49,7 +57,7 @@ def instruct_kjv() -> Recipe:
         data=DataSettings(source="kjv-web", length=512, batch=2),
         objective=ObjectiveSettings("answer"),
         budget=Budget(steps=60),
-        evaluation=Evaluation(every=20, at_start=True),
-        checkpoints=Checkpoints(every=60, keep=1),
-        techniques=adapted(lr=2e-3),
+        evaluation=EvaluationSettings(every=20, at_start=True),
+        checkpoints=CheckpointSettings(every=60, keep=1),
+        techniques=alpaca_lora_techniques(lr=2e-3),
     )

@@ -2,33 +2,41 @@
 
 import torch
 
-from thrifty.core.recipe import Budget, Checkpoints, DataSettings, Evaluation, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.recipe import (
+    Budget,
+    CheckpointSettings,
+    DataSettings,
+    EvaluationSettings,
+    ModelSettings,
+    ObjectiveSettings,
+    Recipe,
+)
 from thrifty.core.technique import Technique
 from thrifty.machine.cpu_features import can_compile, has_fast_bfloat16
-from thrifty.techniques.attention.tiled import Tiled
-from thrifty.techniques.compile import Compile
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.attention.tiled import TiledAttention
+from thrifty.techniques.compile import CompiledBlocks
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.precision.mixed import Mixed
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.precision.mixed import MixedPrecision
+from thrifty.techniques.schedules.linear import LinearDecay
 
 
 def fast(lr: float) -> tuple[Technique, ...]:
     """What pays on nearly every run: AdamW with a rate decayed to the end and clipping; bfloat16 where there are units
     for it; compiled blocks where there is a compiler, on CPUs with tiled attention in models that allow it."""
-    chosen: list[Technique] = [AdamW(lr=lr), Linear(), Clip()]
+    chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(), GradientClipping()]
     if has_fast_bfloat16():
-        chosen.append(Mixed())
+        chosen.append(MixedPrecision())
     if can_compile():
-        chosen.append(Compile())
+        chosen.append(CompiledBlocks())
         if not torch.cuda.is_available():
-            chosen.append(Tiled(optional=True))
+            chosen.append(TiledAttention(optional=True))
     return tuple(chosen)
 
 
 def both_ways(lr: float) -> tuple[Technique, ...]:
     """The same for models in which a token sees later ones, whose attention is not tiled."""
-    return tuple(technique for technique in fast(lr) if not isinstance(technique, Tiled))
+    return tuple(technique for technique in fast(lr) if not isinstance(technique, TiledAttention))
 
 
 def text() -> Recipe:
@@ -59,8 +67,8 @@ def plain() -> Recipe:
         model=ModelSettings(preset="llama-nano"),
         data=DataSettings(source="kjv", length=256, batch=8),
         budget=Budget(seconds=60),
-        evaluation=Evaluation(every=200, examples=16),
-        techniques=(AdamW(lr=3e-3), Linear(), Clip()),
+        evaluation=EvaluationSettings(every=200, examples=16),
+        techniques=(AdamW(lr=3e-3), LinearDecay(), GradientClipping()),
     )
 
 
@@ -108,8 +116,8 @@ def kjv() -> Recipe:
         model=ModelSettings(preset="llama-micro"),
         data=DataSettings(source="kjv", length=256, batch=32),
         budget=Budget(seconds=150),
-        evaluation=Evaluation(every=25),
-        checkpoints=Checkpoints(every=100),
+        evaluation=EvaluationSettings(every=25),
+        checkpoints=CheckpointSettings(every=100),
         techniques=fast(lr=2e-3),
     )
 

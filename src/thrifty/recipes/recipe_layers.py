@@ -17,44 +17,44 @@ from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, techni
 
 
 @dataclass
-class Layers:
+class RecipeLayers:
     data: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
 
-    def lay(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "Layers":
+    def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
         """Put values above those that are there, table by table."""
         for key, value in data.items():
             here = (*path, key)
             if isinstance(value, Mapping):
                 self._table(here)
-                self.lay(origin, value, here)
+                self.override(origin, value, here)
             else:
                 self._table(path)[key] = value
                 self.origins[".".join(here)] = origin
         return self
 
-    def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "Layers":
+    def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
         """Put a whole table in place of what is there: values that exclude each other must not be mixed."""
         self.data.pop(key, None)
         self.origins = {path: where for path, where in self.origins.items() if not path.startswith(key + ".")}
-        return self.lay(origin, {key: table})
+        return self.override(origin, {key: table})
 
-    def set(self, assignment: str) -> "Layers":
+    def set(self, assignment: str) -> "RecipeLayers":
         """One `path=value`, the value in TOML; text needs no quotes."""
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
         if path.startswith("budget."):  # its amounts exclude each other: the new one takes the place of the old
             return self.replace("--set", "budget", {path.removeprefix("budget."): toml_value(text)})
-        return self.lay("--set", _nested(path, toml_value(text)))
+        return self.override("--set", _nested(path, toml_value(text)))
 
-    def add_technique(self, words: str) -> "Layers":
+    def add_technique(self, words: str) -> "RecipeLayers":
         """One `name` or `name:key=value,key=value`."""
         name, _, settings = words.partition(":")
         techniques.find(name)
-        return self.lay("--with", {"techniques": _nested(name, toml_table(settings, words))})
+        return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
-    def drop_technique(self, name: str) -> "Layers":
+    def drop_technique(self, name: str) -> "RecipeLayers":
         present = dict(technique_tables(self.data.get("techniques", {})))
         if name not in present:
             raise UsageError(f"--without {name}: the recipe does not use it", fix=did_you_mean(name, present))
@@ -63,7 +63,9 @@ class Layers:
         self.origins = {path: at for path, at in self.origins.items() if not path.startswith(f"techniques.{name}.")}
         return self
 
-    def change(self, removals: Sequence[str], additions: Sequence[str], assignments: Sequence[str]) -> "Layers":
+    def apply_changes(
+        self, removals: Sequence[str], additions: Sequence[str], assignments: Sequence[str]
+    ) -> "RecipeLayers":
         """What --without, --with and --set say, in this order: a technique can be taken out and put in anew."""
         for name in removals:
             self.drop_technique(name)
@@ -73,7 +75,7 @@ class Layers:
             self.set(assignment)
         return self
 
-    def arrange(self, axes: str) -> "Layers":
+    def apply_mesh(self, axes: str) -> "RecipeLayers":
         """`tensor=2,pipeline=2`: the sizes of the mesh, and the techniques that its axes need and that are missing."""
         sizes = toml_table(axes, f"--mesh {axes}")
         self.replace("--mesh", "mesh", sizes)
@@ -81,7 +83,7 @@ class Layers:
             claim, name = USED_BY.get(axis, ("", ""))
             present = [techniques.find(other) for other, _ in technique_tables(self.data.get("techniques", {}))]
             if name and size != 1 and not any(claim in technique.claims for technique in present):
-                self.lay("--mesh", {"techniques": _nested(name, {})})
+                self.override("--mesh", {"techniques": _nested(name, {})})
         return self
 
     def changed(self) -> dict[str, str]:

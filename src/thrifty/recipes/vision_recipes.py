@@ -3,31 +3,31 @@
 import torch
 
 from thrifty.core.recipe import (
-    Augmentation,
+    AugmentationSettings,
     Budget,
-    Checkpoints,
+    CheckpointSettings,
     DataSettings,
-    Evaluation,
+    EvaluationSettings,
     ModelSettings,
     ObjectiveSettings,
     Recipe,
 )
 from thrifty.core.technique import Technique
 from thrifty.machine.cpu_features import can_compile, has_fast_bfloat16
-from thrifty.techniques.compile import Compile
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.compile import CompiledBlocks
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.precision.mixed import Mixed
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.precision.mixed import MixedPrecision
+from thrifty.techniques.schedules.cosine import CosineDecay
 
 
 def quick(lr: float) -> tuple[Technique, ...]:
     """AdamW as DeiT has it, with a cosine and clipping, and what makes a small machine's steps fast."""
-    chosen: list[Technique] = [AdamW(lr=lr, weight_decay=0.05), Cosine(), Clip()]
+    chosen: list[Technique] = [AdamW(lr=lr, weight_decay=0.05), CosineDecay(), GradientClipping()]
     if has_fast_bfloat16():
-        chosen.append(Mixed())
+        chosen.append(MixedPrecision())
     if can_compile() and torch.cuda.is_available():
-        chosen.append(Compile())
+        chosen.append(CompiledBlocks())
     return tuple(chosen)
 
 
@@ -44,9 +44,9 @@ def vit_digits() -> Recipe:
         data=DataSettings(source="digits", batch=64),
         objective=ObjectiveSettings("classify"),
         budget=Budget(steps=600),
-        evaluation=Evaluation(every=100, examples=497),
-        checkpoints=Checkpoints(every=300),
-        techniques=(AdamW(lr=2e-3, weight_decay=0.05), Cosine(), Clip()),
+        evaluation=EvaluationSettings(every=100, examples=497),
+        checkpoints=CheckpointSettings(every=300),
+        techniques=(AdamW(lr=2e-3, weight_decay=0.05), CosineDecay(), GradientClipping()),
     )
 
 
@@ -62,11 +62,11 @@ def vit_cifar10() -> Recipe:
         about="A small Vision Transformer on CIFAR-10, with crops, flips and two operations on each image.",
         model=ModelSettings(preset="vit-nano"),
         data=DataSettings(
-            source="cifar10", batch=128, augment=Augmentation(crop=4, flip=True, operations=2, magnitude=0.3)
+            source="cifar10", batch=128, augment=AugmentationSettings(crop=4, flip=True, operations=2, magnitude=0.3)
         ),
         objective=ObjectiveSettings("classify", label_smoothing=0.1),
         budget=Budget(steps=4000),
-        evaluation=Evaluation(every=500, examples=2000),
-        checkpoints=Checkpoints(every=1000),
+        evaluation=EvaluationSettings(every=500, examples=2000),
+        checkpoints=CheckpointSettings(every=1000),
         techniques=quick(lr=1e-3),
     )

@@ -8,7 +8,7 @@ from typing import Any
 from thrifty.core.secret_redaction import redact_text
 from thrifty.reporting.number_format import percent, significant, whole
 from thrifty.reporting.run_record import number
-from thrifty.reporting.run_tables import Table
+from thrifty.reporting.run_tables import TextTable
 
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 LONGEST = 400
@@ -16,7 +16,7 @@ LONGEST = 400
 
 
 @dataclass(frozen=True)
-class Card:
+class ExampleCard:
     title: str
     picture: str = ""
     text: str = ""
@@ -24,7 +24,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Row:
+class CardRow:
     """Pictures that belong side by side."""
 
     title: str
@@ -33,12 +33,12 @@ class Row:
     remark: str = ""
 
 
-def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> Card:
+def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> ExampleCard:
     """An example as `data.showing.Shown` spells it; what cannot be a picture is none."""
     picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
     which = whole(number(example.get("number")))
     where = redact_text(file) if file else f"example {which}"
-    return Card(
+    return ExampleCard(
         title=title or redact_text(str(example.get("label") or "")) or f"example {which}",
         picture=picture if _PICTURE.fullmatch(picture) else "",
         text=redact_text(text[:LONGEST] + ("…" if len(text) > LONGEST else "")),
@@ -55,7 +55,7 @@ def sentence(selection: Mapping[str, Any]) -> str:
     )
 
 
-def kept_by_label(selection: Mapping[str, Any]) -> Table:
+def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
     """How many examples of each label a run is trained on."""
     rows = []
     for row in selection.get("labels") or ():
@@ -63,10 +63,10 @@ def kept_by_label(selection: Mapping[str, Any]) -> Table:
             label, there, kept = redact_text(str(row[0])), number(row[1]), number(row[2])
             share = percent(kept / there) if kept is not None and there else percent(None)
             rows.append((label, whole(there), whole(kept), share))
-    return Table("Examples kept, by label", ("Label", "All", "Kept", "Share"), rows, frozenset((1, 2, 3)))
+    return TextTable("Examples kept, by label", ("Label", "All", "Kept", "Share"), rows, frozenset((1, 2, 3)))
 
 
-def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[Card]]]:
+def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
     """The examples that a run's folder shows, by what became of them."""
     found = selection.get("shown")
     made = []
@@ -83,7 +83,7 @@ def seen(pictures: Mapping[str, Any]) -> str:
     return f"{about} Held-out examples after step {step}.".strip()
 
 
-def rows(pictures: Mapping[str, Any]) -> list[Row]:
+def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
     """The pictures of a run's predictions, those of an example in a row."""
     shown = pictures.get("shown")
     made = []
@@ -96,7 +96,7 @@ def rows(pictures: Mapping[str, Any]) -> list[Row]:
         ]
         if found:
             loss = number(each.get("loss"))
-            made.append(Row(f"Example {place}", tuple(found), "" if loss is None else f"loss {significant(loss)}"))
+            made.append(CardRow(f"Example {place}", tuple(found), "" if loss is None else f"loss {significant(loss)}"))
     return made
 
 

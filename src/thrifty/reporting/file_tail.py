@@ -9,7 +9,7 @@ CHUNK = 4 << 20
 _MARK = 256
 
 
-class Tail:
+class FileTail:
     """The whole lines of a growing file. A line that is still being written is left for later.
 
     A file that was cut below what has been read, or replaced by another, is read from its beginning; `restarts` counts

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from thrifty.reporting.run_record import number
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     step: int
     value: float
 
 
 @dataclass(frozen=True)
-class Span:
+class CurveSpan:
     """A stretch of steps and what the curve did there."""
 
     first: int
@@ -24,13 +24,13 @@ class Span:
     high: float
 
 
-def curve(records: Iterable[Mapping[str, Any]], field: str) -> list[Point]:
+def curve(records: Iterable[Mapping[str, Any]], field: str) -> list[CurvePoint]:
     """The finite values of one field, in the order of the steps."""
     pairs = ((number(record.get("step")), number(record.get(field))) for record in records)
-    return [Point(int(step), value) for step, value in pairs if step is not None and value is not None]
+    return [CurvePoint(int(step), value) for step, value in pairs if step is not None and value is not None]
 
 
-def thin(points: Sequence[Point], limit: int) -> list[Point]:
+def thin(points: Sequence[CurvePoint], limit: int) -> list[CurvePoint]:
     """At most `limit` points with both ends and the lowest and highest of every stretch among them.
 
     limit: at least 4.
@@ -43,7 +43,7 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     return sorted(kept)
 
 
-def smooth(points: Sequence[Point], share: float = 1 / 60) -> list[Point]:
+def smooth(points: Sequence[CurvePoint], share: float = 1 / 60) -> list[CurvePoint]:
     """A centred moving mean over about twice `share` of the run; the window shrinks towards the steep beginning.
 
     Centred, because an exponential average would draw the loss later than it fell.
@@ -54,21 +54,21 @@ def smooth(points: Sequence[Point], share: float = 1 / 60) -> list[Point]:
     for index, point in enumerate(points):
         half = min(reach, index)
         first, end = index - half, min(len(points), index + half + 1)
-        smoothed.append(Point(point.step, (sums[end] - sums[first]) / (end - first)))
+        smoothed.append(CurvePoint(point.step, (sums[end] - sums[first]) / (end - first)))
     return smoothed
 
 
-def spans(points: Sequence[Point], limit: int) -> list[Span]:
+def spans(points: Sequence[CurvePoint], limit: int) -> list[CurveSpan]:
     """The curve cut into at most `limit` stretches of equally many points."""
     cut = _stretches(points, min(limit, len(points)))
     return [_span(stretch) for stretch in cut]
 
 
-def _span(stretch: Sequence[Point]) -> Span:
+def _span(stretch: Sequence[CurvePoint]) -> CurveSpan:
     values = [point.value for point in stretch]
-    return Span(stretch[0].step, stretch[-1].step, sum(values) / len(values), min(values), max(values))
+    return CurveSpan(stretch[0].step, stretch[-1].step, sum(values) / len(values), min(values), max(values))
 
 
-def _stretches(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
+def _stretches(points: Sequence[CurvePoint], count: int) -> list[Sequence[CurvePoint]]:
     edges = [index * len(points) // count for index in range(count + 1)] if count else [0]
     return [points[first:end] for first, end in pairwise(edges) if end > first]

@@ -8,7 +8,7 @@ from thrifty.reporting.page_templates import template
 from thrifty.reporting.run_charts import figures
 from thrifty.reporting.run_page import picture
 from thrifty.reporting.run_record import RunRecord
-from thrifty.reporting.run_tables import Table, tiles
+from thrifty.reporting.run_tables import TextTable, tiles
 
 PICTURES = ("loss", "memory")
 
@@ -19,12 +19,12 @@ def run_html(record: RunRecord) -> str:
     drawn = [figure for figure in figures(record, key) if figure.id in PICTURES]
     addresses = ["data:image/png;base64," + base64.b64encode(picture(figure)).decode() for figure in drawn]
     pictures = list(zip(addresses, [f"{figure.title}. {figure.summary}" for figure in drawn], strict=True))
-    numbers = Table("Key numbers", ("What", "Value", ""), tiles(key))
+    numbers = TextTable("Key numbers", ("What", "Value", ""), tiles(key))
     return piece(f"{record.name}: {key.status}", [verdict(key), *record.damage], [numbers], pictures)
 
 
 def piece(
-    title: str, sentences: Sequence[str], tables: Sequence[Table], pictures: Sequence[tuple[str, str]] = ()
+    title: str, sentences: Sequence[str], tables: Sequence[TextTable], pictures: Sequence[tuple[str, str]] = ()
 ) -> str:
     """HTML for a notebook; `pictures` are addresses that hold a picture, with what it says in words."""
     return template("notebook.html").render(title=title, sentences=sentences, tables=tables, pictures=pictures)

@@ -9,7 +9,7 @@ from typing import Any
 import altair as alt
 
 from thrifty.reporting.key_figures import KeyFigures
-from thrifty.reporting.loss_curves import Point, curve, smooth, thin
+from thrifty.reporting.loss_curves import CurvePoint, curve, smooth, thin
 from thrifty.reporting.number_format import prefix_for, scaled, significant
 from thrifty.reporting.run_record import RunRecord
 
@@ -26,7 +26,7 @@ SERIES = [EACH, SMOOTHED, HELD_OUT, TRAINED]
 
 
 @dataclass(frozen=True)
-class Figure:
+class ChartFigure:
     """One chart with the words around it."""
 
     id: str
@@ -35,10 +35,10 @@ class Figure:
     summary: str
     """A sentence or two for those who do not see the chart."""
     chart: alt.LayerChart
-    points: Sequence[Point]
+    points: Sequence[CurvePoint]
     """The whole curve, for the table beside the chart."""
-    held_out: Sequence[Point] = ()
-    trained: Sequence[Point] = ()
+    held_out: Sequence[CurvePoint] = ()
+    trained: Sequence[CurvePoint] = ()
     """Held-out losses of the weights in training, where an average of them is what is judged."""
 
     @cached_property
@@ -49,26 +49,26 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class _Look:
+class _SeriesStyle:
     legend: tuple[str, ...] = ()
     scale: str = "linear"
     from_zero: bool = False
     number_format: str = "~s"
 
 
-def figures(record: RunRecord, key: KeyFigures) -> list[Figure]:
+def figures(record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
     """The charts for which there are records, most important first."""
     first = [loss(record, key), *(share(record, name) for name in key.measured), throughput(record, key)]
     others = [gradient_norm(record), learning_rate(record), memory(record, key), noise_scale(record)]
     return [figure for figure in (*first, *others) if figure is not None]
 
 
-def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
+def loss(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     points, held_out = curve(record.steps, "loss"), curve(record.evaluations, "loss")
     if not points and not held_out:
         return None
     trained = curve(record.evaluations, "trained_loss")
-    look = _Look(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
+    look = _SeriesStyle(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
     layers = [*_change_lines(record.events), *_curve_layers(points, look)]
     summary = describe("Training loss", points)
     if trained:
@@ -80,72 +80,76 @@ def loss(record: RunRecord, key: KeyFigures) -> Figure | None:
     if key.unigram_entropy is not None:
         layers += _reference(key.unigram_entropy, f"unigram entropy {significant(key.unigram_entropy)}")
         summary += f" The unigram entropy is {significant(key.unigram_entropy)}."
-    return Figure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
+    return ChartFigure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
 
 
-def share(record: RunRecord, name: str) -> Figure:
+def share(record: RunRecord, name: str) -> ChartFigure:
     """Something that evaluations measure beside the loss."""
     points, title = curve(record.evaluations, name), f"Held-out {name}"
-    layers = _curve_layers(points, _Look(number_format=".0%"))
-    return Figure(name, title, "share of the examples", describe(title, points), _together(layers), points)
+    layers = _curve_layers(points, _SeriesStyle(number_format=".0%"))
+    return ChartFigure(name, title, "share of the examples", describe(title, points), _together(layers), points)
 
 
-def throughput(record: RunRecord, key: KeyFigures) -> Figure | None:
+def throughput(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     points = curve(record.steps, "tokens_per_second")
     if not points:
         return None
-    layers = _curve_layers(points, _Look(_legend(points)))
+    layers = _curve_layers(points, _SeriesStyle(_legend(points)))
     summary = describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
-    return Figure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
+    return ChartFigure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
 
 
-def learning_rate(record: RunRecord) -> Figure | None:
+def learning_rate(record: RunRecord) -> ChartFigure | None:
     points = curve(record.steps, "learning_rate")
     if not points:
         return None
-    layers = _curve_layers(points, _Look(number_format="~g", from_zero=True))
-    return Figure("learning_rate", "Learning rate", "", describe("Learning rate", points), _together(layers), points)
+    layers = _curve_layers(points, _SeriesStyle(number_format="~g", from_zero=True))
+    return ChartFigure(
+        "learning_rate", "Learning rate", "", describe("Learning rate", points), _together(layers), points
+    )
 
 
-def gradient_norm(record: RunRecord) -> Figure | None:
+def gradient_norm(record: RunRecord) -> ChartFigure | None:
     points = curve(record.steps, "gradient_norm")
     if not points:
         return None
     values = [point.value for point in points]
     spiky = min(values) > 0 and max(values) > 20 * median(values)
-    layers = _curve_layers(points, _Look(_legend(points), scale="log" if spiky else "linear"))
+    layers = _curve_layers(points, _SeriesStyle(_legend(points), scale="log" if spiky else "linear"))
     unit = "logarithmic scale" if spiky else ""
-    return Figure("gradient_norm", "Gradient norm", unit, describe("Gradient norm", points), _together(layers), points)
+    return ChartFigure(
+        "gradient_norm", "Gradient norm", unit, describe("Gradient norm", points), _together(layers), points
+    )
 
 
-def memory(record: RunRecord, key: KeyFigures) -> Figure | None:
+def memory(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     points = curve(record.steps, "memory")
     if not points:
         return None
     peaks = [("predicted peak", key.predicted_memory), ("measured peak", key.peak_memory)]
     known = [(label, value) for label, value in peaks if value is not None]
     size, prefix = prefix_for(max([point.value for point in points] + [value for _, value in known]))
-    shown = [Point(point.step, point.value / size) for point in points]
-    layers = _curve_layers(shown, _Look(from_zero=True))
+    shown = [CurvePoint(point.step, point.value / size) for point in points]
+    layers = _curve_layers(shown, _SeriesStyle(from_zero=True))
     top = max((value for _, value in known), default=0.0)
     for label, value in known:
         layers += _reference(value / size, f"{label} {scaled(value, 'B')}", below=value < top)
-    return Figure("memory", "Memory", f"{prefix}B", describe("Memory in use", shown), _together(layers), shown)
+    return ChartFigure("memory", "Memory", f"{prefix}B", describe("Memory in use", shown), _together(layers), shown)
 
 
-def noise_scale(record: RunRecord) -> Figure | None:
+def noise_scale(record: RunRecord) -> ChartFigure | None:
     points = [point for point in curve(record.notes, "noise_scale") if point.value > 0]
     if not points:
         return None
-    title, layers = "Gradient noise scale", _curve_layers(points, _Look(_legend(points), scale="log"))
-    return Figure("noise_scale", title, "examples", describe(title, points), _together(layers), points)
+    title, layers = "Gradient noise scale", _curve_layers(points, _SeriesStyle(_legend(points), scale="log"))
+    return ChartFigure("noise_scale", title, "examples", describe(title, points), _together(layers), points)
 
 
-def _legend(points: Sequence[Point]) -> tuple[str, ...]:
+def _legend(points: Sequence[CurvePoint]) -> tuple[str, ...]:
     return (EACH, SMOOTHED) if len(points) >= SMOOTHED_FROM else (SMOOTHED,) if points else ()
 
 
-def _curve_layers(points: Sequence[Point], look: _Look) -> list[alt.Chart]:
+def _curve_layers(points: Sequence[CurvePoint], look: _SeriesStyle) -> list[alt.Chart]:
     """The curve; a smoothed one over it when the legend names both; points that answer to the pointer."""
     if not points:
         return []
@@ -161,12 +165,12 @@ def _curve_layers(points: Sequence[Point], look: _Look) -> list[alt.Chart]:
     ]
 
 
-def _line(points: Sequence[Point], series: str, width: int, look: _Look) -> alt.Chart:
+def _line(points: Sequence[CurvePoint], series: str, width: int, look: _SeriesStyle) -> alt.Chart:
     chart = _chart(thin(points, DRAWN_POINTS), series, look)
     return chart.mark_line(strokeWidth=width, strokeJoin="round", aria=False)
 
 
-def _hover_points(points: Sequence[Point], look: _Look) -> alt.Chart:
+def _hover_points(points: Sequence[CurvePoint], look: _SeriesStyle) -> alt.Chart:
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
     return (
         _chart(thin(points, HOVER_POINTS), SMOOTHED, look)
@@ -179,7 +183,7 @@ def _hover_points(points: Sequence[Point], look: _Look) -> alt.Chart:
     )
 
 
-def _evaluations_layer(points: Sequence[Point], series: str, look: _Look) -> alt.Chart:
+def _evaluations_layer(points: Sequence[CurvePoint], series: str, look: _SeriesStyle) -> alt.Chart:
     drawn = thin(points, HOVER_POINTS)
     dots = alt.OverlayMarkDef(filled=True, size=40 if len(drawn) < 60 else 12)
     tooltip = [alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=f"{series} loss", format=".4~g")]
@@ -212,7 +216,7 @@ def _change_lines(events: Sequence[Mapping[str, Any]]) -> list[alt.Chart]:
     return [rules, chart.mark_text(style="reference-label", **place).encode(y=alt.value(2), text="change:N")]
 
 
-def _chart(points: Sequence[Point], series: str, look: _Look) -> alt.Chart:
+def _chart(points: Sequence[CurvePoint], series: str, look: _SeriesStyle) -> alt.Chart:
     values = [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
     chart = alt.Chart(alt.Data(values=values)).transform_calculate(series=f"'{series}'")
     return chart.encode(x=_steps(), y="value:Q", color=_colour(look))
@@ -223,7 +227,7 @@ def _steps() -> alt.X:
     return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
 
 
-def _colour(look: _Look) -> alt.Color:
+def _colour(look: _SeriesStyle) -> alt.Color:
     legend = alt.Legend(values=list(look.legend), title=None, orient="top") if len(look.legend) > 1 else None
     return alt.Color("series:N", scale=alt.Scale(domain=SERIES), legend=legend)
 
@@ -232,7 +236,7 @@ def _together(layers: list[alt.Chart], height: int = 210) -> alt.LayerChart:
     return alt.layer(*layers).properties(width="container", height=height)
 
 
-def describe(what: str, points: Sequence[Point]) -> str:
+def describe(what: str, points: Sequence[CurvePoint]) -> str:
     """A curve in a sentence; its ends and its extremes are enough of it."""
     if not points:
         return f"{what} has no values yet."

@@ -16,7 +16,7 @@ from thrifty.reporting import example_gallery, run_tables
 from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
 from thrifty.reporting.key_figures import key_figures, verdict
 from thrifty.reporting.page_templates import asset, template
-from thrifty.reporting.run_charts import Figure, figures
+from thrifty.reporting.run_charts import ChartFigure, figures
 from thrifty.reporting.run_record import RunRecord, read_run
 
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
@@ -50,7 +50,7 @@ def write_page(record: RunRecord) -> Path:
     return page
 
 
-def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
+def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
     """The page as text. The same record gives the same page."""
     key = key_figures(record)
     vega, script = vega_bundle(), script_of_reports()
@@ -82,7 +82,7 @@ def render(record: RunRecord, drawn: Sequence[Figure]) -> str:
     )
 
 
-def picture(figure: Figure) -> bytes:
+def picture(figure: ChartFigure) -> bytes:
     """A chart as PNG on white."""
     wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
     unit = f", {figure.unit}" if figure.unit else ""
@@ -107,7 +107,7 @@ def original_command(record: RunRecord) -> str:
     return shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
 
 
-def _charts_json(drawn: Sequence[Figure]) -> str:
+def _charts_json(drawn: Sequence[ChartFigure]) -> str:
     # without $schema, a URL that nothing reads here
     specs = {figure.id: {key: part for key, part in figure.spec.items() if key != "$schema"} for figure in drawn}
     text = json.dumps({"config": chart_look(css_variable), "specs": specs}, allow_nan=False, separators=(",", ":"))

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thrifty.reporting.key_figures import KeyFigures
-from thrifty.reporting.loss_curves import Point, Span, spans
+from thrifty.reporting.loss_curves import CurvePoint, CurveSpan, spans
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
-from thrifty.reporting.run_charts import Figure
+from thrifty.reporting.run_charts import ChartFigure
 from thrifty.reporting.run_record import RunRecord, number
 
 CHART_ROWS = 24
@@ -16,7 +16,7 @@ COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", 
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -51,7 +51,7 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
     ]
 
 
-def techniques(record: RunRecord, key: KeyFigures) -> Table:
+def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
     columns = ("Technique", "Stage", "Numerics", "Settings", "What it touched", "Memory, predicted", "FLOPs per step")
     rows = []
     for technique in _mappings(record.explanation.get("techniques")):
@@ -69,51 +69,55 @@ def techniques(record: RunRecord, key: KeyFigures) -> Table:
         )
     note = f"Whole run: {scaled(key.predicted_memory, 'B')} predicted, {scaled(key.peak_memory, 'B')} measured"
     error = f", the prediction is {_error(key)}." if key.memory_error is not None else "."
-    return Table("Techniques in the order in which they act", columns, rows, note=note + error)
+    return TextTable("Techniques in the order in which they act", columns, rows, note=note + error)
 
 
-def predicted_parts(record: RunRecord) -> Table:
+def predicted_parts(record: RunRecord) -> TextTable:
     """Where the predicted memory goes."""
     footprint = _mapping(record.explanation.get("footprint"))
     parts = [(part, number(footprint.get(part))) for part in COMPONENTS]
     rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
     note = "Full gradients exist only once the activations are gone, so the peak is less than the sum."
-    return Table("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
+    return TextTable("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
 
 
-def timeline(record: RunRecord) -> Table:
+def timeline(record: RunRecord) -> TextTable:
     rows = [(whole(event["step"]), event["kind"], _event(event)) for event in record.events]
     note = ""
     if len(rows) > TIMELINE_ROWS:
         note = f"The last {TIMELINE_ROWS:,} of {len(rows):,}; all of them are in records.jsonl."
     columns, shown = ("Step", "Kind", "What"), rows[-TIMELINE_ROWS:]
-    return Table("Notices, changes and checkpoints", columns, shown, frozenset({0}), note)
+    return TextTable("Notices, changes and checkpoints", columns, shown, frozenset({0}), note)
 
 
-def environment(record: RunRecord) -> Table:
+def environment(record: RunRecord) -> TextTable:
     rows = [
         (name, scaled(number(value), "B") if name == "memory" and number(value) else _text(value))
         for name, value in record.environment.items()
         if name != "command"
     ]
-    return Table("Where the run took place", ("What", "Value"), rows)
+    return TextTable("Where the run took place", ("What", "Value"), rows)
 
 
-def settings(record: RunRecord) -> Table:
+def settings(record: RunRecord) -> TextTable:
     """Every value of the resolved recipe and where it came from."""
     rows = [(path, value, _text(record.origins.get(path, "default"))) for path, value in _leaves(record.recipe)]
-    return Table("The resolved recipe", ("Setting", "Value", "Origin"), rows)
+    return TextTable("The resolved recipe", ("Setting", "Value", "Origin"), rows)
 
 
-def chart_table(figure: Figure) -> Table:
+def chart_table(figure: ChartFigure) -> TextTable:
     """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
     stretches = spans(figure.points, CHART_ROWS)
     return curve_table(figure.title, figure.unit, stretches, figure.held_out, figure.trained)
 
 
 def curve_table(
-    title: str, unit: str, stretches: Sequence[Span], held_out: Sequence[Point] = (), trained: Sequence[Point] = ()
-) -> Table:
+    title: str,
+    unit: str,
+    stretches: Sequence[CurveSpan],
+    held_out: Sequence[CurvePoint] = (),
+    trained: Sequence[CurvePoint] = (),
+) -> TextTable:
     evaluated = {"Held-out": held_out, "Held-out, weights in training": trained}
     evaluated = {column: points for column, points in evaluated.items() if points}
     columns = ["Steps", "Mean", "Lowest", "Highest", *evaluated]
@@ -127,7 +131,7 @@ def curve_table(
         for step, _ in held_out[-CHART_ROWS:]:
             rows.append([whole(step), *blank, *(_last_within(points, step, step) for points in evaluated.values())])
     caption = f"{title}, {unit}" if unit else title
-    return Table(caption, columns, rows, frozenset(range(len(columns))))
+    return TextTable(caption, columns, rows, frozenset(range(len(columns))))
 
 
 def _memory_remark(key: KeyFigures) -> str:
@@ -160,7 +164,7 @@ def _event(event: Mapping[str, Any]) -> str:
     return _text(event.get("text"))
 
 
-def _last_within(points: Sequence[Point], first: int, last: int) -> str:
+def _last_within(points: Sequence[CurvePoint], first: int, last: int) -> str:
     inside = [point.value for point in points if first <= point.step <= last]
     return significant(inside[-1]) if inside else ""
 

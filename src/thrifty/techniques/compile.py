@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import can_compile
@@ -23,7 +23,7 @@ from thrifty.modeling.module_surgery import find_stacks
 
 
 @dataclass(frozen=True)
-class Compile(Technique):
+class CompiledBlocks(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
     claims = frozenset({"compiled blocks"})
 
@@ -35,7 +35,7 @@ class Compile(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         device = next(model.parameters()).device.type
         if device == "cpu" and self.backend == "inductor" and not can_compile():
-            raise Refused(
+            raise RefusedError(
                 "there is no C++ compiler, or no Python headers, on this machine",
                 fix="install one (Debian: apt-get install g++ python3-dev) or use --without compile",
             )
@@ -43,7 +43,7 @@ class Compile(Technique):
         for name, blocks in stacks.items():
             for block in blocks:
                 block.compile(backend=self.backend, dynamic=self.dynamic)
-            note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
+            add_note(f"{len(blocks)} blocks in {name or 'the model'}, compiled once, and the norms around them")
         inside = {module for blocks in stacks.values() for module in blocks.modules()}
         for norm in model.modules():
             if isinstance(norm, nn.LayerNorm | nn.RMSNorm) and norm not in inside:

@@ -10,11 +10,11 @@ from typing import Any
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.secret_redaction import redact_text
-from thrifty.reporting.file_tail import Tail
+from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.run_record import RunRecord, number, parse_record, read_run
 from thrifty.reporting.run_tables import settings
-from thrifty.trackers.tracker import Tracked, Tracker, open_tracker
-from thrifty.training.atomic_files import Durable
+from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.run_lock import holder
 
 EVERY = 1.0
@@ -24,7 +24,7 @@ PREFIX = {"step": "train", "evaluation": "held_out"}
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteReport:
     """What one call wrote."""
 
     records: int
@@ -44,7 +44,7 @@ class _Position:
     step: int = -1
 
 
-def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool = False) -> Written:
+def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool = False) -> WriteReport:
     """Writes what is new of a run's records as a tracker's own files into `out`/`kind`, and with `follow` whatever is
     added, until nobody trains the run any more.
 
@@ -57,11 +57,11 @@ def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool
     place = folder / f"{record.name}.position.json"
     kept = _kept(place)
     started = str(record.environment.get("started", ""))
-    tail = Tail(record.folder / "records.jsonl", kept.offset)
+    tail = FileTail(record.folder / "records.jsonl", kept.offset)
     if kept.id and (kept.started != started or tail.size < kept.offset):
         raise UsageError(f"{folder} holds another run that was called {record.name}", fix="give another --out")
     tracker = open_tracker(kind, folder, _tracked(record, kept), online)
-    passing = _Passing(tracker, _seconds(started), kept.step)
+    passing = _RecordForwarder(tracker, _seconds(started), kept.step)
     try:
         for lines in _new_lines(tail, record.folder, follow):
             for line in lines:
@@ -71,8 +71,8 @@ def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool
         summary = _summary(run)
         tracker.finish({name: summary[name] for name in SUMMARY if summary.get(name) is not None})
         position = _Position(tail.offset, tracker.id, started, passing.step)
-        Durable().swap_text(place, json.dumps(asdict(position)) + "\n")
-    return Written(passing.records, folder, bool(kept.id))
+        AtomicFiles().swap_text(place, json.dumps(asdict(position)) + "\n")
+    return WriteReport(passing.records, folder, bool(kept.id))
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
@@ -86,7 +86,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, each in found.items() if (value := number(each)) is not None}
 
 
-def _new_lines(tail: Tail, run: Path, follow: bool) -> Iterator[list[bytes]]:
+def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]:
     while True:
         held = follow and bool(holder(run / "lock"))  # before the reading, so that its last records are read too
         while lines := tail.read():
@@ -96,7 +96,7 @@ def _new_lines(tail: Tail, run: Path, follow: bool) -> Iterator[list[bytes]]:
         time.sleep(EVERY)
 
 
-class _Passing:
+class _RecordForwarder:
     """Passes records on."""
 
     def __init__(self, tracker: Tracker, started: float, step: int):
@@ -119,10 +119,10 @@ class _Passing:
             self.tracker.note(step, redact_text(str(text)))
 
 
-def _tracked(record: RunRecord, kept: _Position) -> Tracked:
+def _tracked(record: RunRecord, kept: _Position) -> TrackedRun:
     about = str(record.recipe.get("about", ""))
     values = {path: value for path, value, _ in settings(record).rows}
-    return Tracked(record.name, about, values, record.recipe_text, kept.id, kept.step)
+    return TrackedRun(record.name, about, values, record.recipe_text, kept.id, kept.step)
 
 
 def _summary(run: Path) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from mlflow.entities import Metric, Param, RunTag  # pyrefly: ignore
 from mlflow.tracking import MlflowClient  # pyrefly: ignore
 
-from thrifty.trackers.tracker import Tracked
+from thrifty.trackers.tracker import TrackedRun
 
 EXPERIMENT = "thrifty"
 AT_ONCE = 900
@@ -18,14 +18,14 @@ LONGEST = 6000
 
 
 class _Store:
-    def __init__(self, folder: Path, run: Tracked):
+    def __init__(self, folder: Path, run: TrackedRun):
         self.folder = folder.resolve()
         self._client = MlflowClient(tracking_uri=f"sqlite:///{self.folder / 'mlflow.db'}")
         self._waiting: list[Metric] = []
         self.id = run.id or self._begin(run)
         self._client.update_run(self.id, status="RUNNING")
 
-    def _begin(self, run: Tracked) -> str:
+    def _begin(self, run: TrackedRun) -> str:
         found = self._client.get_experiment_by_name(EXPERIMENT)
         experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT, self._files)
         begun = self._client.create_run(experiment, run_name=run.name)
@@ -61,5 +61,5 @@ class _Store:
         self._waiting.clear()
 
 
-def open_run(folder: Path, run: Tracked) -> _Store:
+def open_run(folder: Path, run: TrackedRun) -> _Store:
     return _Store(folder, run)

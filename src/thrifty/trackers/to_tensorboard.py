@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from thrifty.trackers.tracker import Tracked
+from thrifty.trackers.tracker import TrackedRun
 
 
 class _EventFiles:
-    def __init__(self, folder: Path, run: Tracked):
+    def __init__(self, folder: Path, run: TrackedRun):
         self.folder, self.id = folder / run.name.replace("/", "."), run.name
         self._writer = SummaryWriter(str(self.folder))
         self._last = run.step
@@ -31,5 +31,5 @@ class _EventFiles:
         self._writer.close()
 
 
-def open_run(folder: Path, run: Tracked) -> _EventFiles:
+def open_run(folder: Path, run: TrackedRun) -> _EventFiles:
     return _EventFiles(folder, run)

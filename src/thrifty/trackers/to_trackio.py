@@ -4,13 +4,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from thrifty.trackers.tracker import Tracked
+from thrifty.trackers.tracker import TrackedRun
 
 PROJECT = "thrifty"
 
 
-class _Run:
-    def __init__(self, folder: Path, run: Tracked):
+class _TrackioRun:
+    def __init__(self, folder: Path, run: TrackedRun):
         os.environ["TRACKIO_DIR"] = str(folder.resolve())  # read as trackio is imported
         import trackio  # pyrefly: ignore
 
@@ -29,5 +29,5 @@ class _Run:
         self._run.finish()
 
 
-def open_run(folder: Path, run: Tracked) -> _Run:
-    return _Run(folder, run)
+def open_run(folder: Path, run: TrackedRun) -> _TrackioRun:
+    return _TrackioRun(folder, run)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import wandb  # pyrefly: ignore
 
-from thrifty.trackers.tracker import Tracked
+from thrifty.trackers.tracker import TrackedRun
 
 PROJECT = "thrifty"
 
 
-class _Run:
-    def __init__(self, folder: Path, run: Tracked, online: bool):
+class _WandbRun:
+    def __init__(self, folder: Path, run: TrackedRun, online: bool):
         self._run = wandb.init(
             project=PROJECT,
             name=run.name,
@@ -41,5 +41,5 @@ class _Run:
         self._run.finish()
 
 
-def open_run(folder: Path, run: Tracked, online: bool) -> _Run:
-    return _Run(folder, run, online)
+def open_run(folder: Path, run: TrackedRun, online: bool) -> _WandbRun:
+    return _WandbRun(folder, run, online)

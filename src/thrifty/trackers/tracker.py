@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedRun:
     """What a tracker is told of a run before its first record."""
 
     name: str
@@ -51,7 +51,7 @@ class Tracked:
     """The last step of which numbers were passed on before."""
 
 
-def open_tracker(kind: str, folder: Path, run: Tracked, online: bool = False) -> Tracker:
+def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
     """A tracker that writes into `folder`. Raises UsageError for an unknown one and where its package is missing.
 
     Nothing is sent anywhere unless `online`, which only Weights & Biases has.

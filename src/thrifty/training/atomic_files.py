@@ -1,4 +1,4 @@
-"""The one door to the disk: everything a save changes in the file system passes through a method of `Durable`.
+"""The one door to the disk: everything a save changes in the file system passes through a method of `AtomicFiles`.
 
 Each primitive is one change that can fail or be the last thing a process does, so a test overrides them, counts them
 and stops the world at every single one. What is written is on the disk, not only in the page cache, once the file
@@ -21,14 +21,14 @@ _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
-class Written:
+class FileDigest:
     """What a file must hold: its length in bytes and the sha256 of its content in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
-class Durable:
+class AtomicFiles:
     """The real disk. The first group of methods are the primitives; the second is built on them alone."""
 
     def make_folder(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class Durable:
         facts = os.statvfs(folder)
         return facts.f_bavail * facts.f_frsize
 
-    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
         """Writes and flushes one file; its name is safe only after `sync_folder(path.parent)`."""
         length, digest = 0, hashlib.sha256()
         descriptor = self.create_file(path)
@@ -79,7 +79,7 @@ class Durable:
             self.sync(descriptor)
         finally:
             os.close(descriptor)
-        return Written(length, digest.hexdigest())
+        return FileDigest(length, digest.hexdigest())
 
     def sync_folder(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)

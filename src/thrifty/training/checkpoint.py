@@ -22,19 +22,19 @@ from typing import Any
 import torch
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.core.shard_layout import Part
+from thrifty.core.shard_layout import LocalShard
 from thrifty.training import checkpoint_index
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
-from thrifty.training.checkpoint_writer import STATE, Attempt, tensor_files
-from thrifty.training.rank_sync import Alone
-from thrifty.training.sharded_safetensors import Parts, Stored, local_parts, local_values, stored_bytes
+from thrifty.training.checkpoint_writer import STATE, CheckpointWriter, tensor_files
+from thrifty.training.rank_sync import SingleProcess
+from thrifty.training.sharded_safetensors import Parts, StoredTensorBoxes, local_parts, local_values, stored_bytes
 
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveReport:
     """`bytes` over all ranks; `seconds` until all was on the disk, read back, and the old checkpoints gone."""
 
     path: Path
@@ -44,7 +44,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint that verified, its tensors not yet read; `notices` say what was wrong with newer ones."""
 
     step: int
@@ -54,7 +54,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Loaded(Found):
+class LoadedCheckpoint(FoundCheckpoint):
     tensors: Tensors
 
 
@@ -64,12 +64,12 @@ def save(
     tensors: Tensors,
     scalars: dict[str, Any],
     *,
-    files: Durable | None = None,
+    files: AtomicFiles | None = None,
     best: bool = False,
     keep: int = 2,
     also: Collection[int] = (),
-    ranks: Alone | None = None,
-) -> Saved:
+    ranks: SingleProcess | None = None,
+) -> SaveReport:
     """Saves a state; once it returns, the state survives anything but the loss of the disk.
 
     Keeps `keep` verified checkpoints in all, the last one saved as `best`, and those of the steps in `also`. With
@@ -77,13 +77,13 @@ def save(
     `ThriftyError` when it does not fit or the disk fails, `UsageError` for a state that cannot be stored; earlier
     checkpoints remain in every case.
     """
-    started, files, ranks = time.monotonic(), files or Durable(), ranks or Alone()
+    started, files, ranks = time.monotonic(), files or AtomicFiles(), ranks or SingleProcess()
     if keep < 1:
         raise UsageError(f"cannot keep {keep} checkpoints", "keep at least 1")
     mine = _share(tensors, ranks)
     state = ranks.first(lambda: _as_json(scalars)).encode()
     needed = len(state) + sum(ranks.all(lambda: stored_bytes(tensors, mine)))
-    attempt = Attempt(folder, step, needed, files)
+    attempt = CheckpointWriter(folder, step, needed, files)
     attempt.name = ranks.first(attempt.begin)
     try:
         written = ranks.all(lambda: attempt.write_pieces(tensors, mine, ranks))
@@ -93,44 +93,46 @@ def save(
             attempt.discard()
         raise
     notices = ranks.first(lambda: attempt.finish(name, best, keep, also))
-    return Saved(folder / name, size, time.monotonic() - started, tuple(notices))
+    return SaveReport(folder / name, size, time.monotonic() - started, tuple(notices))
 
 
-def load(folder: Path, step: int | None = None, *, files: Durable | None = None) -> Loaded:
+def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
     """The newest undamaged checkpoint (of `step`, if given), whole and in plain tensors, whoever wrote it.
 
     A damaged one is set aside and named in `notices`. Raises `IntegrityError` when none is left, `UsageError` when
     handed a pickle, which is never opened.
     """
     found = find(folder, step, files=files)
-    stored = Stored(tensor_files(found.path))
+    stored = StoredTensorBoxes(tensor_files(found.path))
     tensors = {name: stored.full(name) for name in stored.pieces}
-    return Loaded(found.step, found.scalars, found.path, found.notices, tensors)
+    return LoadedCheckpoint(found.step, found.scalars, found.path, found.notices, tensors)
 
 
-def find(folder: Path, step: int | None = None, *, files: Durable | None = None, ranks: Alone | None = None) -> Found:
+def find(
+    folder: Path, step: int | None = None, *, files: AtomicFiles | None = None, ranks: SingleProcess | None = None
+) -> FoundCheckpoint:
     """The first half of a load: which checkpoint, and its scalars, from which the tensors to `fill` can be built.
 
     Rank 0 chooses as `load` does, and every rank gets its choice.
     """
-    facts = (ranks or Alone()).first(lambda: _choose(folder, step, files or Durable()))
-    return Found(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
+    facts = (ranks or SingleProcess()).first(lambda: _choose(folder, step, files or AtomicFiles()))
+    return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
-def fill(found: Found, into: Tensors, *, ranks: Alone | None = None) -> None:
+def fill(found: FoundCheckpoint, into: Tensors, *, ranks: SingleProcess | None = None) -> None:
     """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
 
     Each rank reads only what its shards need. Raises `UsageError` before anything is changed if the names of all ranks
     together, shapes or dtypes are not exactly those of the checkpoint.
     """
-    ranks = ranks or Alone()
-    stored = Stored(tensor_files(found.path))
+    ranks = ranks or SingleProcess()
+    stored = StoredTensorBoxes(tensor_files(found.path))
     wanted = set().union(*ranks.all(lambda: list(into)))
     ranks.all(lambda: _refuse_other(found.path, stored, into, wanted))
     ranks.all(lambda: _fill(stored, into))
 
 
-def _share(tensors: Tensors, ranks: Alone) -> Parts:
+def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
     """What this rank writes: its parts of each tensor, unless an earlier rank holds the same."""
 
     def offered() -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _share(tensors: Tensors, ranks: Alone) -> Parts:
     return mine
 
 
-def _where(part: Part) -> list[list[int]]:
+def _where(part: LocalShard) -> list[list[int]]:
     return [list(part.box.offset), list(part.box.shape)]
 
 
@@ -167,7 +169,7 @@ def _as_json(scalars: dict[str, Any]) -> str:
     return json.dumps(scalars, indent=1)
 
 
-def _choose(folder: Path, step: int | None, files: Durable) -> dict[str, Any]:
+def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any]:
     checkpoint_index.refuse_foreign(folder)
     damaged: list[tuple[Path, str]] = []
     for path in reversed(checkpoint_index.checkpoints(folder)):
@@ -203,7 +205,7 @@ def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) 
     return IntegrityError(f"there is no {wanted} in {folder}", fix)
 
 
-def _refuse_other(checkpoint: Path, stored: Stored, into: Tensors, wanted: Collection[str]) -> None:
+def _refuse_other(checkpoint: Path, stored: StoredTensorBoxes, into: Tensors, wanted: Collection[str]) -> None:
     """`wanted` are the names of all ranks' tensors."""
     for name in sorted(into.keys() | stored.pieces.keys() - wanted):
         there = stored.describe(name) if name in stored.pieces else "absent"
@@ -213,7 +215,7 @@ def _refuse_other(checkpoint: Path, stored: Stored, into: Tensors, wanted: Colle
             raise UsageError(what, "resume with the recipe that the checkpoint was written with")
 
 
-def _fill(stored: Stored, into: Tensors) -> None:
+def _fill(stored: StoredTensorBoxes, into: Tensors) -> None:
     parts = local_parts(into)
     with torch.no_grad():
         for name, tensor in into.items():

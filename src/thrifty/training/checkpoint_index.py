@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.training.atomic_files import Durable
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
 
 LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
@@ -54,14 +54,14 @@ def _place(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 0)
 
 
-def remove_leftovers(folder: Path, files: Durable) -> None:
+def remove_leftovers(folder: Path, files: AtomicFiles) -> None:
     """Clears what an interrupted save or removal left behind: never a finished checkpoint."""
     for path in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             (files.remove_tree if path.is_dir() else files.remove_file)(path)
 
 
-def remove_old(saved: Path, keep: int, files: Durable, also: Collection[int] = ()) -> list[str]:
+def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int] = ()) -> list[str]:
     """Keeps `saved`, the newest others that verify up to `keep` in all, the best, and those of the steps in `also`;
     returns notices."""
     folder, kept, notices, old = saved.parent, 1, [], []
@@ -84,7 +84,7 @@ def remove_old(saved: Path, keep: int, files: Durable, also: Collection[int] = (
     return notices
 
 
-def set_aside(path: Path, reason: str, files: Durable) -> str:
+def set_aside(path: Path, reason: str, files: AtomicFiles) -> str:
     """Moves a damaged checkpoint to `quarantine/`; returns the notice for the user."""
     quarantine = path.parent / QUARANTINE
     notice = f"checkpoint {path.name} is damaged: {reason}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import IntegrityError
-from thrifty.training.atomic_files import Written
+from thrifty.training.atomic_files import FileDigest
 
 FORMAT = 1
 """Raised when the files of a checkpoint change their meaning; older formats stay readable."""
@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
 
 
-def manifest_text(step: int, ranks: int, files: dict[str, Written]) -> str:
+def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
     listed = {name: {"bytes": written.bytes, "sha256": written.sha256} for name, written in files.items()}
     return _sealed({"format": FORMAT, "step": step, "ranks": ranks, "files": listed})
 
@@ -36,11 +36,11 @@ def verify(folder: Path) -> int:
             raise IntegrityError(f"{name} does not belong to it")
         if name not in present or not present[name].is_file(follow_symlinks=False):
             raise IntegrityError(f"{name} is missing")
-        _compare(folder / name, Written(**manifest["files"][name]))
+        _compare(folder / name, FileDigest(**manifest["files"][name]))
     return manifest["step"]
 
 
-def _compare(file: Path, expected: Written) -> None:
+def _compare(file: Path, expected: FileDigest) -> None:
     with file.open("rb") as content:
         length = os.fstat(content.fileno()).st_size
         if length != expected.bytes:

@@ -11,9 +11,9 @@ import torch
 
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training import checkpoint_index
-from thrifty.training.atomic_files import NO_ROOM, Durable, Written
+from thrifty.training.atomic_files import NO_ROOM, AtomicFiles, FileDigest
 from thrifty.training.checkpoint_manifest import MANIFEST, manifest_text, verify
-from thrifty.training.rank_sync import Alone
+from thrifty.training.rank_sync import SingleProcess
 from thrifty.training.sharded_safetensors import Parts, stream
 
 STATE = "state.json"
@@ -26,9 +26,11 @@ def tensor_files(checkpoint: Path) -> list[Path]:
     return sorted(checkpoint.glob("tensors*.safetensors"))
 
 
-def _explained(method: Callable[Concatenate["Attempt", P], R]) -> Callable[Concatenate["Attempt", P], R]:
+def _explained(
+    method: Callable[Concatenate["CheckpointWriter", P], R],
+) -> Callable[Concatenate["CheckpointWriter", P], R]:
     @wraps(method)
-    def run(attempt: "Attempt", *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(attempt: "CheckpointWriter", *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return method(attempt, *args, **kwargs)
         except OSError as error:
@@ -38,14 +40,14 @@ def _explained(method: Callable[Concatenate["Attempt", P], R]) -> Callable[Conca
 
 
 @dataclass
-class Attempt:
+class CheckpointWriter:
     """The steps of one save, in this order. All but `write_pieces` are rank 0's."""
 
     folder: Path
     step: int
     needed: int
     """Bytes of all tensors and the state."""
-    files: Durable
+    files: AtomicFiles
     name: str = ""
     """Of the folder written aside; the same on all ranks."""
 
@@ -66,7 +68,7 @@ class Attempt:
         return self.name
 
     @_explained
-    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: Alone) -> dict[str, Any]:
+    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: SingleProcess) -> dict[str, Any]:
         """Writes what this rank holds, if anything; returns what its file must be."""
         if not mine and ranks.rank > 0:
             return {}
@@ -79,7 +81,7 @@ class Attempt:
     @_explained
     def commit(self, state: bytes, pieces: list[dict[str, Any]]) -> list[Any]:
         """From here on the checkpoint exists; returns its name and bytes."""
-        written = {name: Written(*facts) for piece in pieces for name, facts in piece.items()}
+        written = {name: FileDigest(*facts) for piece in pieces for name, facts in piece.items()}
         written[STATE] = self.files.write_file(self.aside / STATE, [state])
         self.files.write_file(self.aside / MANIFEST, [manifest_text(self.step, len(pieces), written).encode()])
         self.files.sync_folder(self.aside)

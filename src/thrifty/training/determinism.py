@@ -13,7 +13,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @contextmanager
-def same_bits(device: torch.device, wanted: bool = True) -> Iterator[None]:
+def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator[None]:
     """Inside, two runs of one program on one kind of GPU agree to the last bit: sums by atomic additions, as in the
     backward passes of attention, of embeddings and of `index_add`, are made in a fixed order. A processor's are anyway.
 
@@ -31,7 +31,7 @@ def same_bits(device: torch.device, wanted: bool = True) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if lacking := lacking_kernel(error):
+        if lacking := missing_deterministic_kernel(error):
             raise lacking from error
         raise
     finally:
@@ -39,7 +39,7 @@ def same_bits(device: torch.device, wanted: bool = True) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-def lacking_kernel(error: Exception) -> ThriftyError | None:
+def missing_deterministic_kernel(error: Exception) -> ThriftyError | None:
     """What to tell of torch's refusal of an operation that has no such kernel; None for any other error."""
     if not isinstance(error, RuntimeError) or "deterministic" not in str(error):
         return None

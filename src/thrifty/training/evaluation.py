@@ -47,7 +47,7 @@ def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batc
 
 
 @dataclass(frozen=True)
-class Seen:
+class PredictionPreview:
     """What can be seen of a model's predictions of some examples."""
 
     pictures: dict[str, Tensor]
@@ -56,7 +56,7 @@ class Seen:
     """Of each example."""
 
 
-def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> Seen:
+def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> PredictionPreview:
     """Predictions of the first `count` examples of a batch to look at, of an objective that has such (`pictured`). The
     model is given all of the batch, since of another size it might be compiled anew. Every rank must ask for them."""
     with _judged(model):
@@ -64,4 +64,4 @@ def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device
         prediction = objective.predict(model, here)
         losses = objective.losses(prediction, here)[:count]
         pictures = {name: images[:count] for name, images in objective.pictures(prediction, here).items()}
-        return Seen(pictures, losses.tolist())
+        return PredictionPreview(pictures, losses.tolist())

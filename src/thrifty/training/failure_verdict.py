@@ -14,7 +14,7 @@ class LostContact(ThriftyError):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     rank: int
     """Whose fault it is."""
     text: str
@@ -33,7 +33,7 @@ class Verdict:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Verdict":
+    def from_json(cls, text: bytes) -> "FailureVerdict":
         return cls(**json.loads(text))
 
 
@@ -50,7 +50,7 @@ def restarts() -> tuple[int, int]:
     return done, most
 
 
-def go_on() -> str:
+def restart_advice() -> str:
     """What comes next, by how torchrun was told to restart."""
     done, most = restarts()
     if done < most:

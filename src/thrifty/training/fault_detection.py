@@ -5,23 +5,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thrifty.training.failure_verdict import Verdict, go_on
-from thrifty.training.progress_watchdog import Pulse, Silence
-from thrifty.training.rendezvous import Process
+from thrifty.training.failure_verdict import FailureVerdict, restart_advice
+from thrifty.training.progress_watchdog import ProgressWatchdog, StallTimer
+from thrifty.training.rendezvous import ProcessIdentity
 
 ASIDE = 3.0
 """Seconds without a beat after which a rank is lost where others have lost contact with somebody already."""
 
 
-class Findings:
+class FaultDetector:
     """`store` is what the ranks of the meeting have written down, `near` the ranks on this rank's machine."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, near: list[int], silence: float, pulse: Pulse):
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int, near: list[int], silence: float, pulse: ProgressWatchdog
+    ):
         self.store, self.rank, self.ranks, self.near = store, rank, ranks, near
         self.limit, self.pulse = silence, pulse
-        self._after, self._each = Silence(), [Silence() for _ in range(ranks)]
+        self._after, self._each = StallTimer(), [StallTimer() for _ in range(ranks)]
 
-    def look(self, tick: float, lost: bool) -> Verdict | None:
+    def look(self, tick: float, lost: bool) -> FailureVerdict | None:
         """What is wrong now; `lost` says that somebody cannot be reached, so that it is about who."""
         found = self._gone() or self._silent(tick) or self._hanging()
         return found or (self._unreached(tick) if lost else None)
@@ -31,10 +33,10 @@ class Findings:
         key = f"beat/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else {}
 
-    def process(self, rank: int) -> Process:
-        return Process.from_json(self.store.get(f"here/{rank}"))
+    def process(self, rank: int) -> ProcessIdentity:
+        return ProcessIdentity.from_json(self.store.get(f"here/{rank}"))
 
-    def _gone(self) -> Verdict | None:
+    def _gone(self) -> FailureVerdict | None:
         for rank in self.near:
             if self.store.check([f"here/{rank}"]) and (process := self.process(rank)).is_near and process.is_gone:
                 beat = {"doing": "the start", "left": False} | self.beat(rank)
@@ -43,14 +45,14 @@ class Findings:
                 return self._against(rank, f"was killed or crashed, last seen in {beat['doing']}")
         return None
 
-    def _silent(self, tick: float) -> Verdict | None:
+    def _silent(self, tick: float) -> FailureVerdict | None:
         """Each rank looks at the next one, so that many ranks ask the store no more than few."""
         rank = (self.rank + 1) % self.ranks
         beat = self.beat(rank)
         seconds = self._after.look(beat, tick)
         return self._unheard(rank, beat, seconds) if seconds > self.limit else None
 
-    def _unreached(self, tick: float) -> Verdict | None:
+    def _unreached(self, tick: float) -> FailureVerdict | None:
         for rank, silence in enumerate(self._each):
             beat = self.beat(rank)
             seconds = silence.look(beat, tick)
@@ -58,7 +60,7 @@ class Findings:
                 return found
         return None
 
-    def _unheard(self, rank: int, beat: dict[str, Any], seconds: float) -> Verdict | None:
+    def _unheard(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict | None:
         if rank == self.rank or not beat or beat["left"]:
             return None
         stopped = "its process stands still"
@@ -67,7 +69,7 @@ class Findings:
         what = f"has not been heard of for {seconds:.0f} s, last seen in {beat['doing']}: {stopped}"
         return self._against(rank, what, kill=True)
 
-    def _hanging(self) -> Verdict | None:
+    def _hanging(self) -> FailureVerdict | None:
         if self.pulse.hangs:
             return self._stands_still(self.rank, self.beat(self.rank), self.pulse.busy)
         if not self.pulse.is_stuck:
@@ -79,11 +81,11 @@ class Findings:
         what = f"has waited for {self.pulse.still:.0f} s in {self.pulse.doing}, at {beats[self.rank]['where']}"
         return self._against(self.rank, f"{what}; all ranks wait, for different things or a device that has stopped")
 
-    def _stands_still(self, rank: int, beat: dict[str, Any], seconds: float) -> Verdict:
+    def _stands_still(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict:
         what = f"hangs in {beat['doing']}: no progress for {seconds:.0f} s, at {beat['where']}"
         return self._against(rank, what, fix="; if it was only slow, set THRIFTY_HANG to more seconds")
 
-    def _against(self, rank: int, what: str, fix: str = "", kill: bool = False) -> Verdict:
+    def _against(self, rank: int, what: str, fix: str = "", kill: bool = False) -> FailureVerdict:
         process = self.process(rank)
-        text = f"rank {rank} on {process} {what}\n  fix: {go_on()}{fix}"
-        return Verdict(rank, text, kill=process.as_json().decode() if kill else "")
+        text = f"rank {rank} on {process} {what}\n  fix: {restart_advice()}{fix}"
+        return FailureVerdict(rank, text, kill=process.as_json().decode() if kill else "")

@@ -19,11 +19,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.training.failure_verdict import Verdict, go_on, lost_contact, restarts
-from thrifty.training.fault_detection import ASIDE, Findings
-from thrifty.training.progress_watchdog import Pulse, Silence, Ticks
-from thrifty.training.rendezvous import Meeting, Process, end_agent
-from thrifty.training.stack_state import standing
+from thrifty.training.failure_verdict import FailureVerdict, lost_contact, restart_advice, restarts
+from thrifty.training.fault_detection import ASIDE, FaultDetector
+from thrifty.training.progress_watchdog import ProgressWatchdog, StallTimer, TickTimer
+from thrifty.training.rendezvous import ProcessIdentity, Rendezvous, end_agent
+from thrifty.training.stack_state import thread_state
 from thrifty.training.stop_signals import StopRequest
 
 GRACE = 5.0
@@ -34,7 +34,7 @@ _own: "Heartbeat | None" = None
 
 
 @contextmanager
-def beating(depart: Callable[[], None]) -> Iterator[Meeting]:
+def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
     """The heartbeat of one start of all ranks, for as long as the block lasts, and `depart` at its end. An error in the
     block is told by one rank of each host, and raised on every rank as told."""
     global _own
@@ -64,7 +64,7 @@ def at(doing: str, *, step: bool = False) -> None:
         _own.pulse.at(doing, step=step)
 
 
-def through(things: Iterable[T], doing: str) -> Iterator[T]:
+def report_progress(things: Iterable[T], doing: str) -> Iterator[T]:
     """The things, each of which is progress."""
     for thing in things:
         at(doing)
@@ -72,7 +72,7 @@ def through(things: Iterable[T], doing: str) -> Iterator[T]:
 
 
 @contextmanager
-def explained(last_words: Callable[[str], None]) -> Iterator[None]:
+def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
     """What torch says of lost contact becomes an error that names the lost rank. `last_words` writes down why the run
     ended where no error can, since the thread that trains is beyond reach."""
     if _own is None:
@@ -95,17 +95,19 @@ class Heartbeat:
 
     def __init__(self, silence: float, hang: float):
         self.silence, self.interval = silence, min(1.0, silence / 5)
-        self.meeting, self.pulse = Meeting(max(hang, silence)), Pulse(hang)
+        self.meeting, self.pulse = Rendezvous(max(hang, silence)), ProgressWatchdog(hang)
         self.rank, self.name = self.meeting.rank, f"rank {self.meeting.rank} on {self.meeting.process}"
         self.last_words: Callable[[str], None] | None = None
-        self.verdict: Verdict | None = None
+        self.verdict: FailureVerdict | None = None
         self.speaks = False
         """Whether this rank tells the verdict: one on each host does."""
         self._store = self.meeting.connection()
-        self._findings = Findings(self._store, self.rank, self.meeting.ranks, self.meeting.near, silence, self.pulse)
+        self._findings = FaultDetector(
+            self._store, self.rank, self.meeting.ranks, self.meeting.near, silence, self.pulse
+        )
         self._trained_by = threading.get_ident()
         self._beats = 0
-        self._charge: Verdict | None = None
+        self._charge: FailureVerdict | None = None
         self._lost = self._leaving = self._is_cut_off = False
         self._judged, self._over, self._wake = threading.Event(), threading.Event(), threading.Event()
         for work in (self._beat, self._watch):
@@ -139,20 +141,20 @@ class Heartbeat:
         self._wake.set()
         self._judged.wait(3 * ASIDE)
         what = f"{self.name} lost contact with the others in {self.pulse.doing}: {str(error).splitlines()[0]}"
-        verdict = self._settle(Verdict(self.rank, f"{what}\n  fix: {go_on()}"))
-        return verdict.as_error() if verdict else ThriftyError(what, go_on())
+        verdict = self._settle(FailureVerdict(self.rank, f"{what}\n  fix: {restart_advice()}"))
+        return verdict.as_error() if verdict else ThriftyError(what, restart_advice())
 
-    def _own_fault(self, error: BaseException) -> Verdict:
+    def _own_fault(self, error: BaseException) -> FailureVerdict:
         if isinstance(error, ThriftyError):
-            return Verdict(self.rank, str(error), error.exit_code)
+            return FailureVerdict(self.rank, str(error), error.exit_code)
         if isinstance(error, SystemExit):
             what = f"{self.name} was asked to stop in {self.pulse.doing}"
-            return Verdict(self.rank, what, int(error.code or 0), silent=True)
+            return FailureVerdict(self.rank, what, int(error.code or 0), silent=True)
         first = (str(error).splitlines() or [""])[0]
         what = f"{self.name} failed in {self.pulse.doing}: {type(error).__name__}: {first}"
-        return Verdict(self.rank, f"{what}\n  fix: its traceback says where; {go_on()}")
+        return FailureVerdict(self.rank, f"{what}\n  fix: its traceback says where; {restart_advice()}")
 
-    def _settle(self, charge: Verdict) -> Verdict | None:
+    def _settle(self, charge: FailureVerdict) -> FailureVerdict | None:
         """The verdict of all ranks, which is this one if there was no other; None if the store does not answer."""
         self._charge = charge
         self._wake.set()
@@ -160,7 +162,7 @@ class Heartbeat:
         return self.verdict
 
     def _beat(self) -> None:
-        ticks = Ticks()
+        ticks = TickTimer()
         while not self._over.is_set():
             with suppress(RuntimeError):  # the store is gone; `_watch` sees that there are no beats any more
                 self._exchange(ticks.next())
@@ -168,7 +170,7 @@ class Heartbeat:
             self._wake.clear()
 
     def _exchange(self, tick: float) -> None:
-        here, leaving = standing(self._trained_by), self._leaving
+        here, leaving = thread_state(self._trained_by), self._leaving
         self.pulse.look(here, tick)
         beat = {"number": self._beats, "doing": self.pulse.doing, "starting": self.pulse.starting, "left": leaving}
         self._store.set(f"beat/{self.rank}", json.dumps(beat | {"where": here.where, "waits": here.waits}))
@@ -180,33 +182,33 @@ class Heartbeat:
             charge = None if known else self._findings.look(tick, self._lost) or self._charge
             if known or charge:
                 said = self._store.compare_set("verdict", "", charge.as_json() if charge else "")
-                verdict = Verdict.from_json(said)
+                verdict = FailureVerdict.from_json(said)
                 mute = verdict.silent and verdict.rank == self.rank
                 self._judge(verdict, not mute and self._store.add(f"told/{self.meeting.process.host}", 1) == 1)
 
-    def _judge(self, verdict: Verdict, speaks: bool) -> None:
+    def _judge(self, verdict: FailureVerdict, speaks: bool) -> None:
         self.verdict, self.speaks = verdict, speaks
         self._judged.set()
 
     def _watch(self) -> None:
-        ticks, contact = Ticks(), Silence()
+        ticks, contact = TickTimer(), StallTimer()
         while not self._over.wait(self.interval / 2):
             seconds = contact.look(self._beats, ticks.next())
             if self.verdict is None and seconds > self.silence:
                 what = (
                     f"{self.name} has not reached {self.meeting.address}, where the ranks meet, for {seconds:.0f} s, "
-                    f"last seen in {self.pulse.doing}: it is cut off, or the start of all has ended\n  fix: {go_on()}"
+                    f"last seen in {self.pulse.doing}: it is cut off, or the start of all has ended\n  fix: {restart_advice()}"
                 )
-                self._judge(Verdict(self.rank, what), speaks=self.meeting.is_first_near)
+                self._judge(FailureVerdict(self.rank, what), speaks=self.meeting.is_first_near)
                 self._is_cut_off = True
             if self.verdict is not None and not self._over.wait(GRACE):
                 self._end(self.verdict)
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: FailureVerdict) -> None:
         """The end of a rank that does not end itself."""
         if self.speaks:
             _say(verdict.text)
-            if verdict.kill and (lost := Process.from_json(verdict.kill)).is_near and not lost.is_gone:
+            if verdict.kill and (lost := ProcessIdentity.from_json(verdict.kill)).is_near and not lost.is_gone:
                 os.kill(lost.pid, signal.SIGKILL)  # torchrun would wait for it half a minute
         if self.last_words:
             writing = threading.Thread(target=self.last_words, args=(verdict.text,), daemon=True)

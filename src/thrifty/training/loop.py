@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
 from thrifty.core.randomness import seed_of, start_draws
-from thrifty.core.ranks import own_draws
-from thrifty.core.state import Decision, TrainState
+from thrifty.core.ranks import random_stream
+from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.data.prefetch import prefetch
 from thrifty.optim.transform_elements import global_norm
 
@@ -40,7 +40,7 @@ class Record:
     """That it took, waiting for its batch included."""
     skipped: bool = False
     notes: dict[str, float] = field(default_factory=dict)
-    changes: tuple[Decision, ...] = ()
+    changes: tuple[StructureLogEntry, ...] = ()
 
 
 def step_seed(seed: int, step: int, draws: int) -> int:
@@ -48,7 +48,7 @@ def step_seed(seed: int, step: int, draws: int) -> int:
     return seed_of(f"{seed}/{step}/{draws}")
 
 
-def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, None, None]:
+def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, None]:
     """Train from the state's step to the run's end, one record a step; the state moves along.
 
     A step whose loss or gradient is not finite changes neither parameters nor optimizer state nor schedule. Raises
@@ -63,14 +63,14 @@ def train(run: Composition, state: TrainState, seed: int) -> Generator[Record, N
         model, optimizer = state.model, state.optimizer
         assert model is not None and optimizer is not None
         model.train()
-        start_draws(step_seed(seed, state.step, own_draws()), run.device)
+        start_draws(step_seed(seed, state.step, random_stream()), run.device)
         outcome = run.backward(model, run.objective, batch.to(run.device))
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
         # one transfer for both, and the same numbers on every rank: all take the same decision
         loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
         learning_rate = optimizer.learning_rate()
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
-        moved = finite and optimizer.will_move()
+        moved = finite and optimizer.will_move_masks()
         if finite:
             optimizer.step()
         optimizer.zero_grad()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
@@ -22,14 +22,14 @@ _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 """Where glibc's own limits, which move, end up in a program that frees large blocks. Once set they move no more."""
 
 
-def placing_freed(run: Composition) -> AbstractContextManager[None]:
+def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
     """Where memory goes that steps of this run free: back at once where a technique promises bytes, which pieces of
     free memory between others would exceed; else it stays."""
     promised = any("bytes of activations" in technique.claims for technique in run.techniques)
-    return giving_back_freed(run.device) if promised else keeping_freed(run.device)
+    return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
 
-def keeping_freed(device: torch.device) -> AbstractContextManager[None]:
+def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
     """Memory that a step on a processor frees stays with the process, for the next step; at the end it is given back.
 
     By default the C library gives large blocks back to the kernel at once, which clears each of their pages when the
@@ -39,9 +39,9 @@ def keeping_freed(device: torch.device) -> AbstractContextManager[None]:
     return _limited(device, _KEEPING)
 
 
-def giving_back_freed(device: torch.device) -> AbstractContextManager[None]:
+def return_freed_memory(device: torch.device) -> AbstractContextManager[None]:
     """What a step on a processor frees goes back at once from a mebibyte on, so that the process holds what its tensors
-    do; the C library's own limit is 32 times that. It costs time, see `keeping_freed`."""
+    do; the C library's own limit is 32 times that. It costs time, see `keep_freed_memory`."""
     return _limited(device, _GIVING_BACK)
 
 

@@ -19,7 +19,7 @@ def settings(ranks: int) -> dict[str, str]:
     return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(len(usable_cores()) // ranks, 1))}
 
 
-def typed(ranks: int) -> str:
+def launch_command(ranks: int) -> str:
     """What a user types to train a recipe on so many ranks."""
     if ranks == 1:
         return "thrifty train"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """The numbers of the display; `of_peak` is the share of the measured matrix rate, None when unknown."""
 
     step: int
@@ -28,7 +28,7 @@ class Progress:
     """What examples are counted in."""
 
 
-def line(p: Progress) -> str:
+def line(p: StepProgress) -> str:
     parts = [f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
     if p.held_out is not None:
         parts.append(f"held-out {p.held_out:.3f}")
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-class Display:
+class ProgressDisplay:
     """Quiet ranks print nothing. `update` is cheap enough to call at every step."""
 
     def __init__(self, quiet: bool = False, every: float = 10.0):
@@ -60,7 +60,7 @@ class Display:
     def live(self) -> bool:
         return self.console.is_terminal and not self.console.quiet
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "ProgressDisplay":
         if self._live:
             self._live.start()
         return self
@@ -69,7 +69,7 @@ class Display:
         if self._live:
             self._live.stop()
 
-    def update(self, progress: Progress, now: bool = False) -> None:
+    def update(self, progress: StepProgress, now: bool = False) -> None:
         if self._live:
             self._live.update(Text(line(progress), overflow="ellipsis", no_wrap=True))
         elif now or time.monotonic() - self._last >= self.every:

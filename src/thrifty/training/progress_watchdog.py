@@ -7,7 +7,7 @@ itself stopped, or a machine that slept, does not take that time for the silence
 import time
 from collections import deque
 
-from thrifty.training.stack_state import Standing
+from thrifty.training.stack_state import ThreadState
 
 LONGEST_TICK = 2.0
 """Seconds."""
@@ -19,7 +19,7 @@ KNOWN = 3
 """Steps after which their duration is known."""
 
 
-class Ticks:
+class TickTimer:
     """Seconds between two looks, as they are counted."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Ticks:
         return min(self._last - before, LONGEST_TICK)
 
 
-class Silence:
+class StallTimer:
     """Seconds for which something has stayed the same."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Silence:
         return self.seconds
 
 
-class Pulse:
+class ProgressWatchdog:
     """A rank's own progress. `at` is called by the thread that trains, the rest by the one that watches it."""
 
     def __init__(self, hang: float):
@@ -66,7 +66,7 @@ class Pulse:
         self.doing, self.starting, self._in_step, self._began = doing, False, step, now
         self._marks += 1
 
-    def look(self, standing: Standing, tick: float) -> None:
+    def look(self, standing: ThreadState, tick: float) -> None:
         if self._seen != self._marks:
             self._seen, self.still, self.busy = self._marks, 0.0, 0.0
             return

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError, UsageError
-from thrifty.core.ranks import gathered, ranks
+from thrifty.core.errors import InfeasibleError, IntegrityError, ThriftyError, UsageError
+from thrifty.core.ranks import gather_bytes, ranks
 from thrifty.training.failure_verdict import LostContact
 
-_KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, Infeasible, IntegrityError)}
+_KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, InfeasibleError, IntegrityError)}
 
 
-class Alone:
+class SingleProcess:
     """One process, no collectives: an error leaves as it is."""
 
     rank, size = 0, 1
@@ -33,7 +33,7 @@ class Alone:
         return work()
 
 
-class Together(Alone):
+class ProcessGroupSync(SingleProcess):
     """The ranks of a process group (all of them by default), which must all make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
@@ -59,15 +59,15 @@ class Together(Alone):
 
     def _gather(self, message: bytes) -> list[bytes]:
         try:
-            return gathered(message, self.group, self.device)  # blanks behind it are nothing to JSON
+            return gather_bytes(message, self.group, self.device)  # blanks behind it are nothing to JSON
         except RuntimeError as error:
             what = f"rank {self.rank} lost contact with the other ranks: {str(error).splitlines()[0]}"
             raise LostContact(what, "look at the first error printed by any rank, then `thrifty resume`") from error
 
 
-def together() -> Alone:
+def process_group_sync() -> SingleProcess:
     """All ranks of this process's group; this process alone where it has none."""
-    return Together() if ranks() > 1 else Alone()
+    return ProcessGroupSync() if ranks() > 1 else SingleProcess()
 
 
 def _described(error: Exception) -> dict[str, str]:

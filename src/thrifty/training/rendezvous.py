@@ -26,7 +26,7 @@ _CONNECTING = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessIdentity:
     """A process, told apart from a later one with the same number."""
 
     host: str
@@ -36,12 +36,12 @@ class Process:
     born: float
 
     @classmethod
-    def of(cls, pid: int) -> "Process":
+    def of(cls, pid: int) -> "ProcessIdentity":
         space = Path("/proc/self/ns/pid")
         return cls(socket.gethostname(), space.stat().st_ino if space.exists() else 0, pid, born=_born(pid) or 0.0)
 
     @classmethod
-    def from_json(cls, text: bytes) -> "Process":
+    def from_json(cls, text: bytes) -> "ProcessIdentity":
         return cls(*json.loads(text))
 
     def as_json(self) -> bytes:
@@ -53,7 +53,7 @@ class Process:
     @property
     def is_near(self) -> bool:
         """Whether it is one that this process can look at."""
-        here = Process.of(os.getpid())
+        here = ProcessIdentity.of(os.getpid())
         return (self.host, self.space) == (here.host, here.space)
 
     @property
@@ -71,9 +71,9 @@ def _born(pid: int) -> float | None:
         return None
 
 
-def agent() -> str:
+def current_agent() -> str:
     """The process of torchrun that started this one, and starts its successor if need be; "" for any other start."""
-    return Process.of(os.getppid()).as_json().decode() if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    return ProcessIdentity.of(os.getppid()).as_json().decode() if "TORCHELASTIC_RUN_ID" in os.environ else ""
 
 
 def end_agent(seconds: float) -> None:
@@ -90,7 +90,7 @@ def end_agent(seconds: float) -> None:
         agent.kill()
 
 
-def is_first_to_tell() -> bool:
+def is_first_to_report() -> bool:
     """Of an error before the ranks have met, which all have alike: whether this rank is the first of its machine's to
     tell it. The last might be too late, since torchrun ends all when one has ended."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -101,7 +101,7 @@ def is_first_to_tell() -> bool:
     return True
 
 
-class Meeting:
+class Rendezvous:
     """All ranks of this start, each of which makes one."""
 
     def __init__(self, seconds: float):
@@ -113,7 +113,7 @@ class Meeting:
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._store, self._seconds = _connect(host=_is_host(self.rank)), seconds
-        self.process = Process.of(os.getpid())
+        self.process = ProcessIdentity.of(os.getpid())
         self._word = self.process.as_json()
         self.name = self._call() if self.rank == 0 else self._answer()
 

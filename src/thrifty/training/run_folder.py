@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
-from thrifty.training.atomic_files import NO_ROOM, Durable
-from thrifty.training.run_lock import Lock
+from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
+from thrifty.training.run_lock import RunLock
 
 Record = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ class RunFolder:
         self.path = path
         self.again = False
         """Whether this is the same job as the last one that had the run."""
-        self._lock: Lock | None = None
+        self._lock: RunLock | None = None
         self._records: int | None = None
 
     @classmethod
@@ -72,7 +72,7 @@ class RunFolder:
         """Raises `UsageError` if another process has the run. See `notice` for what was taken over."""
         if self._lock is None:
             self.again = self._is_of(agents)
-            self._lock = Lock(self.path / "lock", ours=self.again)
+            self._lock = RunLock(self.path / "lock", ours=self.again)
             if agents:
                 self.write_json("job", sorted(agents))
         return self
@@ -150,7 +150,7 @@ class RunFolder:
     def sync_records(self) -> None:
         """Brings all records to the disk; called at each checkpoint."""
         if self._records is not None:
-            Durable().sync(self._records)
+            AtomicFiles().sync(self._records)
 
     def read_records(self) -> list[dict[str, Any]]:
         """All records, oldest first. A line cut by a crash is left out, and of a step repeated after a resume the last
@@ -175,7 +175,7 @@ class RunFolder:
     def write_text(self, file: str, text: str) -> None:
         """Replaces a file as a whole."""
         try:
-            Durable().swap_text(self.path / file, text)
+            AtomicFiles().swap_text(self.path / file, text)
         except OSError as error:
             fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
             raise ThriftyError(f"{self.path / file} cannot be written: {error.strerror}", fix) from error

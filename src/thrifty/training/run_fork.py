@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, fill_tensor
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -15,7 +15,7 @@ OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss")
 """Counters that say nothing of a run with another recipe."""
 
 
-def take_over(run: Composition, state: TrainState, found: checkpoint.Found, *, rewound: bool) -> list[str]:
+def copy_matching_state(run: Run, state: TrainState, found: checkpoint.FoundCheckpoint, *, rewound: bool) -> list[str]:
     """Fills the state of a new run with what a checkpoint holds and says what came of it. A run that is rewound has
     masks of its own, and nothing else of it starts fresh for that.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.machine.cpu_features import usable_cores
-from thrifty.machine.machine_info import machine
+from thrifty.machine.machine_info import machine_identity
 
 FREE = ("name", "about", "budget", "evaluation", "checkpoints")
 """Sections of a recipe that change nothing about what a step holds and takes."""
@@ -45,7 +45,7 @@ def forecast_file(recipe: Mapping[str, Any]) -> Path:
     return cache_folder() / "plans" / "forecasts" / f"{definition(recipe)}.json"
 
 
-def expect(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
+def record_forecast(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
     """Remember what is predicted of a recipe, for when a run of it is finished."""
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = forecast_file(recipe)
@@ -53,7 +53,7 @@ def expect(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
         path.write_text(json.dumps(dict(predicted)), encoding="utf-8")
 
 
-def keep(folder: Path, summary: Mapping[str, Any]) -> None:
+def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
     """Append a finished run; nothing for one that ended early."""
     if summary.get("status") != "finished":
         return
@@ -69,7 +69,7 @@ def keep(folder: Path, summary: Mapping[str, Any]) -> None:
         if seconds and not (kind == "cpu" and _is_crowded()):
             measured["step"] = statistics.median(seconds)
         _append({"run": folder.name, "predicted": predicted, "measured": measured,
-                 "machine": machine(kind), "ranks": environment.get("ranks", 1),
+                 "machine": machine_identity(kind), "ranks": environment.get("ranks", 1),
                  "finished": datetime.now(UTC).isoformat(timespec="seconds")})  # fmt: skip
 
 

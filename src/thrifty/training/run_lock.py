@@ -17,7 +17,7 @@ import psutil
 from thrifty.core.errors import UsageError
 
 
-class Lock:
+class RunLock:
     """Held from the moment it is made until `release`. Raises `UsageError` if another process holds it.
 
     `ours` says that the owner before was a process of this very job, which torchrun has started again since.

@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
-from thrifty.core.errors import Infeasible, ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.data.catalogue import entry_of_model
-from thrifty.data.chat.chat_data import Learning, open_instructions
+from thrifty.data.chat.chat_data import ChatLearningSettings, open_instructions
 from thrifty.data.images.image_data import holds_images, open_images
 from thrifty.data.pairs.pair_data import open_image_pairs
 from thrifty.data.run_data import RunData
-from thrifty.data.text.text_data import TextData, open_data, say_on_stderr
+from thrifty.data.text.text_data import TextData, open_text, print_to_stderr
 from thrifty.data.text.text_pairs import holds_pairs
 from thrifty.data.tokenizer import read_tokenizer
-from thrifty.models import build_for, own_patch, own_side
+from thrifty.models import build_model_for, own_patch, own_side
 from thrifty.objectives import chosen_objective
-from thrifty.objectives.chat_answers import Answer
+from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training import heartbeat
-from thrifty.training.determinism import same_bits
-from thrifty.training.rank_sync import together
+from thrifty.training.determinism import deterministic_kernels
+from thrifty.training.rank_sync import process_group_sync
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
@@ -48,22 +48,22 @@ BuildModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A recipe with its data opened and its techniques composed: all that is needed to start or to resume."""
 
     recipe: Recipe
     data: RunData
-    run: Composition
+    run: Run
 
 
 @contextmanager
-def ranked() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start."""
     if "RANK" not in os.environ or dist.is_initialized():
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with heartbeat.beating(_leave_group) as meeting:
+    with heartbeat.run_heartbeat(_leave_group) as meeting:
         dist.init_process_group(
             backend, timeout=_NO_LIMIT, store=meeting.connection(), rank=meeting.rank, world_size=meeting.ranks
         )
@@ -71,7 +71,7 @@ def ranked() -> Iterator[None]:
 
 
 def _leave_group() -> None:
-    mesh.lift()
+    mesh.clear_mesh()
     if dist.is_initialized():
         dist.destroy_process_group()
     # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
@@ -89,7 +89,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", rank() % torch.cuda.device_count())
 
 
-def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False) -> Prepared:
+def prepare_run(
+    recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False
+) -> PreparedRun:
     """Open the data and compose the run.
 
     `model` builds the plain model in place of the recipe's. `steps` is known when a run is resumed; otherwise the
@@ -97,22 +99,22 @@ def prepare(recipe: Recipe, model: BuildModel | None = None, steps: int | None =
     """
     device = choose_device(recipe.device)
     if ranks() > 1:
-        mesh.lay(mesh_sizes(recipe, ranks()), device.type)
-    together().first(lambda: open_examples(recipe, _unsaid if quiet else say_on_stderr) and None)
+        mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
+    process_group_sync().first(lambda: open_examples(recipe, _unsaid if quiet else print_to_stderr) and None)
     objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
         if model:
-            return built(model)
-        return build_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
+            return check_builder(model)
+        return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
-    plain = Plain(build, data.train, objective)
+    plain = BaseRun(build, data.train, objective)
     steps = steps or _steps(recipe, plain, device, data.counted_as)
-    return Prepared(recipe, data, compose(plain, recipe.techniques, steps, device))
+    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
-def built(build: BuildModel) -> nn.Module:
+def check_builder(build: BuildModel) -> nn.Module:
     """The model that a user's own function builds. Raises UsageError where the function fails, or gives none."""
     function = getattr(build, "func", build)  # what a partial calls
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', function)}"
@@ -131,10 +133,12 @@ def built(build: BuildModel) -> nn.Module:
     return model
 
 
-def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) -> tuple[Objective, RunData]:
+def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
     objective = chosen_objective(recipe.objective)
-    if recipe.data.near_duplicates is not None and (objective.learns_from != "text" or isinstance(objective, Answer)):
+    if recipe.data.near_duplicates is not None and (
+        objective.learns_from != "text" or isinstance(objective, ChatAnswers)
+    ):
         raise UsageError(
             f"data.near_duplicates is set, which is for plain text, and {recipe.objective.name} learns from other data",
             fix="leave data.near_duplicates out",
@@ -144,10 +148,10 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = say_on_stderr) ->
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
     if objective.learns_from == "images" and holds_images(recipe.data.source):
         side, patch, labelled = own_side(recipe.model), own_patch(recipe.model), objective.needs_labels
-        objective, data = objective.looking(patch), open_images(recipe.data, recipe.seed, side, say, labelled)
+        objective, data = objective.with_patch_size(patch), open_images(recipe.data, recipe.seed, side, say, labelled)
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
     _refuse_settings_of_images(recipe, objective)
-    if isinstance(objective, Answer):
+    if isinstance(objective, ChatAnswers):
         return _open_conversations(recipe, objective, say)
     objective, data = _open_text(recipe, objective, say)
     return objective, replace(data, length=recipe.data.length)
@@ -170,17 +174,19 @@ def _open_text(recipe: Recipe, objective: Objective, say: Callable[[str], None])
                 f"objective.{set_in_vain[0]} is set, and nothing is cut out of the pairs in {settings.source}",
                 fix=f"leave objective.{set_in_vain[0]} out",
             )
-        return objective, open_data(settings, recipe.seed, say, pairs=True)
+        return objective, open_text(settings, recipe.seed, say, pairs=True)
     length = settings.length
     if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
-        objective.knowing(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
+        objective.with_tokenizer(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
     settings = replace(settings, length=objective.text_length(length))
-    data = open_data(settings, recipe.seed, say, objective.special_tokens(length))
-    objective = objective.knowing(data.tokenizer, length)
+    data = open_text(settings, recipe.seed, say, objective.special_tokens(length))
+    objective = objective.with_tokenizer(data.tokenizer, length)
     return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
 
 
-def _open_conversations(recipe: Recipe, objective: Answer, say: Callable[[str], None]) -> tuple[Objective, TextData]:
+def _open_conversations(
+    recipe: Recipe, objective: ChatAnswers, say: Callable[[str], None]
+) -> tuple[Objective, TextData]:
     settings, model = recipe.data, recipe.model
     if model.folder and not settings.tokenizer:
         folder = Path(model.folder)
@@ -188,7 +194,7 @@ def _open_conversations(recipe: Recipe, objective: Answer, say: Callable[[str], 
         if named is not None and not (folder / "config.json").is_file():
             raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
         settings = replace(settings, tokenizer=str(folder / "tokenizer.json"))
-    learning = Learning(
+    learning = ChatLearningSettings(
         everything=objective.trained_on == "everything",
         by_tokens=objective.weigh_by == "tokens",
         together=objective.packed,
@@ -216,7 +222,7 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
     return sizes
 
 
-def _steps(recipe: Recipe, plain: Plain, device: torch.device, counted_as: int) -> int:
+def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, counted_as: int) -> int:
     """The number of steps that the budget pays for, each example going as so many tokens; raises Infeasible when it is
     none."""
     budget = recipe.budget
@@ -229,20 +235,20 @@ def _steps(recipe: Recipe, plain: Plain, device: torch.device, counted_as: int) 
     batch = _sizes_fixed(recipe, plain, device).source.batch
     per_step = batch * mesh.axis("data").size * counted_as  # some techniques look at more than they train on
     if budget.tokens < per_step:
-        raise Infeasible(
+        raise InfeasibleError(
             f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",
             fix=f"--budget {per_step}tokens or more, or a smaller data.batch",
         )
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
 
 
-def _sizes_fixed(recipe: Recipe, plain: Plain, device: torch.device) -> Composition:
+def _sizes_fixed(recipe: Recipe, plain: BaseRun, device: torch.device) -> Run:
     """The run in batches that are all of one size."""
     fixed = [technique for technique in recipe.techniques if technique.stage is not Stage.RESIZE]
     return compose(plain, fixed, 1, device)
 
 
-def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain, device: torch.device) -> int:
+def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
     """The most steps that go through no more than so many tokens, a step of the largest batch through `per_step`."""
     fixed = _sizes_fixed(recipe, plain, device)
     if len(fixed.techniques) == len(recipe.techniques):
@@ -259,7 +265,7 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: Plain,
     return most + bisect_right(range(most + 1, 2 * most), budget, key=spent)
 
 
-def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch.device) -> int:
+def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
     """Times a few real steps at the run's full structure, thrown away afterwards; what that takes is part of the
     budget."""
     began = time.monotonic()
@@ -267,7 +273,7 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch
     state = run.place()
     assert state.model is not None and state.optimizer is not None
     seconds = []
-    with same_bits(device, recipe.deterministic):
+    with deterministic_kernels(device, recipe.deterministic):
         for step in range(run.steps - PROBED, run.steps):
             start = time.monotonic()
             run.backward(state.model, run.objective, run.source.at(step).to(device)).loss.item()
@@ -276,9 +282,9 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: Plain, device: torch
             seconds.append(time.monotonic() - start)
     step = statistics.median(seconds[2:])
     spent = time.monotonic() - began
-    steps = together().first(lambda: math.floor((budget - spent) / step))
+    steps = process_group_sync().first(lambda: math.floor((budget - spent) / step))
     if steps < 1:
-        raise Infeasible(
+        raise InfeasibleError(
             f"a budget of {budget:g} s does not fit one step: starting takes {spent:.1f} s and a step {step:.2f} s",
             fix=f"--budget {math.ceil(spent + 10 * step)}s or more",
         )

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.shard_layout import Box, Part, held_parts
+from thrifty.core.shard_layout import LocalShard, TensorBox, local_shards
 
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -44,16 +44,16 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredBox:
     """A box of a tensor, stored in a file as the entry of this name."""
 
     file: Path
     entry: str
-    box: Box
+    box: TensorBox
     dtype: torch.dtype
 
 
-Parts = dict[str, list[Part]]
+Parts = dict[str, list[LocalShard]]
 """What a rank holds, or is to write, of each tensor."""
 
 
@@ -65,7 +65,7 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
             raise UsageError(
                 f"tensor {name!r} cannot be stored: {kind}", "keep state in dense tensors of a standard dtype"
             )
-    return {name: held_parts(tensor) for name, tensor in tensors.items()}
+    return {name: local_shards(tensor) for name, tensor in tensors.items()}
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class _Entry:
 
     name: str
     tensor: str
-    part: Part
+    part: LocalShard
     values: torch.Tensor
     """Of the whole tensor, as far as this rank holds them."""
 
@@ -133,12 +133,12 @@ def _header(entries: list[_Entry]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Stored:
+class StoredTensorBoxes:
     """The tensors of one or more files: `pieces` by name, and `read` into memory of any sharding."""
 
     def __init__(self, files: list[Path]):
         self._open: dict[Path, Any] = {}
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[StoredBox]] = {}
         for file in files:
             try:
                 self._open[file] = safe_open(file, framework="pt")
@@ -155,10 +155,10 @@ class Stored:
         """The whole tensor, in memory of its own."""
         box = self.pieces[name][0].box
         target = torch.empty(box.full, dtype=self.pieces[name][0].dtype)
-        self.read(name, Box(box.full, (0,) * len(box.full), box.full), target)
+        self.read(name, TensorBox(box.full, (0,) * len(box.full), box.full), target)
         return target
 
-    def read(self, name: str, box: Box, target: torch.Tensor) -> None:
+    def read(self, name: str, box: TensorBox, target: torch.Tensor) -> None:
         """Copies the part `box` of a tensor into `target`, which has its shape; only what overlaps is read."""
         filled = 0
         for piece in self.pieces[name]:
@@ -175,19 +175,19 @@ class Stored:
             raise IntegrityError(f"the checkpoint holds {filled} of the {target.numel()} values wanted of {name!r}")
 
 
-def _overlap(one: Box, other: Box) -> Box:
+def _overlap(one: TensorBox, other: TensorBox) -> TensorBox:
     """What both boxes hold; empty if nothing."""
     start = [max(pair) for pair in zip(one.offset, other.offset, strict=True)]
     ends = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
     shape = [max(0, min(a + n, b + m) - first) for (a, n, b, m), first in zip(ends, start, strict=True)]
-    return Box(one.full, tuple(start), tuple(shape))
+    return TensorBox(one.full, tuple(start), tuple(shape))
 
 
-def _pieces(file: Path, source: Any) -> Iterator[tuple[str, Piece]]:
+def _pieces(file: Path, source: Any) -> Iterator[tuple[str, StoredBox]]:
     places = json.loads((source.metadata() or {}).get(_SHARDING, "{}"))
     for entry in source.keys():  # noqa: SIM118 (not a mapping)
         stored = source.get_slice(entry)
         shape = tuple(stored.get_shape())
         place = places.get(entry, {"saved_offsets": [0] * len(shape), "shape": shape})
-        box = Box(tuple(place["shape"]), tuple(place["saved_offsets"]), shape)
-        yield place.get("part_of", entry), Piece(file, entry, box, _DTYPES[stored.get_dtype()])
+        box = TensorBox(tuple(place["shape"]), tuple(place["saved_offsets"]), shape)
+        yield place.get("part_of", entry), StoredBox(file, entry, box, _DTYPES[stored.get_dtype()])

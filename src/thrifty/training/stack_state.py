@@ -19,7 +19,7 @@ _LONG_FILES = (
 
 
 @dataclass(frozen=True)
-class Standing:
+class ThreadState:
     where: str = ""
     """Such as `training/loop.py:71 in train`."""
     waits: bool = False
@@ -28,11 +28,11 @@ class Standing:
     """At something that may take minutes."""
 
 
-def standing(thread: int) -> Standing:
+def thread_state(thread: int) -> ThreadState:
     """Of a thread of this process, by its identifier."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
-        return Standing()
+        return ThreadState()
     frames: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:
@@ -43,7 +43,7 @@ def standing(thread: int) -> Standing:
     waits = any(part in files[0] for part in _WAITING_FILES) or any(call in line for call in _WAITING_CALLS)
     ours = next((frame for frame in frames if "thrifty/" in frame.f_code.co_filename), None)
     places = [innermost] if ours in (None, innermost) else [innermost, ours]
-    return Standing(
+    return ThreadState(
         " called from ".join(_place(frame) for frame in places),
         waits=waits,
         long=any(part in file for file in files for part in _LONG_FILES),

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.ranks import rank, ranks
@@ -20,12 +20,12 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
 from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
-from thrifty.training.determinism import same_bits
+from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.evaluation import evaluate, see
 from thrifty.training.loop import Record, train
 from thrifty.training.memory_meter import MemoryMeter
-from thrifty.training.progress_display import Display, Progress
-from thrifty.training.rank_sync import Alone, Together
+from thrifty.training.progress_display import ProgressDisplay, StepProgress
+from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
 
@@ -34,12 +34,12 @@ SHOWN = 8
 
 
 @dataclass
-class Session:
+class TrainSession:
     kept: Mapping[str, Any]
     """Plain data that goes into each checkpoint beside the state, so that a resume can tell what changed: the recipe,
     the number of steps, the identity of the data."""
     recipe: Recipe
-    run: Composition
+    run: Run
     held_out: Sequence[Batch]
     folder: RunFolder
     facts: dict[str, Any] = field(default_factory=dict)
@@ -55,15 +55,18 @@ class Session:
     def run_to_end(self, state: TrainState, meter: MemoryMeter) -> dict[str, Any]:
         """Train, evaluate, save; returns the summary, which is also in the folder. A stop by signal is not an error:
         the summary's status is "interrupted" and `exit_code` the signal's."""
-        together = Together() if ranks() > 1 else Alone()
+        together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
-        with StopRequest() as stop, Display(self.quiet or rank() > 0) as display:
+        with StopRequest() as stop, ProgressDisplay(self.quiet or rank() > 0) as display:
             observer.display = display
             for notice in self.notices:
                 display.say(notice)
             try:
-                with heartbeat.explained(observer.stopped), same_bits(self.run.device, self.recipe.deterministic):
+                with (
+                    heartbeat.explain_failure(observer.stopped),
+                    deterministic_kernels(self.run.device, self.recipe.deterministic),
+                ):
                     status = observer.follow(stop)
             except ThriftyError as error:
                 observer.stopped(str(error), error.exit_code)
@@ -73,10 +76,10 @@ class Session:
 
 
 class _Observer:
-    def __init__(self, session: Session, state: TrainState, meter: MemoryMeter):
+    def __init__(self, session: TrainSession, state: TrainState, meter: MemoryMeter):
         self.session, self.state, self.meter = session, state, meter
         self.recipe, self.folder = session.recipe, session.folder
-        self.display = Display(quiet=True)
+        self.display = ProgressDisplay(quiet=True)
         self.held_out: float | None = None
         self.measured: dict[str, float] = {}
         """What the last evaluation found beside the loss."""
@@ -141,7 +144,7 @@ class _Observer:
         peak = self.session.facts.get("peak_flops_per_second")
         left = self.session.run.steps - record.step
         self.display.update(
-            Progress(
+            StepProgress(
                 step=record.step,
                 steps=self.session.run.steps,
                 loss=record.loss,
@@ -159,7 +162,7 @@ class _Observer:
 
     def evaluate(self) -> None:
         assert self.state.optimizer is not None
-        with self.state.optimizer.judging():
+        with self.state.optimizer.use_eval_weights():
             self.measured = self.measure()
             self.show_predictions()
         self.held_out = self.measured.pop("loss")
@@ -173,12 +176,12 @@ class _Observer:
     def measure(self) -> dict[str, float]:
         assert self.state.model is not None
         run = self.session.run
-        batches = heartbeat.through(self.session.held_out, f"the evaluation after step {self.state.step}")
-        return evaluate(self.state.model, run.judged_by, batches, run.device)
+        batches = heartbeat.report_progress(self.session.held_out, f"the evaluation after step {self.state.step}")
+        return evaluate(self.state.model, run.eval_objective, batches, run.device)
 
     def show_predictions(self) -> None:
         """Keep for the report what the objective has to show of the first held-out examples."""
-        objective, draw = self.session.run.judged_by, self.session.drawn
+        objective, draw = self.session.run.eval_objective, self.session.drawn
         if not objective.pictured or draw is None:
             return
         assert self.state.model is not None
@@ -213,7 +216,7 @@ class _Observer:
             best=best,
             keep=self.recipe.checkpoints.keep,
             also=self.also,
-            ranks=Together() if ranks() > 1 else Alone(),
+            ranks=ProcessGroupSync() if ranks() > 1 else SingleProcess(),
         )
         self.saved_step = self.state.step
         self.note("checkpoint", seconds=round(saved.seconds, 4), bytes=saved.bytes)

@@ -7,14 +7,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
-from thrifty.data.run_metadata import kept_ends
-from thrifty.models import build_for
+from thrifty.data.run_metadata import read_model_spec
+from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_recipe
 from thrifty.training import checkpoint
@@ -26,7 +26,7 @@ RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {S
 Adapters = Literal["merged", "kept", "left out"]
 
 
-def restore(
+def load_trained_model(
     folder: Path, step: int | None = None, trained: bool = False, plain: bool = True, adapters: Adapters = "merged"
 ) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder, and the recipe.
@@ -41,14 +41,14 @@ def restore(
     """
     recipe = read_recipe(folder / "recipe.toml")
     found = checkpoint.load(folder / "checkpoints", step)
-    ends = kept_ends(folder, recipe.data.length)
+    ends = read_model_spec(folder, recipe.data.length)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        return build_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
+        return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
-    run = compose(Plain(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
+    run = compose(BaseRun(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
     state = run.place(read_log(found.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None

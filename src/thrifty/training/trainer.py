@@ -18,20 +18,20 @@ from thrifty.core.mesh import AXES, USED_BY, axis
 from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
-from thrifty.core.state import Decision, TrainState, read_log
+from thrifty.core.state import StructureLogEntry, TrainState, read_log
 from thrifty.data.example_previews import selection
-from thrifty.data.images.image_previews import pictures
+from thrifty.data.images.image_previews import image_previews
 from thrifty.machine.machine_info import peak_flops
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
-from thrifty.training.memory_meter import MemoryMeter, placing_freed
-from thrifty.training.rank_sync import together
-from thrifty.training.rendezvous import agent
+from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
+from thrifty.training.rank_sync import process_group_sync
+from thrifty.training.rendezvous import current_agent
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_fork import take_over
-from thrifty.training.run_setup import BuildModel, Prepared, prepare, ranked
-from thrifty.training.train_session import Session
+from thrifty.training.run_fork import copy_matching_state
+from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run, process_group
+from thrifty.training.train_session import TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
 """Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
@@ -41,13 +41,13 @@ MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 
 
 @contextmanager
-def claimed(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
+def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
     """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
     held: list[RunFolder] = []
-    agents = set(together().all(agent)) - {""}
-    together().first(lambda: held.append(claim(path, agents)))
+    agents = set(process_group_sync().all(current_agent)) - {""}
+    process_group_sync().first(lambda: held.append(claim(path, agents)))
     folder = held[0] if held else RunFolder(path)
-    folder.again = together().first(lambda: folder.again)
+    folder.again = process_group_sync().first(lambda: folder.again)
     with folder:
         yield folder
 
@@ -66,10 +66,10 @@ def train(
     `model` builds a model of your own in place of the recipe's: a module with a list of blocks that maps tokens (b, t)
     to hidden states (b, t, d) and has a linear `head`, or that maps them to logits.
     """
-    with ranked(), claimed(Path(runs) / recipe.name, RunFolder.create) as folder:
-        if together().first(folder.recipe.is_file):
+    with process_group(), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
+        if process_group_sync().first(folder.recipe.is_file):
             return _resume(folder, recipe, model, origins or {}, quiet)
-        return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins or {})
+        return _run(prepare_run(recipe, model, quiet=quiet), folder, quiet, origins or {})
 
 
 def resume(
@@ -87,14 +87,14 @@ def resume(
     on as a new one of that name beside the old, by the changed recipe: what the old state has by the same name and
     shape is taken over, everything else starts fresh and is named. `origins` says where changed values came from.
     """
-    with ranked():
+    with process_group():
         if fork is not None:
             return _fork(folder, replace(recipe, name=fork), folder.parent / fork, model, origins or {}, quiet)
-        with claimed(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
+        with claim_run_folder(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
             return _resume(opened, recipe, model, origins or {}, quiet)
 
 
-def rewind(
+def rewind_run(
     folder: Path,
     step: int,
     recipe: Recipe,
@@ -105,7 +105,7 @@ def rewind(
 ) -> dict[str, Any]:
     """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
     schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
-    with ranked():
+    with process_group():
         return _fork(folder, recipe, folder.parent / recipe.name, model, origins or {}, quiet, step)
 
 
@@ -121,18 +121,18 @@ def _resume(
         )
     if found is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
-        return _run(prepare(recipe, model, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
+        return _run(prepare_run(recipe, model, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
     if found.step >= found.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
         raise UsageError(f"{folder.path} is finished: it made all its {found.step} steps", fix="go on with --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
-        checkpoint.fill(found, state.tensors(), ranks=together())
+        checkpoint.fill(found, state.tensors(), ranks=process_group_sync())
         state.load_scalars(found.scalars)
         return found.notices
 
-    prepared = prepare(recipe, model, found.scalars["steps"], quiet)
+    prepared = prepare_run(recipe, model, found.scalars["steps"], quiet)
     if other := [name for name, sha256 in found.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
             f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
@@ -150,12 +150,12 @@ def _binding(recipe: Recipe) -> dict[str, Any]:
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
 
-def _newest(folder: RunFolder) -> checkpoint.Found | None:
+def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
     """The newest undamaged checkpoint; None when the run ended before it made one."""
     try:
-        return checkpoint.find(folder.checkpoints, ranks=together())
+        return checkpoint.find(folder.checkpoints, ranks=process_group_sync())
     except IntegrityError:
-        if together().first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
+        if process_group_sync().first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
             raise
         return None
 
@@ -169,15 +169,15 @@ def _fork(
     quiet: bool,
     rewound_to: int | None = None,
 ) -> dict[str, Any]:
-    found = checkpoint.find(old / "checkpoints", rewound_to, ranks=together())
+    found = checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
     def fill(state: TrainState) -> list[str]:
-        return take_over(prepared.run, state, found, rewound=rewound_to is not None)
+        return copy_matching_state(prepared.run, state, found, rewound=rewound_to is not None)
 
-    with claimed(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
-        if together().first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
+    with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
+        if process_group_sync().first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
             return _resume(folder, recipe, model, origins, quiet)
-        prepared = prepare(recipe, model, quiet=quiet)
+        prepared = prepare_run(recipe, model, quiet=quiet)
         if prepared.run.steps <= found.step:
             raise UsageError(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {found.step}",
@@ -193,11 +193,11 @@ def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
 
 
 def _run(
-    prepared: Prepared,
+    prepared: PreparedRun,
     folder: RunFolder,
     quiet: bool,
     origins: Mapping[str, str],
-    log: list[Decision] | None = None,
+    log: list[StructureLogEntry] | None = None,
     fill: Callable[[TrainState], list[str]] = lambda state: [],
 ) -> dict[str, Any]:
     """Build the state, write down what the run is, and train. `fill` loads values and says what is worth knowing."""
@@ -219,7 +219,7 @@ def _run(
     facts = {
         "folder": str(folder.path),
         **known,
-        **({"measured": list(run.judged_by.measured)} if run.judged_by.measured else {}),
+        **({"measured": list(run.eval_objective.measured)} if run.eval_objective.measured else {}),
         **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
         "predicted_memory": explained["footprint"]["memory"],
         "flops_per_step": explained["plain"]["flops"],
@@ -238,12 +238,12 @@ def _run(
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    drawn = partial(pictures, ends=data.ends)
-    session = Session(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
-    with placing_freed(run):
+    drawn = partial(image_previews, ends=data.ends)
+    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
+    with set_freed_memory_policy(run):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
-        run_ledger.keep(folder.path, summary)
+        run_ledger.record_run(folder.path, summary)
     return summary
 
 
@@ -255,7 +255,7 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
             return folder.read_json(name)
         return {}
 
-    return together().first(read)
+    return process_group_sync().first(read)
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:

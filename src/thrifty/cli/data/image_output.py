@@ -9,27 +9,27 @@ from thrifty.cli.verb_output import print_json
 
 if TYPE_CHECKING:
     from thrifty.core.recipe import DataSettings
-    from thrifty.data.images.image_inspection import ImageLook
-    from thrifty.data.pairs.pair_inspection import PairLook
+    from thrifty.data.images.image_inspection import ImageSummary
+    from thrifty.data.pairs.pair_inspection import PairSummary
 
 
-def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bool:
+def print_image_inspection(settings: "DataSettings", examples: int, as_json: bool) -> bool:
     """Whether a source holds images, or images with captions, for the most part; it has then been told about."""
     from thrifty.data.images.image_data import holds_mainly_images
-    from thrifty.data.images.image_inspection import look_at_images
+    from thrifty.data.images.image_inspection import inspect_images
     from thrifty.data.pairs.pair_data import holds_image_pairs
-    from thrifty.data.pairs.pair_inspection import look_at_pairs
-    from thrifty.data.text.text_data import say_on_stderr
+    from thrifty.data.pairs.pair_inspection import inspect_pairs
+    from thrifty.data.text.text_data import print_to_stderr
 
     if holds_image_pairs(settings.source):
-        pairs = look_at_pairs(settings, examples, say_on_stderr)
+        pairs = inspect_pairs(settings, examples, print_to_stderr)
         if as_json:
             print_json(asdict(pairs))
         else:
             click.echo("\n".join(_of_pairs(pairs)))
         return True
     if holds_mainly_images(settings.source):
-        images = look_at_images(settings, say_on_stderr)
+        images = inspect_images(settings, print_to_stderr)
         if as_json:
             print_json(asdict(images))
         else:
@@ -38,7 +38,7 @@ def told_of_images(settings: "DataSettings", examples: int, as_json: bool) -> bo
     return False
 
 
-def _of_images(seen: "ImageLook") -> list[str]:
+def _of_images(seen: "ImageSummary") -> list[str]:
     from thrifty.reporting.number_format import significant, whole
 
     rows = _counts(seen)
@@ -54,7 +54,7 @@ def _of_images(seen: "ImageLook") -> list[str]:
     return rows
 
 
-def _of_pairs(seen: "PairLook") -> list[str]:
+def _of_pairs(seen: "PairSummary") -> list[str]:
     from thrifty.reporting.number_format import percent, significant, whole
 
     rows = [
@@ -82,7 +82,7 @@ def _named(names: list[str], count: int) -> list[str]:
     return [*(f"  {name}" for name in names[:TOLD]), *more]
 
 
-def _counts(seen: "ImageLook | PairLook") -> list[str]:
+def _counts(seen: "ImageSummary | PairSummary") -> list[str]:
     from thrifty.reporting.number_format import whole
 
     return [
@@ -92,7 +92,7 @@ def _counts(seen: "ImageLook | PairLook") -> list[str]:
     ]
 
 
-def _pixels(seen: "ImageLook | PairLook") -> list[str]:
+def _pixels(seen: "ImageSummary | PairSummary") -> list[str]:
     from thrifty.reporting.number_format import significant
 
     return [

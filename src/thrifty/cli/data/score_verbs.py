@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 from thrifty.cli.verb_output import print_json
 
 if TYPE_CHECKING:
-    from thrifty.core.score_file import Scores
-    from thrifty.techniques.data_selection.prune import Prune
+    from thrifty.core.score_file import ExampleScores
+    from thrifty.techniques.data_selection.prune import PrunedExamples
 
 
 def choice_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,14 +63,14 @@ def score(
 
     Killed or stopped, the same command goes on with the runs that are missing.
     """
-    from thrifty.experiments.scoring.example_scoring import Scoring
+    from thrifty.experiments.scoring.example_scoring import ScoringSettings
     from thrifty.experiments.scoring.example_scoring import score as score_all
 
     settings: dict[str, Any] = {"by": by, "runs": runs, "embed_with": embed_with, "clusters": clusters}
     if steps is not None:
         settings["steps"] = _moment(steps)
-    scoring = Scoring(**settings)
-    recipe = put_together(**options).recipe()
+    scoring = ScoringSettings(**settings)
+    recipe = build_recipe(**options).recipe()
     target = out or Path(f"{recipe.name}-{by}.safetensors")
     say = (lambda text: None) if quiet else _on_stderr
     scores, sha256 = score_all(recipe, scoring, target, say=say)
@@ -103,7 +103,7 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     chosen = _chosen(scores, file_hash(scores), choice)
     found = read_scores(scores)
     kept = chosen.kept(found.scores, found.labels)
-    rows = score_selection.by_label(found, kept)
+    rows = score_selection.count_labels(found, kept)
     if write is not None:
         _write(write, recipe, found, chosen)
     if as_json:
@@ -111,18 +111,18 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
         print_json({**told, "technique": chosen.name, "settings": score_selection.changed_settings(chosen)})
         return
     lines = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
-    for row in [*rows, score_selection.Row("all", len(found), len(kept))] if found.labels is not None else rows:
+    for row in [*rows, score_selection.LabelCount("all", len(found), len(kept))] if found.labels is not None else rows:
         lines.append(f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}")
     if chosen.offset:
         lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(found)):,}")
-    lines += ["", "on the command line:", f"  --with {score_selection.as_option(chosen)}", "", "in a recipe:"]
+    lines += ["", "on the command line:", f"  --with {score_selection.format_option(chosen)}", "", "in a recipe:"]
     lines += [f"  {line}" for line in _toml(chosen).splitlines()]
     if write is not None:
         lines += ["", f"written: thrifty train {write}"]
     click.echo("\n".join(lines))
 
 
-def look_at_scores(source: str, scores: Path, out: Path | None, as_json: bool, **choice: Any) -> None:
+def print_suspicious_examples(source: str, scores: Path, out: Path | None, as_json: bool, **choice: Any) -> None:
     """A page of the examples that a person should look at, for `thrifty data look --scores`."""
     from thrifty.core.errors import UsageError
     from thrifty.core.score_file import file_hash, read_scores
@@ -145,30 +145,30 @@ def look_at_scores(source: str, scores: Path, out: Path | None, as_json: bool, *
         click.echo(f"the runs believe another label of {len(doubted):,} of them; the surest come first on the page")
 
 
-def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "Prune":
+def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "PrunedExamples":
     from thrifty.core.plain_values import build
-    from thrifty.techniques.data_selection.prune import Prune
+    from thrifty.techniques.data_selection.prune import PrunedExamples
 
     given = {name: value for name, value in choice.items() if value is not None}
-    return build(Prune, {"scores": str(path.resolve()), "sha256": sha256, **given}, "prune")
+    return build(PrunedExamples, {"scores": str(path.resolve()), "sha256": sha256, **given}, "prune")
 
 
-def _write(target: Path, recipe: str | None, found: "Scores", chosen: "Prune") -> None:
+def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "PrunedExamples") -> None:
     from thrifty.core.errors import UsageError
     from thrifty.experiments.scoring.score_selection import changed_settings
     from thrifty.recipes import load_tables
-    from thrifty.recipes.recipe_layers import Layers
+    from thrifty.recipes.recipe_layers import RecipeLayers
     from thrifty.recipes.recipe_toml import write_recipe
 
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --write")
-    layers = Layers().lay("recipe", load_tables(recipe) if recipe is not None else found.facts.recipe)
+    layers = RecipeLayers().override("recipe", load_tables(recipe) if recipe is not None else found.facts.recipe)
     name = f"{layers.data.get('name', 'run')}-pruned"
-    layers.lay("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
+    layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
     target.write_text(write_recipe(layers.recipe()), encoding="utf-8")
 
 
-def _toml(chosen: "Prune") -> str:
+def _toml(chosen: "PrunedExamples") -> str:
     import tomli_w
 
     from thrifty.experiments.scoring.score_selection import changed_settings
@@ -176,7 +176,7 @@ def _toml(chosen: "Prune") -> str:
     return tomli_w.dumps({"techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
 
 
-def _scored(scores: "Scores", target: Path, sha256: str, source: str) -> list[str]:
+def _scored(scores: "ExampleScores", target: Path, sha256: str, source: str) -> list[str]:
     from thrifty.reporting.number_format import duration, scaled, significant
 
     facts = scores.facts

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.cli.plan.user_model import UserModel
     from thrifty.core.recipe import Recipe
     from thrifty.planning.cluster_plan import ClusterPlan
-    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.forecast import PlanRequest
     from thrifty.simulators.cluster.workload import Workload
-    from thrifty.training.run_setup import Prepared
+    from thrifty.training.run_setup import PreparedRun
 
 
-def planned_on_cluster(
+def plan_on_cluster(
     recipe: Recipe,
-    wanted: Wanted,
+    wanted: PlanRequest,
     place: str,
     ranks: int | None,
-    model: OwnModel | None = None,
+    model: UserModel | None = None,
     quiet: bool = False,
 ) -> ClusterPlan:
     """Raises Infeasible where no layout fits, UsageError for what cannot be simulated."""
@@ -31,14 +31,14 @@ def planned_on_cluster(
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
     from thrifty.planning.planner import STEPS
-    from thrifty.training.run_setup import prepare
+    from thrifty.training.run_setup import prepare_run
 
     if recipe.mesh.least_ranks > 1:
         raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
     build = model.build if model else None
-    prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    prepared = prepare_run(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
     return ClusterPlanner(
         recipe=recipe,
         plain=prepared.run.plain,
@@ -53,16 +53,16 @@ def planned_on_cluster(
     ).plan()
 
 
-def _workload(prepared: Prepared) -> Workload:
+def _workload(prepared: PreparedRun) -> Workload:
     """The model traced as simulations want it. Raises Refused for one that does not read text."""
     import torch
 
-    from thrifty.core.errors import Refused
-    from thrifty.simulators.cluster.traced_workload import cross_entropy, traced
+    from thrifty.core.errors import RefusedError
+    from thrifty.simulators.cluster.traced_workload import cross_entropy, trace_workload
 
     recipe = prepared.recipe
     if prepared.run.plain.objective.learns_from != "text":
-        raise Refused(
+        raise RefusedError(
             f"steps on a cluster are simulated for models of text, and {recipe.objective.name} learns from "
             f"{prepared.run.plain.objective.learns_from}",
             fix="leave --cluster out",
@@ -73,10 +73,10 @@ def _workload(prepared: Prepared) -> Workload:
         return cross_entropy(model.logits(*given), tokens)
 
     dtype = torch.bfloat16 if any(t.name.startswith("precision.") for t in recipe.techniques) else torch.float32
-    return traced(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)
+    return trace_workload(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)
 
 
-def in_words(plan: ClusterPlan) -> list[str]:
+def format_cluster_plan(plan: ClusterPlan) -> list[str]:
     """What is chosen and what is forecast, a line each."""
     from thrifty.reporting.number_format import duration, percent, scaled, significant
 
@@ -95,15 +95,15 @@ def in_words(plan: ClusterPlan) -> list[str]:
     return lines if plan.cost is None else [*lines, f"cost     {significant(plan.cost.value)}"]
 
 
-def tell(plan: ClusterPlan, written: list[Path]) -> None:
+def print_cluster_plan(plan: ClusterPlan, written: list[Path]) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from thrifty.cli.plan.plan_output import tell_reasons
+    from thrifty.cli.plan.plan_output import print_choices
     from thrifty.reporting.number_format import duration, scaled
 
-    for line in in_words(plan):
+    for line in format_cluster_plan(plan):
         click.echo(line)
     table = Table(
         "", "what fits, from the fastest by simulation", "memory", "step", "tokens/s", box=None, pad_edge=False
@@ -117,6 +117,6 @@ def tell(plan: ClusterPlan, written: list[Path]) -> None:
     for label, why in plan.misfits.items():
         click.echo(f"  {label}: {why}")
     click.echo()
-    tell_reasons(plan.reasons)
+    print_choices(plan.reasons)
     click.echo()
     click.echo(f"written: {written[0]}; start it with torchrun" if written else "keep it with --out plan.toml")

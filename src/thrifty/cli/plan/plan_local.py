@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
     import torch
 
-    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.cli.plan.user_model import UserModel
     from thrifty.core.recipe import Recipe
     from thrifty.core.technique import Numerics
-    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
-    from thrifty.training.run_setup import Prepared
+    from thrifty.training.run_setup import PreparedRun
 
 
-def planned(
+def plan_on_machine(
     recipe: Recipe,
-    wanted: Wanted,
-    model: OwnModel | None = None,
+    wanted: PlanRequest,
+    model: UserModel | None = None,
     probe: bool = True,
     seconds: float = 20.0,
     finalists: int = 4,
@@ -43,10 +43,10 @@ def planned(
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.forecast_ledger import entries
     from thrifty.planning.planner import STEPS, Planner
-    from thrifty.planning.rank_options import undivided
+    from thrifty.planning.rank_options import without_rank_techniques
     from thrifty.recipes.recipe_toml import recipe_to_data
-    from thrifty.training.run_ledger import expect
-    from thrifty.training.run_setup import choose_device, prepare
+    from thrifty.training.run_ledger import record_forecast
+    from thrifty.training.run_setup import choose_device, prepare_run
 
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
@@ -55,9 +55,9 @@ def planned(
         )
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
-        recipe = replace(recipe, techniques=undivided(recipe.techniques))
+        recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
     build = model.build if model else None
-    prepared = prepare(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    prepared = prepare_run(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
     if isinf(wanted.memory):
@@ -83,7 +83,7 @@ def planned(
         shared=shared,
     ).plan()
     if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
-        expect(recipe_to_data(plan.recipe), _expected(plan))
+        record_forecast(recipe_to_data(plan.recipe), _expected(plan))
     return plan
 
 
@@ -112,7 +112,7 @@ def _expected(plan: Plan) -> dict[str, float]:
     return memory if timing.is_disturbed else memory | {"step": forecast.step.value}
 
 
-def _prepared_bytes(prepared: Prepared) -> float:
+def _prepared_bytes(prepared: PreparedRun) -> float:
     """Of the data as prepared, where they lie in a folder of files."""
     tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
     file = getattr(tokens, "filename", None)
@@ -129,22 +129,22 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
     return found | {name: results[0].in_words() for name, results in of_studies.items() if results}
 
 
-def _probing(prepared: Prepared, seconds: float, fixed: bool, model: OwnModel | None) -> TimeOf:
+def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None) -> TimeOf:
     """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
     changes."""
     from dataclasses import replace
 
-    from thrifty.planning.cost_estimates import Timing
-    from thrifty.planning.plan_candidate import Candidate
-    from thrifty.planning.probe_jobs import Job, in_process, kept, sizes
+    from thrifty.planning.cost_estimates import StepTiming
+    from thrifty.planning.plan_candidate import PlanCandidate
+    from thrifty.planning.probe_jobs import ProbeJob, cache_probe, probe_in_process, sizes
     from thrifty.planning.search_space import MICRO_BATCHES
     from thrifty.recipes.recipe_toml import recipe_to_data
 
-    probe = kept(in_process("thrifty.cli.plan.probe_process"), prepared.run.device.type)
+    probe = cache_probe(probe_in_process("thrifty.cli.plan.probe_process"), prepared.run.device.type)
     joint = prepared.run.plain.objective.joint
     own = (model.name, model.code) if model else ("", "")
 
-    def time(candidate: Candidate, bar: float) -> Timing:
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
         techniques = tuple(t for t in candidate.techniques if uncut or MICRO_BATCHES not in t.claims)
         tables = recipe_to_data(replace(prepared.recipe, techniques=techniques, mesh=candidate.mesh))
@@ -153,6 +153,6 @@ def _probing(prepared: Prepared, seconds: float, fixed: bool, model: OwnModel | 
         parts = 1 if uncut else candidate.parts
         assert candidate.footprint is not None
         counted = (candidate.footprint.memory, candidate.footprint.flops)
-        return probe(Job(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))
+        return probe(ProbeJob(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))
 
     return time

@@ -13,22 +13,22 @@ from thrifty.reporting.number_format import duration, percent, scaled, significa
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from thrifty.planning.choice_explanations import Reason
+    from thrifty.planning.choice_explanations import ChoiceReason
     from thrifty.planning.cost_estimates import Estimate
-    from thrifty.planning.forecast_ledger import Record
+    from thrifty.planning.forecast_ledger import PredictionRecord
     from thrifty.planning.planner import Forecast, Plan
 
 
-def tell(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
+def print_plan(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
     """`command` is what starts what was written."""
-    for line in in_words(plan):
+    for line in format_plan(plan):
         click.echo(line)
     click.echo()
     _tell_alternatives(plan)
     for label, why in plan.misfits.items():
         click.echo(f"  {label}: {why}")
     click.echo()
-    tell_reasons(plan.reasons)
+    print_choices(plan.reasons)
     click.echo()
     if written:
         click.echo(f"written: {', '.join(map(str, written))}; start it with {command} {written[0]}")
@@ -36,7 +36,7 @@ def tell(plan: Plan, written: list[Path], command: str = "thrifty train") -> Non
         click.echo("keep it with --out plan.toml")
 
 
-def in_words(plan: Plan) -> list[str]:
+def format_plan(plan: Plan) -> list[str]:
     """What is changed and what is forecast, a line each."""
     forecast = plan.forecast
     changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
@@ -78,7 +78,7 @@ def _disturbed(forecast: Forecast) -> str:
     return f"; measured while {took}: step times are upper bounds, and are not kept"
 
 
-def _past(record: Record) -> str:
+def _past(record: PredictionRecord) -> str:
     if record.error is None:
         return "; no earlier run to judge such forecasts by"
     return f"; over {len(record.ratios)} earlier runs they were {percent(record.error)} off in the median"
@@ -102,7 +102,7 @@ def _tell_alternatives(plan: Plan) -> None:
     _print(table)
 
 
-def tell_reasons(reasons: Sequence[Reason]) -> None:
+def print_choices(reasons: Sequence[ChoiceReason]) -> None:
     from rich.markup import escape
 
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}

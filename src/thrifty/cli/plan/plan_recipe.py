@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.recipe_options import put_together, recipe_options
+from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from thrifty.cli.plan.user_model import OwnModel
+    from thrifty.cli.plan.user_model import UserModel
     from thrifty.core.recipe import Recipe
-    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.forecast import PlanRequest
 
 ALLOWED = ("exact", "rounding", "anything")
 OTHERS = ("size", "fit")
@@ -47,7 +47,7 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
     "--export", "exports", type=click.Choice(EXPORTS), multiple=True, help="Also write it for another trainer."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def of_recipe(
+def plan_recipe(
     recipe: str,
     out: Path | None,
     exports: tuple[str, ...],
@@ -72,8 +72,8 @@ def of_recipe(
     or not. Changing nothing is an answer. Exit code 3 where nothing fits.
     """
     from thrifty.cli.plan.plan_exports import write_exports
-    from thrifty.cli.plan.plan_local import planned
-    from thrifty.cli.plan.plan_output import in_words, tell
+    from thrifty.cli.plan.plan_local import plan_on_machine
+    from thrifty.cli.plan.plan_output import format_plan, print_plan
     from thrifty.cli.plan.user_model import is_own, own_model
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
@@ -85,7 +85,7 @@ def of_recipe(
     wanted = _wanted(memory, disk, hours, tokens, flops, allow, price)
     _refuse_misspelled_command(recipe)
     model = own_model(options.pop("model")) if is_own(options["model"]) else None
-    chosen = put_together(recipe, **options).recipe()
+    chosen = build_recipe(recipe, **options).recipe()
     if model is not None and "script" in exports:
         raise UsageError(
             "--export script writes the model that a recipe names, and --model names one of your own",
@@ -97,29 +97,29 @@ def of_recipe(
         _refuse_probes(probing)
         _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
         return
-    plan = planned(chosen, wanted, model, **probing, ranks=ranks or 1, quiet=as_json)
-    written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
+    plan = plan_on_machine(chosen, wanted, model, **probing, ranks=ranks or 1, quiet=as_json)
+    written = _written(plan.recipe, [*format_plan(plan), *_named(model)], out)
     try:
         written += write_exports(exports, plan, out) if out is not None else []
     finally:  # a plan that took minutes is told, whatever becomes of its exports
         if as_json:
             print_json(plan.as_dict() | {"written": [str(path) for path in written]})
         else:
-            tell(plan, written, _start(model, plan.chosen.ranks))
+            print_plan(plan, written, _start(model, plan.chosen.ranks))
 
 
-def _start(model: OwnModel | None, ranks: int = 1) -> str:
+def _start(model: UserModel | None, ranks: int = 1) -> str:
     """What starts a written plan: a recipe cannot name a model of the user's own."""
-    from thrifty.training.process_launch import typed
+    from thrifty.training.process_launch import launch_command
 
     if model is None:
-        return typed(ranks)
+        return launch_command(ranks)
     function = model.name.partition(":")[2]
     under = f" under torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
     return f"thrifty.training.trainer.train(…, model={function}) in Python{under}, from"
 
 
-def _named(model: OwnModel | None) -> list[str]:
+def _named(model: UserModel | None) -> list[str]:
     return (
         [] if model is None else [f"model    {model.name}, which is given to thrifty.training.trainer.train as model="]
     )
@@ -140,8 +140,8 @@ def _refuse_probes(given: dict[str, Any]) -> None:
 
 def _on_cluster(
     recipe: Recipe,
-    wanted: Wanted,
-    model: OwnModel | None,
+    wanted: PlanRequest,
+    model: UserModel | None,
     place: str,
     ranks: int | None,
     out: Path | None,
@@ -150,7 +150,7 @@ def _on_cluster(
 ) -> None:
     from math import isinf
 
-    from thrifty.cli.plan.plan_cluster import in_words, planned_on_cluster, tell
+    from thrifty.cli.plan.plan_cluster import format_cluster_plan, plan_on_cluster, print_cluster_plan
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
 
@@ -161,12 +161,12 @@ def _on_cluster(
             "--export is for plans of one device",
             fix="write the plan with --out, and export it with thrifty plan PLAN.toml without --cluster",
         )
-    plan = planned_on_cluster(recipe, wanted, place, ranks, model, quiet=as_json)
-    written = _written(plan.recipe, [*in_words(plan), *_named(model)], out)
+    plan = plan_on_cluster(recipe, wanted, place, ranks, model, quiet=as_json)
+    written = _written(plan.recipe, [*format_cluster_plan(plan), *_named(model)], out)
     if as_json:
         print_json(plan.as_dict() | {"written": [str(path) for path in written]})
     else:
-        tell(plan, written)
+        print_cluster_plan(plan, written)
 
 
 def _refuse_misspelled_command(word: str) -> None:
@@ -189,21 +189,21 @@ def _wanted(
     flops: float | None,
     allow: str,
     price: float | None,
-) -> Wanted:
+) -> PlanRequest:
     from math import inf
 
     from thrifty.core.errors import UsageError
-    from thrifty.planning.forecast import Wanted
+    from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.scaling_law import check_amount
-    from thrifty.planning.search_space import STRICTNESS
+    from thrifty.planning.search_space import NUMERICS_ORDER
 
     for name, amount in {"--hours": hours, "--tokens": tokens, "--flops": flops, "--price": price}.items():
         if amount is not None:
             check_amount(name, amount)
     if tokens is not None and flops is not None:
         raise UsageError("--tokens and --flops are both given", fix="give one of them")
-    return Wanted(
-        allow=STRICTNESS[ALLOWED.index(allow)],
+    return PlanRequest(
+        allow=NUMERICS_ORDER[ALLOWED.index(allow)],
         memory=inf if memory is None else read_size(memory),
         disk=inf if disk is None else read_size(disk, "--disk"),
         seconds=None if hours is None else 3600 * hours,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.plan.plan_recipe import of_recipe
+from thrifty.cli.plan.plan_recipe import plan_recipe
 
 if TYPE_CHECKING:
     from thrifty.planning.scaling_law_fit import TrainedRun
@@ -37,7 +37,7 @@ def command() -> None:
     """
 
 
-command.add_command(of_recipe, OF_RECIPE)
+command.add_command(plan_recipe, OF_RECIPE)
 
 
 @command.command()
@@ -56,7 +56,7 @@ def size(flops: float | None, hours: float | None, tokens: float | None, utilisa
     """Compute-optimal parameters and tokens, by each published set of constants."""
     from thrifty.cli.verb_output import print_json
 
-    found = sizes(flops, hours, tokens, utilisation)
+    found = recommend_sizes(flops, hours, tokens, utilisation)
     if as_json:
         print_json(found)
     else:
@@ -86,14 +86,16 @@ def fit(
         check_amount("--flops", flops)
     points = _read(runs, table)
     kept = sorted(points, key=lambda run: run.loss)[: max(0, len(points) - leave_out)]
-    found = fitted(kept, flops, **how)
+    found = fit_law(kept, flops, **how)
     if as_json:
         print_json(found)
     else:
         _tell_fit(found)
 
 
-def sizes(flops: float | None, hours: float | None, tokens: float | None, utilisation: float) -> dict[str, Any]:
+def recommend_sizes(
+    flops: float | None, hours: float | None, tokens: float | None, utilisation: float
+) -> dict[str, Any]:
     """What each published law recommends, as plain data. Exactly one of flops, hours and tokens is given."""
     from dataclasses import asdict
 
@@ -125,7 +127,7 @@ def sizes(flops: float | None, hours: float | None, tokens: float | None, utilis
     }
 
 
-def fitted(
+def fit_law(
     points: list[TrainedRun], flops: float | None, all_starts: bool, resamples: int, seed: int
 ) -> dict[str, Any]:
     """A law fitted to runs, as plain data; with `flops` what it recommends."""

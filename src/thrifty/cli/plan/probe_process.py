@@ -8,38 +8,41 @@ from pathlib import Path
 def main(asked: Path) -> None:
     from thrifty.core.errors import ThriftyError
     from thrifty.core.ranks import rank
-    from thrifty.planning.probe_jobs import answer
-    from thrifty.training.run_setup import ranked
+    from thrifty.planning.probe_jobs import write_probe_answer
+    from thrifty.training.run_setup import process_group
 
     try:
-        with ranked():
+        with process_group():
             try:
                 found = _timed(json.loads(asked.read_text(encoding="utf-8")))
             except Exception as error:  # told before the other ranks find out that this one is lost
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
-                answer(asked, {"refused": what or type(error).__name__})
+                write_probe_answer(asked, {"refused": what or type(error).__name__})
                 raise
             if rank() == 0:
-                answer(asked, found)
+                write_probe_answer(asked, found)
     except ThriftyError as error:
-        answer(asked, {"refused": error.what})
+        write_probe_answer(asked, {"refused": error.what})
         sys.exit(error.what)
 
 
 def _timed(job: dict) -> dict:
     from thrifty.cli.plan.user_model import own_model
-    from thrifty.planning.step_timing import timed
+    from thrifty.planning.step_timing import time_steps
     from thrifty.recipes.recipe_toml import recipe_from_data
-    from thrifty.training.determinism import same_bits
-    from thrifty.training.memory_meter import placing_freed
-    from thrifty.training.run_setup import prepare
+    from thrifty.training.determinism import deterministic_kernels
+    from thrifty.training.memory_meter import set_freed_memory_policy
+    from thrifty.training.run_setup import prepare_run
 
     recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
     model = own_model(job["model"]).build if job["model"] else None
-    prepared = prepare(recipe, model, steps=job["steps"], quiet=True)
+    prepared = prepare_run(recipe, model, steps=job["steps"], quiet=True)
     held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-    with placing_freed(prepared.run), same_bits(prepared.run.device, recipe.deterministic):  # as a run does
-        return timed(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"]).as_dict()
+    with (
+        set_freed_memory_policy(prepared.run),
+        deterministic_kernels(prepared.run.device, recipe.deterministic),
+    ):  # as a run does
+        return time_steps(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"]).as_dict()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class UserModel:
     name: str
     build: Callable[[], nn.Module]
     code: str
@@ -25,7 +25,7 @@ def is_own(model: str | None) -> bool:
     return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def own_model(name: str) -> OwnModel:
+def own_model(name: str) -> UserModel:
     """Imports the module, from the working folder too. Raises UsageError where there is no such function."""
     import hashlib
     import importlib
@@ -49,4 +49,4 @@ def own_model(name: str) -> OwnModel:
         near = [word for word, thing in vars(module).items() if callable(thing)]
         raise UsageError(f"{module_name} has no function {function!r}", fix=did_you_mean(function, near))
     file = getattr(module, "__file__", None)
-    return OwnModel(name, build, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")
+    return UserModel(name, build, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else "")

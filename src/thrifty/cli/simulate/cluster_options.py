@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
-    from thrifty.simulators.cluster.published_runs import Run
+    from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
+    from thrifty.simulators.cluster.published_runs import PublishedRun
     from thrifty.simulators.cluster.workload import Workload
 
 CONTEXT = 8192
@@ -24,24 +24,24 @@ def find_workload(model: str, length: int | None, flash: bool) -> Workload:
     if model in MODELS:
         sizes = MODELS[model]
         return transformer(model, replace(sizes, length=length or sizes.length))
-    from thrifty.core.errors import Refused, UsageError, did_you_mean
+    from thrifty.core.errors import RefusedError, UsageError, did_you_mean
     from thrifty.models.families import assemble
     from thrifty.models.model_presets import PRESETS
     from thrifty.models.weight_conversion import folder_shape
-    from thrifty.simulators.cluster.traced_workload import traced
+    from thrifty.simulators.cluster.traced_workload import trace_workload
 
     shape = PRESETS.get(model)
     if shape is None and Path(model).is_dir():
         try:
             shape = folder_shape(Path(model), fresh=True)
-        except Refused:  # an architecture that only transformers computes
+        except RefusedError:  # an architecture that only transformers computes
             return _from_transformers(Path(model), length or CONTEXT, flash)
     if shape is None:
         raise UsageError(f"there is no model {model!r}", fix=did_you_mean(model, [*PRESETS, *MODELS, *RUNS]))
     length = length or min(shape.length, CONTEXT)
     shape = replace(shape, length=max(length, shape.length))
     name = Path(model).name if Path(model).is_dir() else model
-    return traced(name, lambda: assemble(shape), length, loss=_loss, flash=flash)
+    return trace_workload(name, lambda: assemble(shape), length, loss=_loss, flash=flash)
 
 
 def _loss(model: Any, tokens: Any) -> Any:
@@ -54,7 +54,7 @@ def _loss(model: Any, tokens: Any) -> Any:
 
 def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
     from thrifty.core.errors import UsageError
-    from thrifty.simulators.cluster.traced_workload import traced
+    from thrifty.simulators.cluster.traced_workload import trace_workload
 
     try:
         import transformers
@@ -65,13 +65,13 @@ def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.use_cache = False
     build = transformers.AutoModelForCausalLM.from_config
-    return traced(folder.name, lambda: build(config, trust_remote_code=False), length, flash=flash)
+    return trace_workload(folder.name, lambda: build(config, trust_remote_code=False), length, flash=flash)
 
 
-def read_mesh(text: str | None, ranks: int | None, run: Run | None, all_ranks: int) -> Mesh:
+def read_mesh(text: str | None, ranks: int | None, run: PublishedRun | None, all_ranks: int) -> ClusterMesh:
     """`tensor=8,pipeline=16` as a mesh; what the axes that are given leave of the ranks is replicate's."""
     from thrifty.core.errors import UsageError, did_you_mean
-    from thrifty.simulators.cluster.cluster_mesh import Mesh
+    from thrifty.simulators.cluster.cluster_mesh import ClusterMesh
 
     if text is None and run is not None and ranks in (None, run.mesh.ranks):
         return run.mesh
@@ -83,27 +83,27 @@ def read_mesh(text: str | None, ranks: int | None, run: Run | None, all_ranks: i
         if not size.strip().isdigit():
             raise UsageError(f"--mesh: {word.strip()!r} is no size", fix="for example --mesh tensor=8,pipeline=4")
         sizes[axis.strip()] = int(size)
-    mesh = Mesh(**sizes)
+    mesh = ClusterMesh(**sizes)
     if "replicate" not in sizes:
         ranks = ranks or (all_ranks if "shard" not in sizes else mesh.ranks)
         if ranks > mesh.ranks and ranks % mesh.ranks:
             fitting = ranks - ranks % mesh.ranks
             raise UsageError(f"{ranks} ranks are no multiple of the mesh's {mesh.ranks}", fix=f"--ranks {fitting}")
-        return Mesh(**sizes, replicate=max(ranks // mesh.ranks, 1))
+        return ClusterMesh(**sizes, replicate=max(ranks // mesh.ranks, 1))
     return mesh
 
 
-def read_settings(changes: dict[str, Any], run: Run | None, mesh: Mesh, formats: Any) -> Settings:
+def read_settings(changes: dict[str, Any], run: PublishedRun | None, mesh: ClusterMesh, formats: Any) -> StepSettings:
     """The settings of a published run, or plain ones, with what was given on the command line."""
     from dataclasses import replace
 
-    from thrifty.simulators.cluster.cluster_mesh import Settings
+    from thrifty.simulators.cluster.cluster_mesh import StepSettings
 
     given = {name: value for name, value in changes.items() if value is not None}
     if run is not None:
         return replace(run.settings, **given)
     micro_batch = given.get("micro_batch", 1)
-    plain = Settings(
+    plain = StepSettings(
         # enough micro-batches that the bubble of a plain pipeline is a fifth
         batch=mesh.data * micro_batch * (4 * mesh.pipeline if mesh.pipeline > 1 else 1),
         schedule="interleaved" if mesh.chunks > 1 else "1f1b",

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thrifty.simulators.accelerator.accelerator_spec import Machine
+    from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
-    from thrifty.simulators.accelerator.simulation_result import Result
+    from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 
 @dataclass(frozen=True)
-class Case:
+class DesignCase:
     """A design under one filter."""
 
     design: str
     """As it was named."""
     filter: str
     trace: AttentionTrace
-    result: Result
+    result: SimulationResult
     kept_here: float | None
     """Seconds of its pairs on this machine."""
     loss: float | None
@@ -39,11 +39,11 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class DesignComparison:
     """All cases of a trace."""
 
     trace: AttentionTrace
-    cases: tuple[Case, ...]
+    cases: tuple[DesignCase, ...]
     here: Mapping[str, float | None]
     """Seconds of all pairs on what this machine has; empty where nothing was measured."""
     loss: float | None
@@ -62,8 +62,8 @@ class Comparison:
         }
 
 
-def compared(
-    machines: Sequence[Machine],
+def compare_designs(
+    machines: Sequence[AcceleratorSpec],
     trace: AttentionTrace,
     masks: Mapping[str, Mapping[str, AttentionTrace]],
     engine: str,
@@ -71,7 +71,7 @@ def compared(
     draw: bool,
     measure: bool,
     run: Path | None,
-) -> Comparison:
+) -> DesignComparison:
     """`masks` are the trace under each filter for each machine by name. Under several filters results are called by
     both."""
     from thrifty.simulators.accelerator.accelerator_simulation import simulate
@@ -90,10 +90,10 @@ def compared(
         loss, *others = held_out_losses(run, [trace, *different.values()])
         losses = dict(zip(different, others, strict=True))
     cases = tuple(
-        Case(design, name, masked, result, took[id(masked)], losses[id(masked)])
+        DesignCase(design, name, masked, result, took[id(masked)], losses[id(masked)])
         for design, name, masked, result in results
     )
-    return Comparison(trace, cases, _all_pairs_here(trace) if measure else {}, loss)
+    return DesignComparison(trace, cases, _all_pairs_here(trace) if measure else {}, loss)
 
 
 def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
@@ -115,17 +115,17 @@ def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
     import torch
 
     from thrifty.cli.verb_output import run_path
-    from thrifty.core.errors import Refused, UsageError
-    from thrifty.simulators.accelerator.masked_replay import replayed
+    from thrifty.core.errors import RefusedError, UsageError
+    from thrifty.simulators.accelerator.masked_replay import replay_with_masks
     from thrifty.training.evaluation import held_out_loss
     from thrifty.training.run_setup import open_examples
-    from thrifty.training.trained_model import restore
+    from thrifty.training.trained_model import load_trained_model
 
     folder = run_path(run)
     traced = traces[0].provenance.get("run")
     if traced != folder.name or "examples" not in traces[0].provenance:
         raise UsageError(f"the trace is of {traced or 'no run'}, not of {folder.name}", fix=f"thrifty trace {run}")
-    model, recipe = restore(folder, plain=False)
+    model, recipe = load_trained_model(folder, plain=False)
     objective, opened = open_examples(recipe)
     count = int(traces[0].provenance["examples"])
 
@@ -134,10 +134,10 @@ def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
 
     found, own = [], loss()
     for trace in traces:
-        with replayed(model, trace):
+        with replay_with_masks(model, trace):
             found.append(loss())
     if not math.isclose(own, found[0], rel_tol=1e-3):
-        raise Refused(
+        raise RefusedError(
             f"the loss of {folder.name} is {own:.4f}, and {found[0]:.4f} by softmax over the pairs of its attention",
             fix="trace a run whose attention is no more than that",
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from thrifty.simulators.accelerator.accelerator_spec import Machine
+    from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 
 
-def find_set(words: str) -> Machine:
+def read_machine_options(words: str) -> AcceleratorSpec:
     """A machine by `NAME`, or `NAME:KEY=VALUE:KEY=VALUE` with values changed, by whose words it is then called."""
     from dataclasses import replace
 

@@ -12,7 +12,7 @@ COLOURS = ("train", "held-out", "trained")
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """Parts one behind the other, each fainter than the one before, and what stands behind them."""
 
     parts: tuple[float, ...]
@@ -50,7 +50,7 @@ def legend(series: Sequence[str]) -> str:
     return f'<p class="about">{" &nbsp; ".join(keys)}</p>'
 
 
-def bars(title: str, rows: Sequence[tuple[str, Mapping[str, Bar]]], series: Sequence[str]) -> str:
+def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], series: Sequence[str]) -> str:
     """An SVG with a group of horizontal bars for each row, one for each of the `series` that it has. All share one
     scale, from 0 to the longest."""
     longest = max((sum(bar.parts) for _, group in rows for bar in group.values()), default=0.0) or 1.0
@@ -59,7 +59,7 @@ def bars(title: str, rows: Sequence[tuple[str, Mapping[str, Bar]]], series: Sequ
     y = 0.0
     for name, group in rows:
         middle = y + len(group) * (BAR + 2) / 2 + 4
-        parts.append(f'<text x="0" y="{middle:.1f}" fill="var(--ink)">{escape(shortened(name, 40))}</text>')
+        parts.append(f'<text x="0" y="{middle:.1f}" fill="var(--ink)">{escape(shorten(name, 40))}</text>')
         for key, bar in group.items():
             x, colour = float(LEFT), COLOURS[series.index(key) % len(COLOURS)]
             for number, part in enumerate(bar.parts):
@@ -92,9 +92,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collec
     )
 
 
-def folded(title: str, inside: str) -> str:
+def details_block(title: str, inside: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{inside}</details>"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from thrifty.simulators.accelerator.accelerator_spec import Machine
+    from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
-from thrifty.cli.simulate.machine_options import find_set
+from thrifty.cli.simulate.machine_options import read_machine_options
 
 FILTERS = ("trace", "exact", "own")
 
@@ -63,17 +63,17 @@ def attention(
 ) -> None:
     """Attention of a trace on several designs: cycles, seconds, stalls, bytes, energy, area. All are given the masks of
     the trace, or others that are found from its queries and keys; then also what that costs in accuracy."""
-    from thrifty.cli.simulate.design_comparison import compared
+    from thrifty.cli.simulate.design_comparison import compare_designs
     from thrifty.cli.simulate.simulate_attention_page import write_page
-    from thrifty.cli.simulate.simulate_output import tell_comparison
+    from thrifty.cli.simulate.simulate_output import print_comparison
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError, did_you_mean
-    from thrifty.simulators.accelerator.accelerator_simulation import within
+    from thrifty.simulators.accelerator.accelerator_simulation import limit_resources
     from thrifty.simulators.accelerator.result_export import write_csv, write_perfetto
     from thrifty.simulators.accelerator.trace_file import load_trace
 
     budget = read_budget(iso)
-    chosen = [within(find_set(words), **budget) for words in designs.split(",") if words]
+    chosen = [limit_resources(read_machine_options(words), **budget) for words in designs.split(",") if words]
     names = [machine.name for machine in chosen]
     if not chosen:
         raise UsageError("no design was named", fix="for example --designs elsa,a3,dense")
@@ -84,7 +84,7 @@ def attention(
     loaded = load_trace(trace)
     given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, error)
     priced = "horowitz-45nm" if table == "all" else table
-    comparison = compared(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
+    comparison = compare_designs(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
     results = [case.result for case in comparison.cases]
     if folder is not None:
         write_csv(results, folder)
@@ -95,25 +95,34 @@ def attention(
     if as_json:
         print_json({"budget": budget, **comparison.as_dict()})
         return
-    tell_comparison(comparison, against, table == "all")
+    print_comparison(comparison, against, table == "all")
     for path in (folder, perfetto, page):
         if path is not None:
             click.echo(f"\nwrote {path}")
 
 
 def masks(
-    trace: AttentionTrace, filters: Sequence[str], machines: Sequence[Machine], density: float, error: float | None
+    trace: AttentionTrace,
+    filters: Sequence[str],
+    machines: Sequence[AcceleratorSpec],
+    density: float,
+    error: float | None,
 ) -> dict[str, dict[str, AttentionTrace]]:
     """The trace under each filter, for each machine by name; as it is for one that computes all pairs."""
-    from thrifty.simulators.accelerator.design_filters import EXACT, filtered, leaves_out, within_error
+    from thrifty.simulators.accelerator.design_filters import (
+        EXACT,
+        apply_design_filter,
+        filter_within_error,
+        uses_masks,
+    )
 
     @cache
     def under(name: str) -> AttentionTrace:
-        return filtered(trace, name, density) if error is None else within_error(trace, name, error)
+        return apply_design_filter(trace, name, density) if error is None else filter_within_error(trace, name, error)
 
     found = {}
     for name in filters:
-        given = [machine for machine in machines if name != "trace" and leaves_out(machine)]
+        given = [machine for machine in machines if name != "trace" and uses_masks(machine)]
         masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in given}
         found[name] = {machine.name: trace for machine in machines} | masked
     return found
@@ -126,7 +135,7 @@ def masks(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -> None:
     """Matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
-    from thrifty.cli.simulate.simulate_output import tell_table
+    from thrifty.cli.simulate.simulate_output import print_table
     from thrifty.cli.verb_output import print_json
     from thrifty.simulators.accelerator.accelerator_file import find_machine
     from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology, write_report
@@ -138,7 +147,7 @@ def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -
     if as_json:
         print_json({"settings": dict(machine.settings), "layers": rows})
         return
-    tell_table(
+    print_table(
         ["layer", "cycles", "utilisation %", "mapping %"],
         [
             [

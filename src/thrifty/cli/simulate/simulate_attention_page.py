@@ -6,25 +6,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thrifty.cli.simulate.page_parts import Bar, bars, figure, folded, heading, legend, page, paragraph, table
+from thrifty.cli.simulate.page_parts import (
+    StackedBar,
+    bars,
+    details_block,
+    figure,
+    heading,
+    legend,
+    page,
+    paragraph,
+    table,
+)
 
 if TYPE_CHECKING:
-    from thrifty.cli.simulate.design_comparison import Case, Comparison
-    from thrifty.simulators.accelerator.simulation_result import Result
+    from thrifty.cli.simulate.design_comparison import DesignCase, DesignComparison
+    from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 Values = Mapping[str, tuple[float, ...]]
 """Of a design, the parts of a bar for each row: "" for its only one, else the name of a station."""
 
 
-def write_page(comparison: Comparison, budget: Mapping[str, float], path: Path) -> None:
+def write_page(comparison: DesignComparison, budget: Mapping[str, float], path: Path) -> None:
     """Charts first, with a bar for each filter; then all tables and remarks."""
     from thrifty.cli.simulate.simulate_output import (
         ABOUT_HERE,
         ABOUT_MASKS,
         RESULT_COLUMNS,
-        here_cells,
-        joules,
+        format_joules,
         mask_cells,
+        measured_cells,
         remarks,
         result_cells,
     )
@@ -43,8 +53,10 @@ def write_page(comparison: Comparison, budget: Mapping[str, float], path: Path) 
             lambda case: _cycles(case.result),
             lambda cycles: scaled(cycles),
         ),
-        _figure(comparison, "Energy by station", "of published modules, without an outer memory", _by_station, joules),
-        _figure(comparison, "Energy by action", results[0].row()["energy_table"], _by_action, joules),
+        _figure(
+            comparison, "Energy by station", "of published modules, without an outer memory", _by_station, format_joules
+        ),
+        _figure(comparison, "Energy by action", results[0].row()["energy_table"], _by_action, format_joules),
     ]
     if any("output error" in case.trace.provenance for case in comparison.cases):
         body.append(_figure(comparison, "Error of the outputs", "share of their length", _error, "{:.3f}".format))
@@ -52,31 +64,35 @@ def write_page(comparison: Comparison, budget: Mapping[str, float], path: Path) 
     if comparison.loss is not None or comparison.filters != ("trace",):
         body += [heading("Masks"), paragraph(ABOUT_MASKS), _numbers(*mask_cells(comparison))]
     if comparison.here:
-        body += [heading("This machine"), paragraph(ABOUT_HERE), _numbers(*here_cells(comparison))]
+        body += [heading("This machine"), paragraph(ABOUT_HERE), _numbers(*measured_cells(comparison))]
     body += [heading("Remarks"), *(paragraph(line) for line in remarks(comparison))]
     path.write_text(page("Attention on accelerators, simulated", about, body), encoding="utf-8")
 
 
 def _figure(
-    comparison: Comparison, title: str, unit: str, of: Callable[[Case], Values], told: Callable[[float], str]
+    comparison: DesignComparison,
+    title: str,
+    unit: str,
+    of: Callable[[DesignCase], Values],
+    told: Callable[[float], str],
 ) -> str:
     """A chart with a group of bars for each row of each design, and its numbers folded below; nothing without any."""
-    rows: dict[str, dict[str, Bar]] = {}
+    rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
         for name, parts in of(case).items():
             label = f"{case.design} · {name}" if name else case.design
-            rows.setdefault(label, {})[case.filter] = Bar(parts, told(parts[0]))
+            rows.setdefault(label, {})[case.filter] = StackedBar(parts, told(parts[0]))
     if not rows:
         return ""
     drawn = bars(title, sorted(rows.items(), key=lambda row: _place(comparison, row[0])), comparison.filters)
     cells = [
         [name, *(group[key].text if key in group else "" for key in comparison.filters)] for name, group in rows.items()
     ]
-    folds = folded("Numbers", _numbers(["", *comparison.filters], cells))
+    folds = details_block("Numbers", _numbers(["", *comparison.filters], cells))
     return figure(title, unit, drawn + folds, legend(comparison.filters))
 
 
-def _place(comparison: Comparison, label: str) -> int:
+def _place(comparison: DesignComparison, label: str) -> int:
     """Rows of a design stay together, designs in the order in which they were named."""
     designs = list(dict.fromkeys(case.design for case in comparison.cases))
     return designs.index(label.partition(" · ")[0])
@@ -86,14 +102,14 @@ def _numbers(titles: list[str], rows: list[list[str]]) -> str:
     return table(titles, rows, titles[1:])
 
 
-def _cycles(result: Result) -> Values:
+def _cycles(result: SimulationResult) -> Values:
     return {
         name: tuple(each / result.machine.copies for each in (time.busy, time.blocked, time.starved))
         for name, time in result.stations.items()
     }
 
 
-def _by_station(case: Case) -> Values:
+def _by_station(case: DesignCase) -> Values:
     energy, found = case.result.energy("activity"), {}
     for name, joules in (energy.parts if energy else {}).items():
         station = case.result.machine.modules[name].active
@@ -101,11 +117,11 @@ def _by_station(case: Case) -> Values:
     return found
 
 
-def _by_action(case: Case) -> Values:
+def _by_action(case: DesignCase) -> Values:
     energy = case.result.energy("actions")
     return {name.replace("_", " "): (joules,) for name, joules in (energy.parts if energy else {}).items()}
 
 
-def _error(case: Case) -> Values:
+def _error(case: DesignCase) -> Values:
     found = case.trace.provenance.get("output error")
     return {} if found is None else {"": (float(found),)}

@@ -7,38 +7,38 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from thrifty.cli.simulate.design_comparison import Comparison
-    from thrifty.simulators.accelerator.simulation_result import Result
+    from thrifty.cli.simulate.design_comparison import DesignComparison
+    from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 COSTS = ("softmax kept", "output error")
 """What a filter's masks cost, by their names in a trace's provenance."""
 
 
-def tell_comparison(comparison: Comparison, against: str | None, all_tables: bool) -> None:
+def print_comparison(comparison: DesignComparison, against: str | None, all_tables: bool) -> None:
     """All of it as tables; `against` names a design, under the first filter."""
     from thrifty.simulators.accelerator.energy_model import table_names
 
     trace, results = comparison.trace, [case.result for case in comparison.cases]
     click.echo(f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}\n")
-    tell_results(results)
+    print_results(results)
     click.echo()
     for line in remarks(comparison):
         click.echo(line)
     if comparison.loss is not None or comparison.filters != ("trace",):
-        tell_masks(comparison)
+        print_masks(comparison)
     if comparison.here:
-        tell_here(comparison)
+        print_measured_here(comparison)
     if against is not None:
-        tell_factors(results, next(case.result for case in comparison.cases if case.design == against))
+        print_factors(results, next(case.result for case in comparison.cases if case.design == against))
     if all_tables:
-        tell_tables(results, table_names())
+        print_energy_tables(results, table_names())
 
 
 RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 
 
-def result_cells(result: Result) -> list[str]:
+def result_cells(result: SimulationResult) -> list[str]:
     """A line of RESULT_COLUMNS."""
     pass
     from thrifty.reporting.number_format import MISSING, duration, percent, scaled
@@ -52,16 +52,16 @@ def result_cells(result: Result) -> list[str]:
         percent(row["utilisation"]),
         scaled(row["dense_operations_per_second"], "op/s"),
         scaled(row["outer_bytes"], "B"),
-        *(joules(row[key]) for key in ("energy_by_activity", "energy_by_actions")),
+        *(format_joules(row[key]) for key in ("energy_by_activity", "energy_by_actions")),
         MISSING if row["area_mm2"] is None else f"{row['area_mm2']:.3g} mm²",
     ]
 
 
-def tell_results(results: list[Result]) -> None:
+def print_results(results: list[SimulationResult]) -> None:
     pass
     from thrifty.reporting.number_format import percent
 
-    tell_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
+    print_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
     click.echo()
     stalls = [
         [result.machine.name, name]
@@ -69,10 +69,10 @@ def tell_results(results: list[Result]) -> None:
         for result in results
         for name, time in result.stations.items()
     ]
-    tell_table(["design", "station", "busy", "starved", "blocked"], stalls)
+    print_table(["design", "station", "busy", "starved", "blocked"], stalls)
 
 
-def remarks(comparison: Comparison) -> list[str]:
+def remarks(comparison: DesignComparison) -> list[str]:
     """What has to be known of the figures."""
     found = [
         "Modules are priced as published, without an outer memory; actions, with it, by "
@@ -96,7 +96,7 @@ def remarks(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mask_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
     """What each one's masks keep and cost: titles and lines."""
     from thrifty.reporting.number_format import MISSING
 
@@ -119,14 +119,14 @@ ABOUT_MASKS = (
 )
 
 
-def tell_masks(comparison: Comparison) -> None:
+def print_masks(comparison: DesignComparison) -> None:
     pass
 
     click.echo(f"\n{ABOUT_MASKS}")
-    tell_table(*mask_cells(comparison))
+    print_table(*mask_cells(comparison))
 
 
-def here_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
     """Simulated times beside those measured here: titles and lines."""
     from thrifty.reporting.number_format import duration
 
@@ -154,14 +154,14 @@ ABOUT_HERE = (
 )
 
 
-def tell_here(comparison: Comparison) -> None:
+def print_measured_here(comparison: DesignComparison) -> None:
     pass
 
     click.echo(f"\n{ABOUT_HERE}")
-    tell_table(*here_cells(comparison))
+    print_table(*measured_cells(comparison))
 
 
-def tell_factors(results: list[Result], other: Result) -> None:
+def print_factors(results: list[SimulationResult], other: SimulationResult) -> None:
     pass
     from thrifty.simulators.accelerator.iso_peak import iso_peak
 
@@ -169,7 +169,7 @@ def tell_factors(results: list[Result], other: Result) -> None:
         f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation over its own:"
     )
     found = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
-    tell_table(
+    print_table(
         ["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"],
         [
             [
@@ -181,23 +181,23 @@ def tell_factors(results: list[Result], other: Result) -> None:
     )
 
 
-def tell_tables(results: list[Result], names: list[str]) -> None:
+def print_energy_tables(results: list[SimulationResult], names: list[str]) -> None:
     pass
     pass
     from thrifty.simulators.accelerator.energy_model import by_tables
 
     found = [by_tables(result.operations) for result in results]
     click.echo(f"\nThe same actions by each table ({', '.join(names)}):")
-    tell_table(
+    print_table(
         ["design", *(energy.table for energy in found[0])],
         [
-            [result.machine.name, *(joules(energy.total) for energy in energies)]
+            [result.machine.name, *(format_joules(energy.total) for energy in energies)]
             for result, energies in zip(results, found, strict=True)
         ],
     )
 
 
-def tell_table(titles: list[str], rows: list[list[str]]) -> None:
+def print_table(titles: list[str], rows: list[list[str]]) -> None:
     import sys
 
     from rich.console import Console
@@ -211,7 +211,7 @@ def tell_table(titles: list[str], rows: list[list[str]]) -> None:
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def joules(energy: float | None) -> str:
+def format_joules(energy: float | None) -> str:
     """0.00387 -> "3.87 mJ"."""
     from thrifty.reporting.number_format import MISSING, significant
 

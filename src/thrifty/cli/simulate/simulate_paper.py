@@ -19,7 +19,7 @@ import click
 def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
     """Published figures of accelerators, ours beside each, how far off it is and why. Figures from memory are left
     out."""
-    from thrifty.cli.simulate.simulate_output import tell_table
+    from thrifty.cli.simulate.simulate_output import print_table
     from thrifty.cli.simulate.simulate_paper_page import write_page
     from thrifty.cli.verb_output import print_json
     from thrifty.simulators.accelerator.published_claims import claims
@@ -39,13 +39,13 @@ def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
         [row["paper"], row["quantity"], row["grade"], *(f"{row[key]:,.4g}" for key in ("published", "simulated"))]
         for row in rows
     ]
-    tell_table(titles, [[*line, f"{row['off']:+.1%}"] for line, row in zip(lines, rows, strict=True)])
+    print_table(titles, [[*line, f"{row['off']:+.1%}"] for line, row in zip(lines, rows, strict=True)])
     click.echo()
     for line in dict.fromkeys(f"{row['paper']}, {row['place']}: {row['gap']}" for row in rows):
         click.echo(line)
     if quirks:
         click.echo("\nViTCoD's released simulator on these masks, in cycles:")
-        tell_table(
+        print_table(
             ["rules", *next(iter(quirks.values()))],
             [[name, *(f"{cycles:,.0f}" for cycles in counted.values())] for name, counted in quirks.items()],
         )

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from thrifty.cli.simulate.page_parts import Bar, bars, figure, legend, page, shortened, table
+from thrifty.cli.simulate.page_parts import StackedBar, bars, figure, legend, page, shorten, table
 
 COLUMNS = ("paper", "place", "quantity", "grade", "published", "simulated", "off", "gap")
 WIDTH, LINE, LEFT = 960, 30, 470
@@ -34,14 +34,14 @@ def write_page(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     path.write_text(page("Accelerators: published and simulated", about, body), encoding="utf-8")
 
 
-def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Bar]]]:
+def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, StackedBar]]]:
     """A group of two bars for each row, ours with how far it is off."""
     return [
         (
             row["quantity"].removeprefix(f"{row['figure']}, "),
             {
-                "published": Bar((row["published"],), f"{row['published']:.4g}"),
-                "simulated": Bar((row["simulated"],), f"{row['simulated']:.4g} ({row['off']:+.0%})"),
+                "published": StackedBar((row["published"],), f"{row['published']:.4g}"),
+                "simulated": StackedBar((row["simulated"],), f"{row['simulated']:.4g} ({row['off']:+.0%})"),
             },
         )
         for row in rows
@@ -65,7 +65,7 @@ def chart(rows: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f'<text x="{x}" y="{height - 8}" text-anchor="middle" fill="var(--muted)">{tick:g}</text>')
     for number, row in enumerate(rows):
         ratio, y = row["simulated"] / row["published"], LINE * number + LINE / 2
-        title = shortened(f"{row['paper'].partition(' (')[0]}, {row['place']}: {row['quantity']}", 68)
+        title = shorten(f"{row['paper'].partition(' (')[0]}, {row['place']}: {row['quantity']}", 68)
         parts.append(f'<text x="0" y="{y + 4}" fill="var(--ink)">{escape(title)}</text>')
         parts.append(f'<circle cx="{place(ratio):.1f}" cy="{y}" r="5" fill="var(--accent)"/>')
         parts.append(f'<text x="{place(ratio) + 10:.1f}" y="{y + 4}" fill="var(--ink)">{ratio:.3f}</text>')

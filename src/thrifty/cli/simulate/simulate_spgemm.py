@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from thrifty.simulators.accelerator.simulation_result import Result
-    from thrifty.simulators.accelerator.spgemm_workload import Product
+    from thrifty.simulators.accelerator.simulation_result import SimulationResult
+    from thrifty.simulators.accelerator.spgemm_workload import SpgemmProduct
 
 
 @click.command()
@@ -33,13 +33,13 @@ def spgemm(
 ) -> None:
     """The product of each of the MATRICES (Matrix Market files, .mtx) with itself, or of a random one: cycles of both
     phases, bytes by operand, energy; beside it, as columns of their own, what this machine takes now."""
-    from thrifty.cli.simulate.machine_options import find_set
+    from thrifty.cli.simulate.machine_options import read_machine_options
     from thrifty.cli.verb_output import print_json
     from thrifty.core.errors import UsageError
     from thrifty.simulators.accelerator.accelerator_simulation import simulate_product
     from thrifty.simulators.accelerator.spgemm_workload import measured, read_matrix, uniform
 
-    machines = [find_set(words) for words in designs.split(",") if words]
+    machines = [read_machine_options(words) for words in designs.split(",") if words]
     if not machines:
         raise UsageError("no design was named", fix="for example --designs outerspace")
     products = [read_matrix(path) for path in matrices] or [uniform(size, density, seed)]
@@ -48,14 +48,14 @@ def spgemm(
         here = measured(product) if measure else {"gustavson": None, "dense": None}
         for machine in machines:
             result = simulate_product(machine, product, table=table)
-            found.append(described(product, result) | {"measured_here": here})
+            found.append(describe_product(product, result) | {"measured_here": here})
     if as_json:
         print_json({"products": found})
         return
     _tell(found)
 
 
-def described(product: Product, result: Result) -> dict[str, Any]:
+def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[str, Any]:
     """A product on a machine, as plain data."""
     from thrifty.simulators.accelerator.designs.outerspace import traffic
 
@@ -75,7 +75,7 @@ def described(product: Product, result: Result) -> dict[str, Any]:
 
 
 def _tell(found: list[dict[str, Any]]) -> None:
-    from thrifty.cli.simulate.simulate_output import joules, tell_table
+    from thrifty.cli.simulate.simulate_output import format_joules, print_table
     from thrifty.reporting.number_format import MISSING, duration, percent, scaled
 
     rows = []
@@ -91,25 +91,25 @@ def _tell(found: list[dict[str, Any]]) -> None:
                 *(duration(layers[name]) for name in ("multiply", "merge")),
                 duration(row["seconds"]),
                 scaled(row["operations_per_second"], "op/s"),
-                joules(row["energy_by_activity"]),
+                format_joules(row["energy_by_activity"]),
                 *here,
             ]
         )
     titles = ["matrix", "design", "products", "results", "multiply", "merge", "simulated", "rate", "energy"]
-    tell_table([*titles, "here, Gustavson", "here, dense"], rows)
+    print_table([*titles, "here, Gustavson", "here, dense"], rows)
     click.echo()
     moved = [
         [row["matrix"], *(scaled(size, "B") for size in row["traffic"].values()), f"{row['traffic_over_least']:.2f}"]
         for row in found
     ]
-    tell_table(["bytes", "A", "B", "products", "result", "over the least"], moved)
+    print_table(["bytes", "A", "B", "products", "result", "over the least"], moved)
     click.echo()
     stalls = [
         [row["matrix"], name, *(percent(time[kind] / max(sum(time.values()), 1)) for kind in time)]
         for row in found
         for name, time in row["stations"].items()
     ]
-    tell_table(["matrix", "station", "busy", "starved", "blocked"], stalls)
+    print_table(["matrix", "station", "busy", "starved", "blocked"], stalls)
     click.echo(
         "\nSimulated is the accelerator; here is this machine's processor now, by scipy (row by row, one thread) and\n"
         "by numpy, zeros and all. Ratios of the two are not the paper's, which timed libraries and processors of 2017."

@@ -12,9 +12,9 @@ from thrifty.cli.simulate.simulate_paper import paper
 from thrifty.cli.simulate.simulate_spgemm import spgemm
 
 if TYPE_CHECKING:
-    from thrifty.simulators.cluster.published_runs import Run
+    from thrifty.simulators.cluster.published_runs import PublishedRun
     from thrifty.simulators.cluster.step_report import StepReport
-from thrifty.cli.simulate.simulate_output import tell_table
+from thrifty.cli.simulate.simulate_output import print_table
 
 
 @click.group(name="simulate")
@@ -83,9 +83,9 @@ def cluster(
             click.echo(f"wrote {path}")
 
 
-@command.command()
+@command.command("published")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def published(as_json: bool) -> None:
+def print_published_runs(as_json: bool) -> None:
     """Runs that were published, against what is simulated for them, all with the same constants."""
     from thrifty.cli.verb_output import print_json
 
@@ -93,7 +93,7 @@ def published(as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    tell_table(
+    print_table(
         ["run", "table", "ranks", "quantity", "measured", "simulated", "off"],
         [
             [
@@ -118,13 +118,13 @@ def anchors() -> dict[str, Any]:
     """Every published run with what is simulated for it, as plain data, and the constants."""
     from dataclasses import asdict
 
-    from thrifty.simulators.cluster.device_efficiency import Rates
+    from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
     from thrifty.simulators.cluster.published_runs import RUNS
 
-    return {"rates": asdict(Rates()), "runs": [_compared(run, run.simulate()) for run in RUNS.values()]}
+    return {"rates": asdict(DeviceEfficiency()), "runs": [_compared(run, run.simulate()) for run in RUNS.values()]}
 
 
-def _compared(run: Run, report: StepReport) -> dict[str, Any]:
+def _compared(run: PublishedRun, report: StepReport) -> dict[str, Any]:
     simulated = getattr(report, run.measure)
     return {
         "run": run.name,
@@ -176,14 +176,14 @@ def _tell(report: StepReport, cluster: str) -> None:
         [title, duration(getattr(report.seconds, name)), percent(getattr(report.seconds, name) / report.step_seconds)]
         for name, title in spent.items()
     ]
-    tell_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]])
+    print_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]])
     click.echo(
         f"\n{scaled(report.model_flops, 'FLOP/s')} a device, MFU {percent(report.mfu)}; with what is recomputed "
         f"{scaled(report.hardware_flops, 'FLOP/s')}, HFU {percent(report.hfu)}; "
         f"{scaled(report.tokens_per_second)} tokens/s\n"
     )
     chosen = {report.memory[0].rank: "first", report.memory[-1].rank: "last", report.fullest.rank: "fullest"}
-    tell_table(
+    print_table(
         ["memory of pipeline rank", "weights", "gradients", "optimizer", "activations", "temporary", "total"],
         [
             [f"{rank} ({title})"]

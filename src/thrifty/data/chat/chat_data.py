@@ -19,35 +19,35 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
     ChatTokenizer,
-    Encoded,
+    EncodedChat,
     read_chat_tokenizer,
+    set_template,
     template_source,
-    with_template,
 )
 from thrifty.data.chat.conversation_packing import (
     ANSWER,
     BEGINS,
-    Conversations,
     HeldOutConversations,
-    Rows,
-    Weighed,
-    arranged,
+    PackedConversations,
+    StoredConversations,
+    WeightedSource,
+    arrange_rows,
 )
 from thrifty.data.chat.conversation_sources import ConversationSource, conversations, open_conversations
-from thrifty.data.data_cache import building, file_sha256
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.data_cache import build_folder, file_sha256
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.prepared_cache import (
     TOKENIZER,
     TRAINING_TEXT,
-    Prepared,
+    TokenCache,
     check_settings,
-    prepared_once,
+    open_or_build_tokens,
     write_manifest,
 )
-from thrifty.data.text.text_data import TextData, say_on_stderr, text_data
+from thrifty.data.text.text_data import TextData, print_to_stderr, text_data
 from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import train_tokenizer
-from thrifty.data.train_split import Part, Split, plan_split
+from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 1
 AT_ONCE = 1_000
@@ -55,7 +55,7 @@ AT_ONCE = 1_000
 
 
 @dataclass(frozen=True)
-class Learning:
+class ChatLearningSettings:
     """What is learned of conversations, and how they are laid out."""
 
     everything: bool = False
@@ -69,7 +69,7 @@ class Learning:
 
 
 def open_instructions(
-    settings: DataSettings, seed: int, learning: Learning, say: Callable[[str], None] = say_on_stderr
+    settings: DataSettings, seed: int, learning: ChatLearningSettings, say: Callable[[str], None] = print_to_stderr
 ) -> TextData:
     """Open the conversations of a recipe; the first time, they are tokenised and kept in the cache.
 
@@ -77,14 +77,16 @@ def open_instructions(
     """
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
-    learned = {part: Conversations(prepared.tokens(part), settings.length, learning.everything) for part in Part}
+    learned = {
+        part: StoredConversations(prepared.tokens(part), settings.length, learning.everything) for part in DataSplit
+    }
     if not all(map(len, learned.values())):
         raise UsageError(
             f"no answer in {settings.source} begins within data.length = {settings.length} tokens",
             fix="raise data.length",
         )
     rows = {part: _rows(each, settings, seed, tokenizer, learning) for part, each in learned.items()}
-    train = rows[Part.TRAIN]
+    train = rows[DataSplit.TRAIN]
     if len(train) < settings.batch:
         raise UsageError(
             f"{settings.source} fills {len(train)} rows to train on, fewer than one batch of {settings.batch}",
@@ -92,18 +94,22 @@ def open_instructions(
         )
     if train.conversations.cut:
         say(f"{train.conversations.cut:.1%} of the conversations are longer than data.length and are cut")
-    held_out = HeldOutConversations(rows[Part.HELD_OUT], learning.together)
-    return text_data(prepared, Weighed(Epochs(train, settings.batch, seed)), held_out, tokenizer)
+    held_out = HeldOutConversations(rows[DataSplit.HELD_OUT], learning.together)
+    return text_data(prepared, WeightedSource(EpochSource(train, settings.batch, seed)), held_out, tokenizer)
 
 
 def _rows(
-    learned: Conversations, settings: DataSettings, seed: int, tokenizer: ChatTokenizer, learning: Learning
-) -> Rows:
-    places = arranged(learned.sizes - 1, settings.length, seed, learning.together)
-    return Rows(learned, places, settings.length, tokenizer.end_of_text, learning.by_tokens)
+    learned: StoredConversations,
+    settings: DataSettings,
+    seed: int,
+    tokenizer: ChatTokenizer,
+    learning: ChatLearningSettings,
+) -> PackedConversations:
+    places = arrange_rows(learned.sizes - 1, settings.length, seed, learning.together)
+    return PackedConversations(learned, places, settings.length, tokenizer.end_of_text, learning.by_tokens)
 
 
-def prepare_instructions(settings: DataSettings, template: str, say: Callable[[str], None]) -> Prepared:
+def prepare_instructions(settings: DataSettings, template: str, say: Callable[[str], None]) -> TokenCache:
     """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
     check_settings(settings, TURNS)
     source = open_conversations(settings.source)
@@ -114,7 +120,9 @@ def prepare_instructions(settings: DataSettings, template: str, say: Callable[[s
         depends = [file_sha256(Path(given.name)), given.template.source, dict(given.template.words)]
     key = json.dumps(["conversations", FORMAT, source.identity(), settings.held_out, *depends])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return prepared_once(digest, settings.source, lambda folder: _build(settings, source, given, template, folder), say)
+    return open_or_build_tokens(
+        digest, settings.source, lambda folder: _build(settings, source, given, template, folder), say
+    )
 
 
 def documents(source: ConversationSource) -> Iterator[str]:
@@ -133,10 +141,10 @@ def _build(
             fix="give more conversations, or raise data.held_out",
         )
     tokenizer = given or _trained(settings, source, split, template)
-    with building(folder) as aside:
+    with build_folder(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)
-        train, held_out = (counted[part] for part in Part)
+        train, held_out = (counted[part] for part in DataSplit)
         manifest = {
             "format": FORMAT,
             "source": settings.source,
@@ -152,14 +160,14 @@ def _build(
         write_manifest(aside, manifest)
 
 
-def _trained(settings: DataSettings, source: ConversationSource, split: Split, template: str) -> ChatTokenizer:
+def _trained(settings: DataSettings, source: ConversationSource, split: SplitPlan, template: str) -> ChatTokenizer:
     sample = split.sample(documents(source), TRAINING_TEXT)
     texts = (message["content"] for text in sample for message in json.loads(text))
     plain = train_tokenizer(texts, settings.vocabulary, TURNS)
-    return with_template(plain, template_source(template))
+    return set_template(plain, template_source(template))
 
 
-class _Counted:
+class _PartCounts:
     """What one part holds; `answers` counts every token of the vocabulary in its answers."""
 
     def __init__(self, vocabulary: int):
@@ -168,17 +176,17 @@ class _Counted:
 
 
 def _write(
-    parts: Iterable[tuple[Part, str]], tokenizer: ChatTokenizer, name: str, folder: Path
-) -> dict[Part, _Counted]:
+    parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, name: str, folder: Path
+) -> dict[DataSplit, _PartCounts]:
     """The conversations of each part, tokenised, as PART.bin in a folder."""
-    counted = {part: _Counted(tokenizer.vocabulary) for part in Part}
+    counted = {part: _PartCounts(tokenizer.vocabulary) for part in DataSplit}
     with ExitStack() as stack:
-        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in Part}
+        files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in DataSplit}
         numbered = enumerate(parts, start=1)
         while group := list(islice(numbered, AT_ONCE)):
             pieces = [_pieces(tokenizer, text, f"{name}, conversation {number}") for number, (_, text) in group]
             for (_, (part, text)), encoded in zip(group, tokenizer.encode_pieces(pieces), strict=True):
-                words = stored(encoded)
+                words = stored_tokens(encoded)
                 files[part].write(words.tobytes())
                 count = counted[part]
                 count.conversations += 1
@@ -196,7 +204,7 @@ def _pieces(tokenizer: ChatTokenizer, text: str, where: str) -> list:
         raise UsageError(f"{where}: {error.what}", fix=error.fix) from None
 
 
-def stored(encoded: Encoded) -> np.ndarray:
+def stored_tokens(encoded: EncodedChat) -> np.ndarray:
     """A conversation as it is kept, up to the end of its last answer."""
     answer = np.array(encoded.answer)
     stop = int(np.flatnonzero(answer)[-1]) + 1

@@ -7,16 +7,16 @@ from itertools import groupby
 import numpy as np
 
 from thrifty.core.recipe import DataSettings
-from thrifty.data.chat.chat_data import Learning, prepare_instructions
+from thrifty.data.chat.chat_data import ChatLearningSettings, prepare_instructions
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
-from thrifty.data.chat.conversation_packing import Conversations
+from thrifty.data.chat.conversation_packing import StoredConversations
 from thrifty.data.prepared_cache import TOKENIZER
-from thrifty.data.train_split import Part
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.data.train_split import DataSplit
+from thrifty.kernels.keyed_permutation import permute
 
 
 @dataclass(frozen=True)
-class Shown:
+class ChatSpan:
     """A run of tokens that are all learned, or all only read."""
 
     text: str
@@ -25,7 +25,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Preview:
+class ChatPreview:
     """Conversations as runs of tokens, and counts over all that is trained on."""
 
     source: str
@@ -35,23 +35,25 @@ class Preview:
     """Of all tokens, those that are predicted."""
     cut: float
     """Share of the conversations that are longer than the length allows."""
-    examples: list[list[Shown]]
+    examples: list[list[ChatSpan]]
 
 
-def preview(settings: DataSettings, learning: Learning, examples: int, say: Callable[[str], None]) -> Preview:
+def preview(
+    settings: DataSettings, learning: ChatLearningSettings, examples: int, say: Callable[[str], None]
+) -> ChatPreview:
     """Prepare the conversations if need be and show some. Raises UsageError as `open_instructions` does."""
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
-    found = Conversations(prepared.tokens(Part.TRAIN), settings.length, learning.everything)
+    found = StoredConversations(prepared.tokens(DataSplit.TRAIN), settings.length, learning.everything)
 
-    def shown(number: int) -> list[Shown]:
+    def shown(number: int) -> list[ChatSpan]:
         tokens, wanted = found.at(number)
         marked = zip(tokens.tolist(), [False, *wanted.tolist()], strict=True)  # nothing predicts the first token
         runs = [([token for token, _ in run], learned) for learned, run in groupby(marked, key=lambda each: each[1])]
-        return [Shown(tokenizer.decode(ids), ids, learned) for ids, learned in runs]
+        return [ChatSpan(tokenizer.decode(ids), ids, learned) for ids, learned in runs]
 
-    chosen = permuted(np.arange(min(examples, len(found))), len(found), 0)
-    return Preview(
+    chosen = permute(np.arange(min(examples, len(found))), len(found), 0)
+    return ChatPreview(
         source=settings.source,
         conversations=len(found),
         tokens=int(found.sizes.sum()),

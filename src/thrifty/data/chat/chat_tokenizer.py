@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from thrifty.core.errors import Refused, UsageError, did_you_mean
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.data.chat.chat_template import NAMED, ChatTemplate, Message
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
 
@@ -28,7 +28,7 @@ _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChatSegment:
     """A stretch of a conversation: text, or the number of a special token that the template put there."""
 
     content: str | int
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedChat:
     tokens: list[int]
     answer: list[bool]
     """Which of the tokens belong to answers."""
@@ -62,7 +62,7 @@ class ChatTokenizer(TextTokenizer):
         self.end_of_turn = self._find_end_of_turn()
         """The special token that ends an answer."""
 
-    def pieces(self, messages: Sequence[Message], prompt: bool = False) -> list[Piece]:
+    def pieces(self, messages: Sequence[Message], prompt: bool = False) -> list[ChatSegment]:
         """The conversation in pieces, cut at special tokens and where answers begin and end; with `prompt` up to where
         the next answer begins. Raises UsageError where the template writes an earlier turn anew in a later one."""
         mark = self._unused_mark(messages)
@@ -76,7 +76,7 @@ class ChatTokenizer(TextTokenizer):
             done = end
         return [*found, *self._cut(whole[done:], mark, False)]
 
-    def encode_pieces(self, conversations: Iterable[Sequence[Piece]]) -> Iterator[Encoded]:
+    def encode_pieces(self, conversations: Iterable[Sequence[ChatSegment]]) -> Iterator[EncodedChat]:
         """The tokens of each conversation."""
         listed = list(conversations)
         texts = [piece.content for pieces in listed for piece in pieces if isinstance(piece.content, str)]
@@ -88,7 +88,7 @@ class ChatTokenizer(TextTokenizer):
                 numbers = [piece.content] if isinstance(piece.content, int) else next(encoded)
                 tokens += numbers
                 answer += [piece.answer] * len(numbers)
-            yield Encoded(tokens, answer)
+            yield EncodedChat(tokens, answer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """What a model is given to answer the last of these messages."""
@@ -120,18 +120,18 @@ class ChatTokenizer(TextTokenizer):
     def _mark(self, text: str, mark: str) -> str:
         return self._special_words.sub(lambda found: mark + found[0], text)
 
-    def _cut(self, text: str, mark: str, answer: bool) -> Iterator[Piece]:
+    def _cut(self, text: str, mark: str, answer: bool) -> Iterator[ChatSegment]:
         """Text in pieces at its special tokens, but for those that are marked as some message's own words."""
         start = 0
         for found in self._special_words.finditer(text):
             if found.start() > 0 and text[found.start() - 1] == mark:
                 continue
             if found.start() > start:
-                yield Piece(text[start : found.start()].replace(mark, ""), answer)
-            yield Piece(self.spelled[found[0]], answer)
+                yield ChatSegment(text[start : found.start()].replace(mark, ""), answer)
+            yield ChatSegment(self.spelled[found[0]], answer)
             start = found.end()
         if start < len(text):
-            yield Piece(text[start:].replace(mark, ""), answer)
+            yield ChatSegment(text[start:].replace(mark, ""), answer)
 
     def _unused_mark(self, messages: Sequence[Message]) -> str:
         held = "".join(text for message in messages for text in message.values())
@@ -145,7 +145,7 @@ class ChatTokenizer(TextTokenizer):
         for piece in reversed(pieces):
             if piece.answer and isinstance(piece.content, int):
                 return piece.content
-        raise Refused(
+        raise RefusedError(
             f"the chat template ends an answer with no special token of {self.name}",
             fix="set objective.template = alpaca, which needs an end of text only",
         )
@@ -157,17 +157,17 @@ class ChatTokenizer(TextTokenizer):
             whole = self.inner.encode(word + text, add_special_tokens=False).ids
             self.inner.encode_special_tokens = True
             if whole != [number, *self.encode(text)]:
-                raise Refused(
+                raise RefusedError(
                     f"{self.name} cuts a text in another way behind {word} than by itself, so that conversations "
                     "cannot be put together from pieces",
                     fix="use a byte-level tokenizer, as SmolLM2, Llama 3 and Qwen have",
                 )
 
 
-def _ended(answer: list[Piece]) -> list[Piece]:
+def _ended(answer: list[ChatSegment]) -> list[ChatSegment]:
     """What the template writes behind the token that ends a turn is no part of the answer."""
     last = max((place for place, piece in enumerate(answer) if isinstance(piece.content, int)), default=len(answer))
-    return [*answer[: last + 1], *(Piece(piece.content, False) for piece in answer[last + 1 :])]
+    return [*answer[: last + 1], *(ChatSegment(piece.content, False) for piece in answer[last + 1 :])]
 
 
 def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokenizer:
@@ -176,10 +176,10 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
     not. Raises UsageError where a file is not what it must be."""
     plain = read_tokenizer(tokenizer_json)
     words, own = _beside(tokenizer_json)
-    return with_template(plain, template_source(template) or own or "", words, str(tokenizer_json))
+    return set_template(plain, template_source(template) or own or "", words, str(tokenizer_json))
 
 
-def with_template(
+def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
     """A tokenizer with this template, or where it is empty with the one that suits its special tokens."""

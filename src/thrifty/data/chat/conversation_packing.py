@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource, Derived
+from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.data.epoch_sampler import HELD_OUT_KEY, HeldOutExamples
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.kernels.keyed_permutation import permute
 
 ANSWER = 1 << 31
 BEGINS = 1 << 30
@@ -18,18 +18,18 @@ TOKEN = BEGINS - 1
 """A stored token is one word of 32 bits: its number, whether it belongs to an answer, whether a conversation begins."""
 
 
-def arranged(sizes: np.ndarray, length: int, seed: int, together: bool) -> list[np.ndarray]:
+def arrange_rows(sizes: np.ndarray, length: int, seed: int, together: bool) -> list[np.ndarray]:
     """The conversations of each row, of which these are the sizes: `together` as many as fit, otherwise one."""
-    return packed(sizes, length, seed) if together else list(np.arange(len(sizes))[:, None])
+    return pack_rows(sizes, length, seed) if together else list(np.arange(len(sizes))[:, None])
 
 
-def packed(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
+def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
     """Which conversations share a row of `length` places: the longest first, each into the row it fills best.
 
     Best-fit decreasing (Johnson et al. 1974), which needs at most 11/9 of the fewest rows possible, and one more.
     Conversations of the same size come in an order that `seed` decides.
     """
-    shuffled = permuted(np.arange(len(sizes)), len(sizes), seed)
+    shuffled = permute(np.arange(len(sizes)), len(sizes), seed)
     rows: list[list[int]] = []
     with_space: dict[int, list[int]] = {}  # rows by the places left in them
     spaces: list[int] = []  # the keys of that, ascending
@@ -53,7 +53,7 @@ def packed(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
     return [np.array(row) for row in rows]
 
 
-class Conversations:
+class StoredConversations:
     """A stream of stored tokens as conversations, each cut after `length` + 1 tokens.
 
     `learned` counts the tokens of each that are to be predicted: those of answers, or with `everything` all but the
@@ -83,7 +83,7 @@ class Conversations:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedConversations:
     """Conversations in rows of `length` places, as examples with a row each.
 
     "tokens" and "targets" (b, t): what is read and what comes next. "segments" (b, t): the number of each token's
@@ -93,7 +93,7 @@ class Rows:
     conversation does.
     """
 
-    conversations: Conversations
+    conversations: StoredConversations
     places: list[np.ndarray]
     length: int
     filler: int
@@ -123,7 +123,7 @@ class Rows:
         return {name: torch.from_numpy(values) for name, values in made.items()}
 
 
-class Weighed(Derived):
+class WeightedSource(WrappedSource):
     """Another source whose examples weigh as much as their "amount" says, beside the others of their batch."""
 
     def __init__(self, source: BatchSource):
@@ -140,14 +140,14 @@ class Weighed(Derived):
         whole = self.source.at(step)
         return whole.weighted(whole["amount"] / whole["amount"].sum()).rows(start, stop)
 
-    def resized(self, sizes: list[int]) -> BatchSource:
-        return Weighed(self.source.resized(sizes))
+    def with_batch_size(self, sizes: list[int]) -> BatchSource:
+        return WeightedSource(self.source.with_batch_size(sizes))
 
 
 class HeldOutConversations(HeldOutExamples):
     """Conversations for evaluation: which they are depends neither on a seed nor on how they share rows."""
 
-    def __init__(self, rows: Rows, together: bool):
+    def __init__(self, rows: PackedConversations, together: bool):
         super().__init__(rows)
         self.template, self.together = rows, together
 
@@ -157,9 +157,9 @@ class HeldOutConversations(HeldOutExamples):
     def batches(self, examples: int, batch: int) -> Iterator[Batch]:
         """The first `examples` conversations in batches of at most `batch` rows; weights as in `HeldOutExamples`."""
         like = self.template
-        chosen = permuted(np.arange(min(examples, len(self))), len(self), HELD_OUT_KEY)
+        chosen = permute(np.arange(min(examples, len(self))), len(self), HELD_OUT_KEY)
         sizes = like.conversations.sizes[chosen] - 1
-        rows = replace(like, places=[chosen[row] for row in arranged(sizes, like.length, 0, self.together)])
+        rows = replace(like, places=[chosen[row] for row in arrange_rows(sizes, like.length, 0, self.together)])
         parts = [rows.fields(np.arange(start, min(start + batch, len(rows)))) for start in range(0, len(rows), batch)]
         total = sum(float(part["amount"].sum()) for part in parts)
         yield from (self.shape(Batch(part, part["amount"] / total)) for part in parts)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.fetched_sets import DOCUMENTS, damage, origin
+from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
 from thrifty.data.text.document_sources import FileSource
 from thrifty.data.text.python_sources import described_functions, python_files
 from thrifty.data.text.text_readers import check_characters, json_rows
@@ -137,12 +137,12 @@ class FetchedConversations:
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         entry = entries()[self.name]
-        if found := damage(entry):
+        if found := find_damage(entry):
             raise IntegrityError(f"{entry.folder}: {found}", fix=f"thrifty data get {self.name}")
         yield from json_rows(entry.folder / DOCUMENTS)
 
     def identity(self) -> str:
-        return origin(entries()[self.name])["files"][DOCUMENTS]
+        return read_origin(entries()[self.name])["files"][DOCUMENTS]
 
 
 @dataclass(frozen=True)

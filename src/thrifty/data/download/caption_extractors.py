@@ -11,13 +11,13 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from thrifty.data.images.image_decoding import Undecodable, decode
+from thrifty.data.images.image_decoding import ImageDecodeError, decode
 from thrifty.data.images.image_listing import part_by_hash
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 SIDE = 64
 """Pixels; what is larger in a package is scaled to it."""
-Captioned = tuple[Part, np.ndarray, list[str]]
+Captioned = tuple[DataSplit, np.ndarray, list[str]]
 """The part, pixels uint8 (c, h, w), the captions."""
 Members = Mapping[str, bytes]
 
@@ -33,7 +33,7 @@ def emoji(members: Members) -> Iterator[Captioned]:
         code, drawing = _code(path.stem), (path.parent, _code(path.stem))
         if not name.endswith("data.json") and code in captions and drawing not in seen:
             seen.add(drawing)
-            part = Part.HELD_OUT if "/twitter/" in name else Part.TRAIN
+            part = DataSplit.HELD_OUT if "/twitter/" in name else DataSplit.TRAIN
             yield part, decode(content, SIDE), captions[code]
 
 
@@ -48,7 +48,7 @@ def emoji_cloud(members: Members) -> Iterator[Captioned]:
     for name, content in members.items():
         code = _code(PurePosixPath(name).stem.replace("U+", ""))
         if name.endswith(".png") and code in captions and not _has_tone(code):
-            part = Part.HELD_OUT if "/Twtr/" in name else Part.TRAIN
+            part = DataSplit.HELD_OUT if "/Twtr/" in name else DataSplit.TRAIN
             yield part, decode(content, SIDE), captions[code]
 
 
@@ -92,7 +92,7 @@ def openclipart(members: Members) -> Iterator[Captioned]:
         seen.add(digest)
         try:
             pixels = decode(content, SIDE)
-        except Undecodable:  # a few of the thousands are empty
+        except ImageDecodeError:  # a few of the thousands are empty
             continue
         yield part_by_hash(content, HELD_OUT), pixels, _described(PurePosixPath(name).stem, drawing)
 

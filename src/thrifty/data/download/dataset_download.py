@@ -23,11 +23,11 @@ from pathlib import Path
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.data.catalogue import ALWAYS_HERE, Entry, Package
-from thrifty.data.data_cache import building, file_sha256, locked
+from thrifty.data.catalogue import ALWAYS_HERE, CatalogueEntry, CataloguePackage
+from thrifty.data.data_cache import build_folder, file_sha256, lock_folder
 from thrifty.data.download import caption_extractors, image_extractors, text_extractors
 from thrifty.data.download.deb_archive import open_package
-from thrifty.data.fetched_sets import DOCUMENTS, ORIGIN, damage
+from thrifty.data.fetched_sets import DOCUMENTS, ORIGIN, find_damage
 from thrifty.data.images.image_arrays import write_arrays
 from thrifty.data.images.image_decoding import pillow
 from thrifty.data.pairs.captioned_arrays import write_captioned
@@ -38,7 +38,7 @@ def archives_folder() -> Path:
     return cache_folder() / "archives"
 
 
-def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
+def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
     """Bring the entry into the cache and return its folder. What is there and undamaged is left alone.
 
     Raises ThriftyError with the command to run elsewhere where no package can be had, IntegrityError where a member is
@@ -47,9 +47,9 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
     if entry.name in ALWAYS_HERE:
         say(f"{entry.name}: always here, nothing to fetch")
         return entry.folder
-    with locked(entry.folder):
+    with lock_folder(entry.folder):
         if entry.present:
-            damaged = damage(entry)
+            damaged = find_damage(entry)
             if not damaged:
                 say(f"{entry.name}: already in {entry.folder}")
                 return entry.folder
@@ -57,7 +57,7 @@ def fetch(entry: Entry, say: Callable[[str], None]) -> Path:
         if any(name.endswith(".png") for name in entry.members):
             pillow()  # not first missed after a long download
         packages, members = _obtain_all(entry, say) if entry.together else _obtain(entry, say)
-        with building(entry.folder) as aside:
+        with build_folder(entry.folder) as aside:
             documents = _write(entry, members, aside)
             origin = _origin(entry, packages, documents, aside)
             (aside / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -112,11 +112,11 @@ def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
         raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="fetch it again") from None
 
 
-Obtained = tuple[dict[Package, str], dict[str, bytes]]
+Obtained = tuple[dict[CataloguePackage, str], dict[str, bytes]]
 """Packages with the sha256 of their archives, and the verified members."""
 
 
-def _obtain(entry: Entry, say: Callable[[str], None]) -> Obtained:
+def _obtain(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
     """The first package that can be had."""
     refusals = []
     for package in entry.packages:
@@ -127,7 +127,7 @@ def _obtain(entry: Entry, say: Callable[[str], None]) -> Obtained:
     raise _unobtainable(entry, refusals)
 
 
-def _obtain_all(entry: Entry, say: Callable[[str], None]) -> Obtained:
+def _obtain_all(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
     """Every package, each with the members that lie in its folder."""
     packages, members = {}, {}
     for package in entry.packages:
@@ -142,26 +142,26 @@ def _obtain_all(entry: Entry, say: Callable[[str], None]) -> Obtained:
     return packages, members
 
 
-def _open_package(package: Package, members: Mapping[str, str], say: Callable[[str], None]) -> Obtained:
+def _open_package(package: CataloguePackage, members: Mapping[str, str], say: Callable[[str], None]) -> Obtained:
     with tempfile.TemporaryDirectory() as scratch:
         archive = package.archive(archives_folder()) or _download(package, Path(scratch), say)
         return {package: file_sha256(archive)}, read_members(archive, package.folder, members)
 
 
-def _unobtainable(entry: Entry, refusals: Sequence[ThriftyError]) -> ThriftyError:
+def _unobtainable(entry: CatalogueEntry, refusals: Sequence[ThriftyError]) -> ThriftyError:
     what = "\n  ".join([f"{entry.name} could not be fetched:", *(refusal.what for refusal in refusals)])
     damaged = any(isinstance(refusal, IntegrityError) for refusal in refusals)
     return (IntegrityError if damaged else ThriftyError)(what, fix=_elsewhere(entry))
 
 
-def _elsewhere(entry: Entry) -> str:
+def _elsewhere(entry: CatalogueEntry) -> str:
     commands = " and ".join(f"`{' '.join(package.command())}`" for package in entry.needed)
     made = "the files they make" if len(entry.needed) > 1 else "the file it makes"
     fix = f"where the registry can be reached, run {commands}, and put {made} into {archives_folder()}"
     return f"{fix}; or use {entry.instead} instead" if entry.instead else fix
 
 
-def _download(package: Package, into: Path, say: Callable[[str], None]) -> Path:
+def _download(package: CataloguePackage, into: Path, say: Callable[[str], None]) -> Path:
     command = package.command(str(into))
     if command[0] == "python":
         command[0] = sys.executable
@@ -187,7 +187,7 @@ def _download(package: Package, into: Path, say: Callable[[str], None]) -> Path:
     return archive
 
 
-def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
+def _write(entry: CatalogueEntry, members: Mapping[str, bytes], aside: Path) -> int:
     """Write a set's documents, conversations or images, return their number; or a model's files, and return 0."""
     if entry.kind == "model":
         for name, content in members.items():
@@ -207,7 +207,7 @@ def _write(entry: Entry, members: Mapping[str, bytes], aside: Path) -> int:
     return count
 
 
-def _origin(entry: Entry, packages: Mapping[Package, str], documents: int, aside: Path) -> dict:
+def _origin(entry: CatalogueEntry, packages: Mapping[CataloguePackage, str], documents: int, aside: Path) -> dict:
     return {
         "name": entry.name,
         "about": entry.about,

@@ -14,9 +14,9 @@ import numpy as np
 from thrifty.core.errors import IntegrityError
 from thrifty.data.images.digits import DIGITS
 from thrifty.data.images.image_decoding import pillow
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
-Image = tuple[Part, np.ndarray, int]
+Image = tuple[DataSplit, np.ndarray, int]
 """The part, pixels uint8 (c, h, w), the label's number."""
 
 
@@ -33,8 +33,11 @@ FASHION = (
 
 def cifar10(members: Mapping[str, bytes]) -> ImageSet:
     """Six PNG files with an image of 32 x 32 x 3 in each row, and two JSON lists of labels."""
-    batches = {Part.TRAIN: [f"data_batch_{number}.png" for number in range(1, 6)], Part.HELD_OUT: ["test_batch.png"]}
-    lists = {Part.TRAIN: "train_lables.json", Part.HELD_OUT: "test_lables.json"}
+    batches = {
+        DataSplit.TRAIN: [f"data_batch_{number}.png" for number in range(1, 6)],
+        DataSplit.HELD_OUT: ["test_batch.png"],
+    }
+    lists = {DataSplit.TRAIN: "train_lables.json", DataSplit.HELD_OUT: "test_lables.json"}
 
     def images() -> Iterator[Image]:
         for part, names in batches.items():
@@ -56,7 +59,7 @@ def mnist(members: Mapping[str, bytes]) -> ImageSet:
 
 
 def _mnist(members: Mapping[str, bytes]) -> Iterator[Image]:
-    for part, prefix in ((Part.TRAIN, "train"), (Part.HELD_OUT, "t10k")):
+    for part, prefix in ((DataSplit.TRAIN, "train"), (DataSplit.HELD_OUT, "t10k")):
         pixels = idx_array(members[f"{prefix}-images-idx3-ubyte"])
         labels = idx_array(members[f"{prefix}-labels-idx1-ubyte"])
         for image, label in zip(pixels, labels, strict=True):

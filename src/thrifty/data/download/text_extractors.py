@@ -134,7 +134,7 @@ def _documentation(node: object) -> Iterator[str]:
             yield from _documentation(value)
 
 
-class _Text(HTMLParser):
+class _TextParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[str] = []
@@ -148,7 +148,7 @@ class _Text(HTMLParser):
 
 
 def _without_html(html: str) -> str:
-    parser = _Text()
+    parser = _TextParser()
     parser.feed(html)
     parser.close()
     return " ".join("".join(parser.parts).split())

@@ -18,18 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thrifty.core.recipe import Augmentation
-from thrifty.kernels.example_rng import drawn, fractions
+from thrifty.core.recipe import AugmentationSettings
+from thrifty.kernels.example_rng import random_fractions, random_integers
 
 PER_PURPOSE = 64
-"""Numbers of a key that belong to each purpose; an operation takes two, and `Augmentation` allows no more of them."""
+"""Numbers of a key that belong to each purpose; an operation takes two, and `AugmentationSettings` allows no more of
+them."""
 ERASED = (0.02, 1 / 3)
 """The share of an image that is erased, from and to."""
 NARROWEST = 0.3
 """Width over height of what is erased, at the least; at the most its reciprocal."""
 
 
-class Purpose(IntEnum):
+class AugmentationDraw(IntEnum):
     CROP = 0
     FLIP = 1
     OPERATION = 2
@@ -39,33 +40,33 @@ class Purpose(IntEnum):
     CAPTION = 6
 
 
-def uniform(keys: np.ndarray, purpose: Purpose, count: int) -> Tensor:
+def uniform(keys: np.ndarray, purpose: AugmentationDraw, count: int) -> Tensor:
     """Uniform numbers in [0, 1), float64 (b, count)."""
-    return torch.from_numpy(fractions(drawn(keys, count, skip=PER_PURPOSE * purpose)))
+    return torch.from_numpy(random_fractions(random_integers(keys, count, skip=PER_PURPOSE * purpose)))
 
 
 def partners(keys: np.ndarray, images: int) -> tuple[np.ndarray, np.ndarray]:
     """Which of all training images each is mixed with (b,), and the key by which that one is changed (b,)."""
-    numbers = drawn(keys, 2, skip=PER_PURPOSE * Purpose.PARTNER)
+    numbers = random_integers(keys, 2, skip=PER_PURPOSE * AugmentationDraw.PARTNER)
     return (numbers[:, 0] % np.uint64(images)).astype(np.int64), numbers[:, 1].copy()
 
 
-def changed(images: Tensor, keys: np.ndarray, how: Augmentation, fill: tuple[float, ...]) -> Tensor:
+def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: tuple[float, ...]) -> Tensor:
     """What is done with each image by itself; `fill` is the colour that stands where there is nothing."""
     colour = torch.tensor(fill).view(1, -1, 1, 1)
     if how.crop or how.flip:
-        images = moved(images, keys, how.crop, how.flip)
+        images = crop_and_flip(images, keys, how.crop, how.flip)
     if how.operations:
-        images = operated(images, keys, how.operations, how.magnitude, colour)
-    return erased(images, keys, how.erase, colour) if how.erase else images
+        images = apply_operations(images, keys, how.operations, how.magnitude, colour)
+    return erase_rectangles(images, keys, how.erase, colour) if how.erase else images
 
 
-def moved(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
+def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
     """Moved by up to `crop` pixels each way, black coming in, and mirrored for every other key."""
     h, w = images.shape[-2:]
     padded = F.pad(images, (crop,) * 4).numpy()
-    places = (uniform(keys, Purpose.CROP, 2) * (2 * crop + 1)).long().tolist()
-    mirrored = (uniform(keys, Purpose.FLIP, 1)[:, 0] < 0.5).tolist()
+    places = (uniform(keys, AugmentationDraw.CROP, 2) * (2 * crop + 1)).long().tolist()
+    mirrored = (uniform(keys, AugmentationDraw.FLIP, 1)[:, 0] < 0.5).tolist()
     found = np.empty(images.shape, padded.dtype)
     # a slice for each image is some ten times as fast as one indexing of all by tensors
     for number, (top, left) in enumerate(places):
@@ -74,10 +75,10 @@ def moved(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
     return torch.from_numpy(found)
 
 
-def erased(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:
+def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:
     """A rectangle of each of a share of the images, of random size and place, in one colour."""
     h, w = images.shape[-2:]
-    chance, area, aspect, top, left = uniform(keys, Purpose.ERASE, 5).unbind(1)
+    chance, area, aspect, top, left = uniform(keys, AugmentationDraw.ERASE, 5).unbind(1)
     area = (ERASED[0] + area * (ERASED[1] - ERASED[0])) * h * w
     aspect = torch.exp((2 * aspect - 1) * math.log(1 / NARROWEST))
     high = (area / aspect).sqrt().round().clamp(1, h)
@@ -94,10 +95,10 @@ def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w:
     return rows[:, None, :, None] & columns[:, None, None, :]
 
 
-def mixed(images: Tensor, others: Tensor, keys: np.ndarray, how: Augmentation) -> tuple[Tensor, Tensor]:
+def mix_examples(images: Tensor, others: Tensor, keys: np.ndarray, how: AugmentationSettings) -> tuple[Tensor, Tensor]:
     """Each image with another one in it, and the share (b,) that is left of the image's own. Where mixup and CutMix are
     both on, every other key takes CutMix."""
-    coin, amount, middle_y, middle_x = uniform(keys, Purpose.MIX, 4).unbind(1)
+    coin, amount, middle_y, middle_x = uniform(keys, AugmentationDraw.MIX, 4).unbind(1)
     h, w = images.shape[-2:]
     cut = coin < (0.5 if how.mixup and how.cutmix else 1.0 if how.cutmix else 0.0)
     blended = _beta(amount, how.mixup or 1.0)
@@ -119,9 +120,9 @@ def _beta(uniform: Tensor, shape: float) -> Tensor:
     return torch.from_numpy(betaincinv(shape, shape, uniform.numpy()))
 
 
-def operated(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
+def apply_operations(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
     """So many operations on each image, one after the other, each drawn among all; signed ones go either way."""
-    which, sign = uniform(keys, Purpose.OPERATION, 2 * operations).chunk(2, dim=1)
+    which, sign = uniform(keys, AugmentationDraw.OPERATION, 2 * operations).chunk(2, dim=1)
     chosen = (which * len(OPERATIONS)).long()
     strengths = magnitude * torch.where(sign < 0.5, -1.0, 1.0)
     images = images.clone()
@@ -185,20 +186,20 @@ def solarize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 def rotate(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
     angle = strength * math.radians(30)
-    return warped(images, colour, (angle.cos(), -angle.sin()), (angle.sin(), angle.cos()))
+    return warp(images, colour, (angle.cos(), -angle.sin()), (angle.sin(), angle.cos()))
 
 
 def shear_x(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
     one, none = torch.ones_like(strength), torch.zeros_like(strength)
-    return warped(images, colour, (one, 0.3 * strength), (none, one))
+    return warp(images, colour, (one, 0.3 * strength), (none, one))
 
 
 def shear_y(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
     one, none = torch.ones_like(strength), torch.zeros_like(strength)
-    return warped(images, colour, (one, none), (0.3 * strength, one))
+    return warp(images, colour, (one, none), (0.3 * strength, one))
 
 
-def warped(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
+def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
     """Each pixel taken from where two lines of a matrix, (b, 1, 1, 1) each, say; coordinates from the middle."""
     h, w = images.shape[-2:]
     y = ((torch.arange(h) + 0.5) * 2 / h - 1).view(1, h, 1)

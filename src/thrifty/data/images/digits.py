@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.data.epoch_sampler import Epochs
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.data.epoch_sampler import EpochSource
+from thrifty.kernels.keyed_permutation import permute
 
 DIGITS = tuple("0123456789")
 
@@ -29,7 +29,7 @@ BRIGHTEST = 16
 STORED = Path(__file__).with_name("digits.safetensors")
 
 
-class Labelled(NamedTuple):
+class LabelledDigits(NamedTuple):
     """Images (n, 8, 8), float32 in [0, 1], and their labels (n,), int64 in 0 … 9."""
 
     images: Tensor
@@ -37,17 +37,17 @@ class Labelled(NamedTuple):
 
 
 @cache
-def digits() -> Labelled:
+def digits() -> LabelledDigits:
     """All 1,797 of them."""
     stored = load_file(STORED)
-    return Labelled(stored["images"].float() / BRIGHTEST, stored["labels"].long())
+    return LabelledDigits(stored["images"].float() / BRIGHTEST, stored["labels"].long())
 
 
 @cache
 def _places(split: str) -> np.ndarray:
     """Where the images of a split are: the same on every machine, for every seed."""
     total = len(digits().labels)
-    shuffled = permuted(np.arange(total), total, SPLIT_KEY)
+    shuffled = permute(np.arange(total), total, SPLIT_KEY)
     parts = {"train": shuffled[:TRAIN], "test": shuffled[TRAIN:]}
     if split not in parts:
         raise UsageError(f"the digits have no split {split!r}", fix=did_you_mean(split, parts))
@@ -69,7 +69,7 @@ class DigitImages:
         return {"inputs": self.images[rows], "labels": self.labels[rows]}
 
 
-class Digits(Epochs):
+class DigitEpochs(EpochSource):
     """Digits in epochs, a pure function of (seed, step): {"inputs": (b, 8, 8), "labels": (b,)}."""
 
     def __init__(self, split: Literal["train", "test"], batch: int, seed: int = 0):

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Inventory
+from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import IntegrityError
-from thrifty.core.model_spec import ImageEnds
-from thrifty.core.recipe import Augmentation
+from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.recipe import AugmentationSettings
 from thrifty.data.epoch_sampler import fingerprint
-from thrifty.data.images.augmentation import changed, moved
-from thrifty.data.train_split import Part
+from thrifty.data.images.augmentation import augment, crop_and_flip
+from thrifty.data.train_split import DataSplit
 from thrifty.kernels.image_resizing import resize
 
 IMAGES = "images.json"
@@ -32,13 +32,13 @@ BRIGHTEST = 255
 LABEL = np.dtype("<i4")
 
 
-def normalized(images: Tensor, ends: ImageEnds) -> Tensor:
+def normalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
     """Images (b, c, h, w) of 0 … 1 as models are given them: less the mean, over the deviation of each channel."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.sub(mean).div_(std)
 
 
-def brightened(images: Tensor, ends: ImageEnds) -> Tensor:
+def denormalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
     """Images (b, c, h, w) of 0 … 1 again, of those that `normalized` gives."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.mul(std).add_(mean)
@@ -51,7 +51,7 @@ class ImageArrays:
     pixels: np.ndarray
     """uint8 (n, c, h, w), from 0 to `brightest`."""
     labels: np.ndarray
-    ends: ImageEnds
+    ends: ImageModelSpec
     """The side may be another than that of the pixels: images are then given out in that size."""
     brightest: int = BRIGHTEST
     names: Sequence[str] = ()
@@ -64,12 +64,12 @@ class ImageArrays:
         """Images of 0 … 1, float32 (b, c, side, side)."""
         return self._scaled(self._stored(indices))
 
-    def changed(self, indices: np.ndarray, keys: np.ndarray, how: Augmentation) -> Tensor:
+    def changed(self, indices: np.ndarray, keys: np.ndarray, how: AugmentationSettings) -> Tensor:
         """The same, each changed by its own of the keys uint64 (b,), see `augment.changed`."""
         pixels = self._stored(indices)
         if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # bytes are moved faster, to the same effect
-            pixels, how = moved(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)
-        return changed(self._scaled(pixels), keys, how, self.ends.mean)
+            pixels, how = crop_and_flip(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)
+        return augment(self._scaled(pixels), keys, how, self.ends.mean)
 
     def _stored(self, indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(self.pixels[indices]))
@@ -81,10 +81,10 @@ class ImageArrays:
         """int64 (b,)."""
         return torch.from_numpy(self.labels[indices].astype(np.int64))
 
-    def inventory(self) -> Inventory:
+    def inventory(self) -> ExampleIndex:
         """Of the pixels as they are stored: given out in another size they are the same images."""
         labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
-        return Inventory(len(self), self._fingerprint, labels)
+        return ExampleIndex(len(self), self._fingerprint, labels)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -100,12 +100,12 @@ class ImageArrays:
         return {"inputs": normalized(self.shown(indices), self.ends), **labels}
 
 
-def names_file(part: Part) -> str:
+def names_file(part: DataSplit) -> str:
     return f"{part}_names.json"
 
 
 @dataclass
-class Channels:
+class ChannelStatistics:
     """Mean and deviation of each channel, over images that come one at a time; sums of whole numbers, so exact."""
 
     count: int = 0
@@ -126,20 +126,20 @@ class Channels:
 
 
 def write_arrays(
-    folder: Path, labels: Sequence[str], images: Iterable[tuple[Part, np.ndarray, int]], **also: Any
-) -> dict[Part, int]:
+    folder: Path, labels: Sequence[str], images: Iterable[tuple[DataSplit, np.ndarray, int]], **also: Any
+) -> dict[DataSplit, int]:
     """Images with their parts and labels, each uint8 (c, h, w) and all of one shape, as the files of a folder. Returns
     how many images each part has; `also` goes into images.json."""
-    counts, numbers = dict.fromkeys(Part, 0), {part: [] for part in Part}
-    channels, shape = Channels(), (0, 0, 0)
-    files = {part: (folder / f"{part}.bin").open("wb") for part in Part}
+    counts, numbers = dict.fromkeys(DataSplit, 0), {part: [] for part in DataSplit}
+    channels, shape = ChannelStatistics(), (0, 0, 0)
+    files = {part: (folder / f"{part}.bin").open("wb") for part in DataSplit}
     try:
         for part, pixels, label in images:
             files[part].write(np.ascontiguousarray(pixels).tobytes())
             numbers[part].append(label)
             counts[part] += 1
             shape = pixels.shape
-            if part is Part.TRAIN:
+            if part is DataSplit.TRAIN:
                 channels.add(pixels)
     finally:
         for file in files.values():
@@ -154,7 +154,7 @@ def write_arrays(
 
 @dataclass(frozen=True)
 class OpenedArrays:
-    parts: dict[Part, ImageArrays]
+    parts: dict[DataSplit, ImageArrays]
     said: dict[str, Any]
     """What images.json says."""
 
@@ -167,9 +167,9 @@ def open_arrays(folder: Path, side: int | None = None) -> OpenedArrays:
     try:
         said = json.loads((folder / IMAGES).read_text(encoding="utf-8"))
         channels, height, _ = shape = tuple(said["shape"])
-        ends = ImageEnds(tuple(said["labels"]), height, channels, tuple(said["mean"]), tuple(said["std"]))
+        ends = ImageModelSpec(tuple(said["labels"]), height, channels, tuple(said["mean"]), tuple(said["std"]))
         parts = {}
-        for part in Part:
+        for part in DataSplit:
             count = said["images"][part]
             pixels = np.memmap(folder / f"{part}.bin", np.uint8, "r", shape=(count, *shape))
             labels = np.fromfile(folder / f"{part}_labels.bin", LABEL)

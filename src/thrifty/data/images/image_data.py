@@ -11,23 +11,23 @@ from torch import Tensor
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
-from thrifty.core.model_spec import ImageEnds
-from thrifty.core.recipe import Augmentation, DataSettings
-from thrifty.data.catalogue import Entry, entries
+from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.recipe import AugmentationSettings, DataSettings
+from thrifty.data.catalogue import CatalogueEntry, entries
 from thrifty.data.data_cache import file_sha256
-from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, HeldOutExamples, with_held_out_keys
-from thrifty.data.fetched_sets import origin
-from thrifty.data.images.augmentation import mixed, partners
+from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, HeldOutExamples, add_held_out_keys
+from thrifty.data.fetched_sets import read_origin
+from thrifty.data.images.augmentation import mix_examples, partners
 from thrifty.data.images.digits import BRIGHTEST as BRIGHTEST_DIGIT
 from thrifty.data.images.digits import DIGITS as DIGIT_LABELS
 from thrifty.data.images.digits import STORED as STORED_DIGITS
 from thrifty.data.images.digits import DigitImages
-from thrifty.data.images.image_arrays import Channels, ImageArrays, normalized, open_arrays
+from thrifty.data.images.image_arrays import ChannelStatistics, ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
 from thrifty.data.prepared_cache import check_settings, read_manifest
-from thrifty.data.run_metadata import keep_images
-from thrifty.data.train_split import Part
+from thrifty.data.run_metadata import write_image_metadata
+from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
 
 DIGITS = "digits"
@@ -50,7 +50,7 @@ def holds_mainly_images(source: str) -> bool:
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
 
-class TrainingImages(Epochs):
+class TrainingImages(EpochSource):
     """Images in epochs, changed as the recipe says: a pure function of (seed, number of the example in the run).
 
     {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}; labels are distributions (b, v) where images are mixed, and
@@ -59,7 +59,7 @@ class TrainingImages(Epochs):
 
     contents: ImageArrays
 
-    def __init__(self, contents: ImageArrays, batch: int, seed: int, how: Augmentation | None = None):
+    def __init__(self, contents: ImageArrays, batch: int, seed: int, how: AugmentationSettings | None = None):
         super().__init__(contents, batch, seed)
         self.how = how
 
@@ -67,8 +67,8 @@ class TrainingImages(Epochs):
         keys = example_keys(self.seed, numbers)
         return {**self._fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
 
-    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return with_held_out_keys(super().judged_fields(chosen), chosen)
+    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return add_held_out_keys(super().eval_fields(chosen), chosen)
 
     def _fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
         if self.how is None:
@@ -82,7 +82,7 @@ class TrainingImages(Epochs):
             other, other_keys = partners(keys, self.examples)
             other = self.places(other)
             others = self.contents.changed(other, other_keys, self.how)
-            images, own = mixed(images, others, keys, self.how)
+            images, own = mix_examples(images, others, keys, self.how)
             one, another = (
                 torch.nn.functional.one_hot(each, len(ends.labels)).float()
                 for each in (labels, self.contents.labels_of(other))
@@ -98,9 +98,9 @@ class ImageData:
     source: str
     train: BatchSource
     held_out: HeldOutExamples
-    ends: ImageEnds
+    ends: ImageModelSpec
     identity: Mapping[str, str]
-    parts: Mapping[Part, ImageArrays]
+    parts: Mapping[DataSplit, ImageArrays]
     frequencies_entropy: float | None = None
     """Nats per held-out image for who answers by how frequent each label is in training; None without labels."""
     left_out: int = 0
@@ -117,8 +117,8 @@ class ImageData:
 
     def described(self) -> dict[str, Any]:
         return {
-            "train_images": len(self.parts[Part.TRAIN]),
-            "held_out_images": len(self.parts[Part.HELD_OUT]),
+            "train_images": len(self.parts[DataSplit.TRAIN]),
+            "held_out_images": len(self.parts[DataSplit.HELD_OUT]),
             "labels": list(self.ends.labels),
             "side": self.ends.side,
             "channels": self.ends.channels,
@@ -128,7 +128,7 @@ class ImageData:
         }
 
     def keep(self, folder: Path) -> None:
-        keep_images(folder, self.ends)
+        write_image_metadata(folder, self.ends)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         if before.get(LABELS) != self.identity[LABELS]:
@@ -153,7 +153,7 @@ def open_images(
     parts, identity, said = _open(settings, settings.size or side, say, labelled)
     if not labelled:
         parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
-    train, held_out = (parts[part] for part in Part)
+    train, held_out = (parts[part] for part in DataSplit)
     if len(train) < settings.batch:
         raise UsageError(
             f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
@@ -173,7 +173,7 @@ def open_images(
     )
 
 
-Opened = tuple[dict[Part, ImageArrays], dict[str, str], dict[str, Any]]
+Opened = tuple[dict[DataSplit, ImageArrays], dict[str, str], dict[str, Any]]
 """The arrays, the sha256 of their files, and what else was said when they were made."""
 
 
@@ -191,22 +191,22 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], 
     return open_arrays(folder).parts, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
 
 
-def _fetched(entry: Entry, side: int | None, labelled: bool) -> Opened:
+def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
     if labelled and entry.kind == "pairs":
         raise UsageError(f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrast")
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
-    return open_arrays(entry.folder, side).parts, origin(entry)["files"], {}
+    return open_arrays(entry.folder, side).parts, read_origin(entry)["files"], {}
 
 
-def _digits(side: int | None) -> dict[Part, ImageArrays]:
-    splits = {Part.TRAIN: DigitImages("train"), Part.HELD_OUT: DigitImages("test")}
+def _digits(side: int | None) -> dict[DataSplit, ImageArrays]:
+    splits = {DataSplit.TRAIN: DigitImages("train"), DataSplit.HELD_OUT: DigitImages("test")}
     pixels = {part: (split.images * BRIGHTEST_DIGIT).byte().numpy()[:, None] for part, split in splits.items()}
-    channels = Channels()
-    for image in pixels[Part.TRAIN]:
+    channels = ChannelStatistics()
+    for image in pixels[DataSplit.TRAIN]:
         channels.add(image)
-    size = pixels[Part.TRAIN].shape[-1]
-    ends = ImageEnds(DIGIT_LABELS, side or size, 1, *channels.statistics(BRIGHTEST_DIGIT))
+    size = pixels[DataSplit.TRAIN].shape[-1]
+    ends = ImageModelSpec(DIGIT_LABELS, side or size, 1, *channels.statistics(BRIGHTEST_DIGIT))
     return {
         part: ImageArrays(pixels[part], split.labels.numpy(), ends, BRIGHTEST_DIGIT) for part, split in splits.items()
     }

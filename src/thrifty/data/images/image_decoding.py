@@ -25,7 +25,7 @@ DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 """Pillow's modes for grey of 16 bits."""
 
 
-class Undecodable(Exception):
+class ImageDecodeError(Exception):
     """An image file that cannot be used; says why."""
 
 
@@ -49,9 +49,9 @@ def decode(source: Path | bytes, side: int) -> np.ndarray:
     """
     image = pillow()
     if isinstance(source, Path) and not source.is_file():
-        raise Undecodable("it is no file, or a link that leads nowhere")
+        raise ImageDecodeError("it is no file, or a link that leads nowhere")
     if not (source if isinstance(source, bytes) else source.stat().st_size):
-        raise Undecodable("it is empty")
+        raise ImageDecodeError("it is empty")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of metadata that is damaged, and of sizes, which are looked at below
@@ -59,21 +59,21 @@ def decode(source: Path | bytes, side: int) -> np.ndarray:
                 check_size(*opened.size)
                 opened.draft("RGB", (side, side))
                 return np.asarray(_fitted(as_rgb(opened), side)).transpose(2, 0, 1)
-    except Undecodable:
+    except ImageDecodeError:
         raise
     except image.UnidentifiedImageError:
-        raise Undecodable("it is no image of a known format") from None
+        raise ImageDecodeError("it is no image of a known format") from None
     except image.DecompressionBombError:
-        raise Undecodable(f"it has more than {MOST_PIXELS:,} pixels") from None
+        raise ImageDecodeError(f"it has more than {MOST_PIXELS:,} pixels") from None
     except Exception as error:  # a damaged file can raise anything in a decoder: struct.error, SyntaxError, …
-        raise Undecodable(f"it is damaged: {error or type(error).__name__}") from None
+        raise ImageDecodeError(f"it is damaged: {error or type(error).__name__}") from None
 
 
 def check_size(width: int, height: int) -> None:
     if not width * height:
-        raise Undecodable("it has no pixels")
+        raise ImageDecodeError("it has no pixels")
     if width * height > MOST_PIXELS:
-        raise Undecodable(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
+        raise ImageDecodeError(f"{width} x {height} pixels are more than {MOST_PIXELS:,}")
 
 
 def as_rgb(opened: "Image") -> "Image":
@@ -86,7 +86,7 @@ def as_rgb(opened: "Image") -> "Image":
         grey = np.asarray(upright).astype(np.int64).clip(0, 65_535)
         upright = pillow().fromarray(((grey + 128) // 257).astype(np.uint8))
     if upright.mode == "F":
-        raise Undecodable("its pixels are floating-point numbers of no known range")
+        raise ImageDecodeError("its pixels are floating-point numbers of no known range")
     if upright.has_transparency_data:
         clear = upright.convert("RGBA")
         white = pillow().new("RGBA", clear.size, (255, 255, 255, 255))

@@ -15,23 +15,23 @@ from pathlib import Path
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.data.data_cache import building
+from thrifty.data.data_cache import build_folder
 from thrifty.data.images.image_arrays import names_file, write_arrays
-from thrifty.data.images.image_decoding import Undecodable, decode, pillow
+from thrifty.data.images.image_decoding import ImageDecodeError, decode, pillow
 from thrifty.data.images.image_listing import (
     GIVEN,
-    LeftOut,
+    SkippedImages,
+    folder_state,
     folders_in,
-    given_parts,
     has_image_files,
     images_below,
     is_image_name,
     part_by_hash,
     printable,
-    state_of,
+    split_folders,
 )
-from thrifty.data.prepared_cache import built_once, read_manifest, write_manifest
-from thrifty.data.train_split import Part
+from thrifty.data.prepared_cache import open_or_build, read_manifest, write_manifest
+from thrifty.data.train_split import DataSplit
 
 FORMAT = 2
 
@@ -41,7 +41,7 @@ class ImageFile:
     path: Path
     label: str
     """Empty where it lies in no folder of a label."""
-    part: Part | None
+    part: DataSplit | None
     """None where the hash of the file decides."""
 
 
@@ -83,11 +83,15 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     """
     pillow()
     files = image_files(folder, labelled)
-    listing = [str(folder.absolute()), state_of(file.path.absolute() for file in files), [file.label for file in files]]
+    listing = [
+        str(folder.absolute()),
+        folder_state(file.path.absolute() for file in files),
+        [file.label for file in files],
+    ]
     key = json.dumps(["images", FORMAT, side, held_out, *listing])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     what = f"the images of {folder}"
-    built = built_once(digest, what, lambda into: _build(folder, files, side, held_out, into, say), say)
+    built = open_or_build(digest, what, lambda into: _build(folder, files, side, held_out, into, say), say)
     manifest = read_manifest(built)
     if labelled and manifest["unread"]:
         raise UsageError(
@@ -99,7 +103,7 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
 
 
 def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
-    for part, root in given_parts(folder):
+    for part, root in split_folders(folder):
         if not labelled:
             lying = sorted(path for path in root.iterdir() if is_image_name(path.name) and not path.is_dir())
             yield from (ImageFile(path, "", part) for path in lying)
@@ -110,23 +114,23 @@ def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
 def _build(
     folder: Path, files: list[ImageFile], side: int, held_out: float, into: Path, say: Callable[[str], None]
 ) -> None:
-    labels, left_out = sorted({file.label for file in files}), LeftOut()
+    labels, left_out = sorted({file.label for file in files}), SkippedImages()
     used: Counter[str] = Counter()
-    names: dict[Part, list[str]] = {part: [] for part in Part}
+    names: dict[DataSplit, list[str]] = {part: [] for part in DataSplit}
 
-    def images() -> Iterator[tuple[Part, np.ndarray, int]]:
+    def images() -> Iterator[tuple[DataSplit, np.ndarray, int]]:
         for file in files:
             try:
                 pixels = decode(file.path, side)
                 part = file.part or part_by_hash(file.path, held_out)
-            except (Undecodable, OSError) as error:
+            except (ImageDecodeError, OSError) as error:
                 left_out.add(file.path.relative_to(folder), error)
                 continue
             used[file.label] += 1
             names[part].append(printable(str(file.path.relative_to(folder))))
             yield part, pixels, labels.index(file.label)
 
-    with building(into) as aside:
+    with build_folder(into) as aside:
         counts = write_arrays(aside, labels, images())
         for part, own in names.items():
             (aside / names_file(part)).write_text(json.dumps(own), encoding="utf-8")
@@ -139,6 +143,6 @@ def _build(
 
 def refuse_empty(source: str, counts: Mapping[str, int], held_out: float) -> None:
     """Raises UsageError where there is no image to train on, or none is held out."""
-    if not counts[Part.TRAIN] or not counts[Part.HELD_OUT]:
-        what = "to train on" if not counts[Part.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
+    if not counts[DataSplit.TRAIN] or not counts[DataSplit.HELD_OUT]:
+        what = "to train on" if not counts[DataSplit.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
         raise UsageError(f"{source}: no image is left {what}", fix="give more images, or raise data.held_out")

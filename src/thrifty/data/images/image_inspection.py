@@ -17,7 +17,7 @@ FOLDER_SIDE = 64
 
 
 @dataclass(frozen=True)
-class ImageLook:
+class ImageSummary:
     """Counts are by part: "train" and "held_out"."""
 
     source: str
@@ -38,13 +38,13 @@ class ImageLook:
     """The files that cannot be read, the first thousand, with the reasons."""
 
 
-def look_at_images(settings: DataSettings, say: Callable[[str], None]) -> ImageLook:
+def inspect_images(settings: DataSettings, say: Callable[[str], None]) -> ImageSummary:
     """Prepare a source of images if need be and describe it. Raises UsageError as `open_images` does."""
     unlabelled = _unlabelled(settings.source)
     data = open_images(replace(settings, batch=1), 0, FOLDER_SIDE, say, labelled=not unlabelled)
     names = data.ends.labels
     counts = {part: np.bincount(arrays.labels, minlength=len(names)).tolist() for part, arrays in data.parts.items()}
-    return ImageLook(
+    return ImageSummary(
         source=settings.source,
         side=data.ends.side,
         channels=data.ends.channels,

@@ -7,19 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thrifty.data.images.image_decoding import SUFFIXES
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 TOLD = 5
 """How many of what was left out are named in a message."""
 KEPT = 1000
 """And at most in all."""
-GIVEN = {"train": Part.TRAIN, "val": Part.HELD_OUT, "valid": Part.HELD_OUT, "validation": Part.HELD_OUT,
-         "test": Part.HELD_OUT}  # fmt: skip
+GIVEN = {
+    "train": DataSplit.TRAIN,
+    "val": DataSplit.HELD_OUT,
+    "valid": DataSplit.HELD_OUT,
+    "validation": DataSplit.HELD_OUT,
+    "test": DataSplit.HELD_OUT,
+}
 """Folders by which a source says itself what to train and what to test on; of several to test on the first here."""
 
 
 @dataclass
-class LeftOut:
+class SkippedImages:
     """What cannot be used: how much of it, and which, each with the reason."""
 
     count: int = 0
@@ -80,16 +85,16 @@ def folders_in(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
 
 
-def given_parts(folder: Path) -> list[tuple[Part | None, Path]]:
+def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
     """The folders of the parts that a source has itself; the folder as a whole where it has none, its part unknown."""
     inner = folders_in(folder)
-    tests = [name for name, part in GIVEN.items() if part is Part.HELD_OUT and name in inner]
+    tests = [name for name, part in GIVEN.items() if part is DataSplit.HELD_OUT and name in inner]
     if "train" in inner and tests:
-        return [(Part.TRAIN, inner["train"]), (Part.HELD_OUT, inner[tests[0]])]
+        return [(DataSplit.TRAIN, inner["train"]), (DataSplit.HELD_OUT, inner[tests[0]])]
     return [(None, folder)]
 
 
-def state_of(paths: Iterable[Path]) -> str:
+def folder_state(paths: Iterable[Path]) -> str:
     """A hash of files' paths, sizes and times of change, quick for any amount of data."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
@@ -102,11 +107,11 @@ def state_of(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def part_by_hash(image: Path | bytes, held_out: float) -> Part:
+def part_by_hash(image: Path | bytes, held_out: float) -> DataSplit:
     """By the contents of the file alone, so that a copy under another name is on the same side."""
     if isinstance(image, bytes):
         digest = hashlib.blake2b(image, digest_size=8)
     else:
         with image.open("rb") as file:
             digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8))
-    return Part.HELD_OUT if int.from_bytes(digest.digest(), "big") / 2**64 < held_out else Part.TRAIN
+    return DataSplit.HELD_OUT if int.from_bytes(digest.digest(), "big") / 2**64 < held_out else DataSplit.TRAIN

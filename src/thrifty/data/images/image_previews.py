@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.errors import Refused
-from thrifty.core.model_spec import Ends, ImageEnds, PairEnds
-from thrifty.data.images.image_arrays import brightened
+from thrifty.core.errors import RefusedError
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
+from thrifty.data.images.image_arrays import denormalized
 from thrifty.kernels.image_resizing import resize
 
 LARGEST = 64
@@ -20,13 +20,13 @@ LARGEST_SEEN = 128
 """The same of what a model makes of an image, which a person wants to see patch by patch."""
 
 
-def pictures(images: Tensor, ends: Ends) -> list[str]:
+def image_previews(images: Tensor, ends: ModelSpec) -> list[str]:
     """Images (b, c, h, w) as a model is given them, as addresses that hold pictures of them. Raises Refused where the
     data of a run are no images."""
-    own = ends.images if isinstance(ends, PairEnds) else ends
-    if not isinstance(own, ImageEnds):
-        raise Refused("there are no images in these data", fix="look at images")
-    return [picture(image, LARGEST_SEEN) for image in brightened(images.float().cpu(), own)]
+    own = ends.images if isinstance(ends, PairModelSpec) else ends
+    if not isinstance(own, ImageModelSpec):
+        raise RefusedError("there are no images in these data", fix="look at images")
+    return [picture(image, LARGEST_SEEN) for image in denormalized(images.float().cpu(), own)]
 
 
 def picture(image: Tensor, largest: int = LARGEST) -> str:

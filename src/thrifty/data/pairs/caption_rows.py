@@ -19,14 +19,14 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.data_cache import building, file_sha256
-from thrifty.data.images.augmentation import PER_PURPOSE, Purpose
-from thrifty.data.pairs.captioned_arrays import captions_file, read_captions, tidied
-from thrifty.data.prepared_cache import TOKENIZER, Prepared, prepared_once, write_manifest
+from thrifty.data.data_cache import build_folder, file_sha256
+from thrifty.data.images.augmentation import PER_PURPOSE, AugmentationDraw
+from thrifty.data.pairs.captioned_arrays import captions_file, clean_caption, read_captions
+from thrifty.data.prepared_cache import TOKENIZER, TokenCache, open_or_build_tokens, write_manifest
 from thrifty.data.text.token_files import token_type
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
-from thrifty.data.train_split import Part
-from thrifty.kernels.example_rng import drawn
+from thrifty.data.train_split import DataSplit
+from thrifty.kernels.example_rng import random_integers
 
 FORMAT = 1
 COUNT, END = np.dtype("<i4"), np.dtype("<i8")
@@ -36,7 +36,7 @@ START_OF_TEXT = "<|startoftext|>"
 """What CLIP's own tokenizer puts in front of a text; a tokenizer that is trained has no such token."""
 
 
-def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> Prepared:
+def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> TokenCache:
     """The captions in a folder as tokens, kept in the cache; a tokenizer is trained on those to train on unless the
     settings name one."""
     given = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
@@ -44,26 +44,26 @@ def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Cal
         tokenizer = f"trained {settings.vocabulary}"
     else:
         tokenizer = file_sha256(given) if given.is_file() else ""
-    texts = [file_sha256(folder / captions_file(part)) for part in Part]
+    texts = [file_sha256(folder / captions_file(part)) for part in DataSplit]
     key = hashlib.blake2b(json.dumps(["captions", FORMAT, tokenizer, *texts]).encode(), digest_size=16).hexdigest()
     vocabulary = settings.vocabulary
-    return prepared_once(key, f"{source}'s captions", lambda into: _build(folder, given, vocabulary, into), say)
+    return open_or_build_tokens(key, f"{source}'s captions", lambda into: _build(folder, given, vocabulary, into), say)
 
 
 def _build(folder: Path, given: Path | None, vocabulary: int, into: Path) -> None:
     if given is not None:
         tokenizer = read_tokenizer(given)
     else:
-        texts = (text for own in read_captions(folder, Part.TRAIN) for text in own)
+        texts = (text for own in read_captions(folder, DataSplit.TRAIN) for text in own)
         tokenizer = train_tokenizer(texts, vocabulary)
-    with building(into) as aside:
+    with build_folder(into) as aside:
         tokenizer.save(aside / TOKENIZER)
-        written = {part: _write(read_captions(folder, part), tokenizer, aside, part) for part in Part}
+        written = {part: _write(read_captions(folder, part), tokenizer, aside, part) for part in DataSplit}
         about = {"format": FORMAT, "type": token_type(tokenizer), "vocabulary": tokenizer.vocabulary}
         write_manifest(aside, {**about, "captions": written})
 
 
-def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path, part: Part) -> int:
+def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path, part: DataSplit) -> int:
     """The files of a part; returns how many captions there are."""
     counts, ends, end = [], [], 0
     with (folder / f"{part}.bin").open("wb") as file:
@@ -79,7 +79,7 @@ def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path
 
 
 @dataclass(frozen=True)
-class Captions:
+class CaptionRows:
     """The captions of one part's images, any of which can be had by itself, as rows of `length` tokens."""
 
     tokens: np.ndarray
@@ -104,7 +104,7 @@ class Captions:
     @property
     def cut(self) -> float:
         """The share of captions that are longer than a row."""
-        return float((self.sizes > room(self.tokenizer, self.length)).mean())
+        return float((self.sizes > caption_length(self.tokenizer, self.length)).mean())
 
     def said(self, image: int) -> list[str]:
         """All captions of an image, as its tokens say them."""
@@ -118,28 +118,28 @@ class Captions:
         with keys uint64 (b,) the one that its key draws."""
         chosen = self.firsts[indices]
         if keys is not None:
-            numbers = drawn(keys, 1, skip=PER_PURPOSE * Purpose.CAPTION)[:, 0]
+            numbers = random_integers(keys, 1, skip=PER_PURPOSE * AugmentationDraw.CAPTION)[:, 0]
             chosen = chosen + (numbers % self.counts[indices].astype(np.uint64)).astype(np.int64)
         begins = np.where(chosen > 0, self.ends[chosen - 1], 0)
         return _rows(self.tokens, begins, self.ends[chosen] - begins, self.tokenizer, self.length)
 
 
-def open_captions(prepared: Prepared, part: Part, length: int) -> Captions:
+def open_captions(prepared: TokenCache, part: DataSplit, length: int) -> CaptionRows:
     counts = np.fromfile(prepared.folder / f"{part}_counts.bin", COUNT)
     ends = np.fromfile(prepared.folder / f"{part}_ends.bin", END)
     tokens = prepared.tokens(part) if ends[-1] else np.zeros(0, prepared.manifest["type"])
     firsts = np.cumsum(counts) - counts
-    return Captions(tokens, firsts, counts, ends, prepared.tokenizer, length)
+    return CaptionRows(tokens, firsts, counts, ends, prepared.tokenizer, length)
 
 
 def caption_rows(texts: list[str], tokenizer: TextTokenizer, length: int) -> dict[str, Tensor]:
     """The rows that these texts are as captions, as a model is given them in training."""
-    encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([tidied(text) for text in texts])]
+    encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([clean_caption(text) for text in texts])]
     sizes = np.array([len(tokens) for tokens in encoded], np.int64)
     return _rows(np.concatenate([*encoded, np.zeros(0, np.int64)]), np.cumsum(sizes) - sizes, sizes, tokenizer, length)
 
 
-def room(tokenizer: TextTokenizer, length: int) -> int:
+def caption_length(tokenizer: TextTokenizer, length: int) -> int:
     """Tokens of a caption that a row has room for. Raises UsageError where that is none."""
     left = length - 1 - (_start(tokenizer) is not None)
     if left < 1:
@@ -157,7 +157,7 @@ def _rows(
     """Captions that begin at these places of a stream (b,): [the start of text,] the caption, cut if need be, and the
     end of text, which also fills the row up."""
     start, end = _start(tokenizer), tokenizer.end_of_text
-    sizes = np.minimum(sizes, room(tokenizer, length))
+    sizes = np.minimum(sizes, caption_length(tokenizer, length))
     before = 0 if start is None else 1
     offsets = np.arange(length) - before
     inside = (offsets >= 0) & (offsets < sizes[:, None])

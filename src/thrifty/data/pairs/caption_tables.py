@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.images.image_listing import GIVEN, is_image_name
 from thrifty.data.text.text_readers import check_characters, json_rows, lines
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 TABLES = (".jsonl", ".tsv", ".parquet")
 IMAGES = ("image", "image_path", "path", "file_name", "filename", "filepath", "file")
@@ -28,13 +28,13 @@ SPLIT = "split"
 
 
 @dataclass(frozen=True)
-class Row:
+class CaptionedRow:
     """An image and what is said of it. `image` is None where there is only a caption; `why` says what is wrong."""
 
     name: str
     image: Path | bytes | None
     captions: tuple[str, ...] = ()
-    part: Part | None = None
+    part: DataSplit | None = None
     why: str = ""
     outside: bool = False
     """Whether an absolute path leads out of the table's folder."""
@@ -57,7 +57,7 @@ def is_table(path: Path) -> bool:
     return isinstance(value, str | bytes) or (isinstance(value, dict) and bool(value.keys() & {"bytes", "path"}))
 
 
-def table_rows(path: Path, column: str = "") -> Iterator[Row]:
+def table_rows(path: Path, column: str = "") -> Iterator[CaptionedRow]:
     """The rows of a table; `column` is that of the captions, where it is none of the known names.
 
     Raises UsageError with the place of a row that is no pair: a column that is not there, another kind of value, a path
@@ -74,7 +74,7 @@ def table_paths(path: Path, column: str = "") -> Iterator[Path]:
     yield from (row.image for row in table_rows(path, column) if isinstance(row.image, Path))
 
 
-def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Row:
+def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> CaptionedRow:
     key, named = _first(row, (*IMAGES, *CONTENTS)), _captions_column(row, column)
     if key is None or named is None:
         _refuse_columns(row, key, column, where)
@@ -86,9 +86,9 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Row:
         value = value["bytes"] if held else value.get("path")
     name = value if isinstance(value, str) and key in IMAGES and len(value) < 200 else where.rpartition("/")[2]
     if value is None:
-        return Row(name, None, captions, part)
+        return CaptionedRow(name, None, captions, part)
     if isinstance(value, bytes):
-        return Row(name, value, captions, part)
+        return CaptionedRow(name, value, captions, part)
     if not isinstance(value, str):
         raise UsageError(
             f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
@@ -96,24 +96,24 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Row:
     check_characters(value if isinstance(value, str) else "", f"{where}: the image")
     if held or value.startswith("data:"):
         content = _decoded(value)
-        return Row(name, content, captions, part, why="" if content else "its base64 is damaged")
-    return _of_path(value, root, Row(name, None, captions, part), where)
+        return CaptionedRow(name, content, captions, part, why="" if content else "its base64 is damaged")
+    return _of_path(value, root, CaptionedRow(name, None, captions, part), where)
 
 
-def _of_path(value: str, root: Path, row: Row, where: str) -> Row:
+def _of_path(value: str, root: Path, row: CaptionedRow, where: str) -> CaptionedRow:
     if "://" in value or "\0" in value:
         why = "an address, and nothing is fetched" if "://" in value else "its path holds a NUL character"
-        return Row(row.name, None, row.captions, row.part, why)
+        return CaptionedRow(row.name, None, row.captions, row.part, why)
     path = Path(os.path.normpath(value))
     if path.is_absolute():
         outside = Path(os.path.abspath(root)) not in path.parents
-        return Row(row.name, path, row.captions, row.part, outside=outside)
+        return CaptionedRow(row.name, path, row.captions, row.part, outside=outside)
     if path.parts[:1] == ("..",):
         raise UsageError(
             f"{where}: the image {value!r} lies outside of {root}",
             fix="put it below that folder, or give its absolute path if it is meant",
         )
-    return Row(row.name, root / path, row.captions, row.part)
+    return CaptionedRow(row.name, root / path, row.captions, row.part)
 
 
 def _captions(value: Any, where: str) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _captions(value: Any, where: str) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _part(value: Any, where: str) -> Part | None:
+def _part(value: Any, where: str) -> DataSplit | None:
     if value is None or value == "":
         return None
     if not isinstance(value, str) or value not in GIVEN:

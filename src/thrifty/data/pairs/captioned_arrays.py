@@ -12,24 +12,26 @@ from typing import Any
 import numpy as np
 
 from thrifty.data.images.image_arrays import write_arrays
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 
-def tidied(text: str) -> str:
+def clean_caption(text: str) -> str:
     """A caption on one line: white space and control characters become single spaces."""
     return " ".join("".join(" " if unicodedata.category(sign) == "Cc" else sign for sign in text).split())
 
 
-def captions_file(part: Part) -> str:
+def captions_file(part: DataSplit) -> str:
     return f"{part}_captions.jsonl"
 
 
-def write_captioned(folder: Path, images: Iterable[tuple[Part, np.ndarray, list[str]]], **also: Any) -> dict[Part, int]:
+def write_captioned(
+    folder: Path, images: Iterable[tuple[DataSplit, np.ndarray, list[str]]], **also: Any
+) -> dict[DataSplit, int]:
     """Images with their parts and captions as the files of a folder, see `write_arrays`. The list of an image's
     captions may grow until all images have come."""
-    captions: dict[Part, list[list[str]]] = {part: [] for part in Part}
+    captions: dict[DataSplit, list[list[str]]] = {part: [] for part in DataSplit}
 
-    def pixels() -> Iterator[tuple[Part, np.ndarray, int]]:
+    def pixels() -> Iterator[tuple[DataSplit, np.ndarray, int]]:
         for part, image, own in images:
             captions[part].append(own)
             yield part, image, 0
@@ -41,6 +43,6 @@ def write_captioned(folder: Path, images: Iterable[tuple[Part, np.ndarray, list[
     return counts
 
 
-def read_captions(folder: Path, part: Part) -> Iterator[list[str]]:
+def read_captions(folder: Path, part: DataSplit) -> Iterator[list[str]]:
     with (folder / captions_file(part)).open(encoding="utf-8") as file:
         yield from map(json.loads, file)

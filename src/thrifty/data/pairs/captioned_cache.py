@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from thrifty.core.recipe import DataSettings
-from thrifty.data.data_cache import building
-from thrifty.data.images.image_decoding import Undecodable, decode, pillow
+from thrifty.data.data_cache import build_folder
+from thrifty.data.images.image_decoding import ImageDecodeError, decode, pillow
 from thrifty.data.images.image_folder import refuse_empty
-from thrifty.data.images.image_listing import LeftOut, part_by_hash, printable
-from thrifty.data.pairs.caption_tables import Row
-from thrifty.data.pairs.captioned_arrays import tidied, write_captioned
+from thrifty.data.images.image_listing import SkippedImages, part_by_hash, printable
+from thrifty.data.pairs.caption_tables import CaptionedRow
+from thrifty.data.pairs.captioned_arrays import clean_caption, write_captioned
 from thrifty.data.pairs.captioned_sources import CaptionedSource
-from thrifty.data.prepared_cache import built_once, read_manifest, write_manifest
-from thrifty.data.train_split import Part
+from thrifty.data.prepared_cache import open_or_build, read_manifest, write_manifest
+from thrifty.data.train_split import DataSplit
 
 FORMAT = 1
 
@@ -32,7 +32,7 @@ def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int
     key = json.dumps(["image pairs", FORMAT, side, settings.held_out, settings.column, source.identity()])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     what = f"the images and captions of {settings.source}"
-    built = built_once(digest, what, lambda into: _build(source, settings, side, into, say), say)
+    built = open_or_build(digest, what, lambda into: _build(source, settings, side, into, say), say)
     manifest = read_manifest(built)
     why = _in_words(manifest["left_out"])
     refuse_empty(settings.source + (f" ({why})" if why else ""), manifest["images"], settings.held_out)
@@ -40,8 +40,8 @@ def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int
 
 
 def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Path, say: Callable[[str], None]) -> None:
-    reading = Reading(source, side, settings.held_out)
-    with building(into) as aside:
+    reading = CaptionedImport(source, side, settings.held_out)
+    with build_folder(into) as aside:
         counts = write_captioned(aside, reading.images())
         found = {kind: left_out.count for kind, left_out in reading.left_out.items() if left_out.count}
         named = [name for left_out in reading.left_out.values() for name in left_out.named]
@@ -59,29 +59,29 @@ def _in_words(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
 
 
-class Reading:
+class CaptionedImport:
     """One pass over a source: every image once, with all its captions when the pass is over, and what is left out."""
 
     def __init__(self, source: CaptionedSource, side: int, held_out: float):
         self.source, self.side, self.share = source, side, held_out
         self.captions: dict[Path | bytes, list[str]] = {}
-        self.parts: dict[Path | bytes, Part] = {}
-        self.no_image, self.no_caption, self.unreadable = LeftOut(), LeftOut(), LeftOut()
+        self.parts: dict[Path | bytes, DataSplit] = {}
+        self.no_image, self.no_caption, self.unreadable = SkippedImages(), SkippedImages(), SkippedImages()
         self.outside: list[Path] = []
 
     @property
-    def left_out(self) -> dict[str, LeftOut]:
+    def left_out(self) -> dict[str, SkippedImages]:
         return {
             "captions without an image": self.no_image,
             "images without a caption": self.no_caption,
             "images or captions that cannot be read": self.unreadable,
         }
 
-    def images(self) -> Iterator[tuple[Part, np.ndarray, list[str]]]:
+    def images(self) -> Iterator[tuple[DataSplit, np.ndarray, list[str]]]:
         bare: dict[Path | bytes, str] = {}
         broken: set[Path | bytes] = set()
         for row in self.source.rows():
-            own = [text for each in row.captions if (text := tidied(each))]
+            own = [text for each in row.captions if (text := clean_caption(each))]
             if row.why:
                 self.unreadable.add(row.name, row.why)
             elif row.image is None:
@@ -105,13 +105,13 @@ class Reading:
             if image not in self.captions:
                 self.no_caption.add(name, "no caption")
 
-    def _decoded(self, row: Row, image: Path | bytes) -> np.ndarray | None:
+    def _decoded(self, row: CaptionedRow, image: Path | bytes) -> np.ndarray | None:
         try:
             if isinstance(image, Path) and not image.exists():
                 self.no_image.add(row.name, "no such file")
                 return None
             return decode(image, self.side)
-        except (Undecodable, OSError) as error:
+        except (ImageDecodeError, OSError) as error:
             self.unreadable.add(row.name, error)
             return None
 

@@ -14,13 +14,13 @@ from typing import Protocol
 from thrifty.core.errors import UsageError
 from thrifty.data.images.image_listing import (
     files_below,
-    given_parts,
+    folder_state,
     has_image_files,
     images_below,
     printable,
-    state_of,
+    split_folders,
 )
-from thrifty.data.pairs.caption_tables import TABLES, Row, is_table, table_paths, table_rows
+from thrifty.data.pairs.caption_tables import TABLES, CaptionedRow, is_table, table_paths, table_rows
 from thrifty.data.text.text_readers import lines
 
 NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")
@@ -32,7 +32,7 @@ ANY_COLUMN = "text"
 class CaptionedSource(Protocol):
     """What gives images with captions."""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CaptionedRow]:
         """Every image with captions, and what lacks the one or the other; always in the same order."""
         ...
 
@@ -45,7 +45,7 @@ def holds_captioned(source: str) -> bool:
     """Whether a path is a table of images with captions, or a folder of images with captions."""
     path = Path(source).expanduser()
     if path.is_dir():
-        return has_image_files(path) and any(_has_captions(root) for _, root in given_parts(path))
+        return has_image_files(path) and any(_has_captions(root) for _, root in split_folders(path))
     return path.is_file() and is_table(path)
 
 
@@ -54,7 +54,7 @@ def open_captioned(source: str, column: str) -> CaptionedSource:
     path, wanted = Path(os.path.abspath(Path(source).expanduser())), "" if column == ANY_COLUMN else column
     if path.is_file() and path.suffix.lower() in TABLES:
         return CaptionTable(path, wanted)
-    if path.is_dir() and has_image_files(path) and any(_has_captions(root) for _, root in given_parts(path)):
+    if path.is_dir() and has_image_files(path) and any(_has_captions(root) for _, root in split_folders(path)):
         return CaptionedFolder(path, wanted)
     if path.is_dir():
         what = "images, but no captions" if has_image_files(path) else "no images"
@@ -73,11 +73,11 @@ class CaptionTable:
     path: Path
     column: str = ""
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[CaptionedRow]:
         return table_rows(self.path, self.column)
 
     def identity(self) -> str:
-        return state_of([self.path, *table_paths(self.path, self.column)])
+        return folder_state([self.path, *table_paths(self.path, self.column)])
 
 
 @dataclass(frozen=True)
@@ -87,25 +87,25 @@ class CaptionedFolder:
     path: Path
     column: str = ""
 
-    def rows(self) -> Iterator[Row]:
-        for part, root in given_parts(self.path):
+    def rows(self) -> Iterator[CaptionedRow]:
+        for part, root in split_folders(self.path):
             for row in self._rows_of(root):
                 yield row if part is None else replace(row, part=part)
 
     def identity(self) -> str:
         outside = (path for table in self._tables() for path in table_paths(table, self.column))
-        return state_of([self.path.absolute(), *files_below(self.path), *outside])
+        return folder_state([self.path.absolute(), *files_below(self.path), *outside])
 
     def _tables(self) -> Iterator[Path]:
-        yield from (table for _, root in given_parts(self.path) if (table := _table_in(root)))
+        yield from (table for _, root in split_folders(self.path) if (table := _table_in(root)))
 
-    def _rows_of(self, root: Path) -> Iterator[Row]:
+    def _rows_of(self, root: Path) -> Iterator[CaptionedRow]:
         if table := _table_in(root):
             named = set()
             for row in table_rows(table, self.column):
                 named.add(row.image)
                 yield row
-            yield from (Row(_name(path, root), path) for path in images_below(root) if path not in named)
+            yield from (CaptionedRow(_name(path, root), path) for path in images_below(root) if path not in named)
         elif _is_list(root):
             yield from _in_order(root)
         else:
@@ -126,7 +126,7 @@ def _is_list(root: Path) -> bool:
     return path.is_file() and not any(_caption_of(image) == path for image in images_below(root))
 
 
-def _in_order(root: Path) -> Iterator[Row]:
+def _in_order(root: Path) -> Iterator[CaptionedRow]:
     images = list(images_below(root))
     captions = [text for _, text in lines(root / IN_ORDER)]
     if len(images) != len(captions):
@@ -135,24 +135,24 @@ def _in_order(root: Path) -> Iterator[Row]:
             fix="give each image its line, or name both in captions.tsv: image, tab, caption",
         )
     for path, text in zip(images, captions, strict=True):
-        yield Row(_name(path, root), path, (text,))
+        yield CaptionedRow(_name(path, root), path, (text,))
 
 
-def _beside(root: Path) -> Iterator[Row]:
+def _beside(root: Path) -> Iterator[CaptionedRow]:
     used = set()
     for path in images_below(root):
         caption = _caption_of(path)
         used.add(caption)
         if not caption.is_file():
-            yield Row(_name(path, root), path)
+            yield CaptionedRow(_name(path, root), path)
             continue
         try:
-            yield Row(_name(path, root), path, tuple(text for _, text in lines(caption)))
+            yield CaptionedRow(_name(path, root), path, tuple(text for _, text in lines(caption)))
         except UsageError as error:
-            yield Row(_name(caption, root), path, why=error.what.partition(": ")[2])
+            yield CaptionedRow(_name(caption, root), path, why=error.what.partition(": ")[2])
     for path in files_below(root):
         if path.suffix.lower() == ".txt" and path not in used:
-            yield Row(_name(path, root), None)
+            yield CaptionedRow(_name(path, root), None)
 
 
 def _caption_of(image: Path) -> Path:

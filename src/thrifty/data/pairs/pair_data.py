@@ -14,21 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import BatchSource, Inventory
+from thrifty.core.batches import BatchSource, ExampleIndex
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.model_spec import PairEnds, TextEnds
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.model_spec import PairModelSpec, TextModelSpec
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import entries
-from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
-from thrifty.data.fetched_sets import origin
+from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
+from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
-from thrifty.data.pairs.caption_rows import Captions, open_captions, prepare_captions
+from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
 from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest
-from thrifty.data.run_metadata import keep_images
+from thrifty.data.run_metadata import write_image_metadata
 from thrifty.data.tokenizer import TextTokenizer
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
 
 
@@ -42,7 +42,7 @@ class CaptionedImages:
     """The images of one part, each with a caption (see `epochs.Examples`)."""
 
     images: ImageArrays
-    captions: Captions
+    captions: CaptionRows
 
     def __len__(self) -> int:
         return len(self.images)
@@ -51,8 +51,8 @@ class CaptionedImages:
         """{"inputs": (b, c, h, w), "tokens": (b, t), "keep": (b, t)}: images as they are, with their first captions."""
         return {**self.images.fields(indices), **self.captions.fields(indices)}
 
-    def inventory(self) -> Inventory:
-        return Inventory(len(self), self._fingerprint)
+    def inventory(self) -> ExampleIndex:
+        return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -60,7 +60,7 @@ class CaptionedImages:
         return fingerprint(self.images.pixels, captions.tokens, captions.ends, captions.counts, also=captions.length)
 
 
-class TrainingPairs(Epochs):
+class TrainingPairs(EpochSource):
     """Images in epochs, changed as the recipe says, each with one of its captions: a pure function of (seed, number of
     the example in the run).
 
@@ -70,7 +70,7 @@ class TrainingPairs(Epochs):
 
     contents: CaptionedImages
 
-    def __init__(self, contents: CaptionedImages, batch: int, seed: int, how: Augmentation | None = None):
+    def __init__(self, contents: CaptionedImages, batch: int, seed: int, how: AugmentationSettings | None = None):
         super().__init__(contents, batch, seed)
         self.how = how
 
@@ -81,8 +81,8 @@ class TrainingPairs(Epochs):
         captions = self.contents.captions.fields(chosen, own)
         return {"inputs": normalized(shown, images.ends), **captions, "key": torch.from_numpy(keys)}
 
-    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return with_held_out_keys(super().judged_fields(chosen), chosen)
+    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return add_held_out_keys(super().eval_fields(chosen), chosen)
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class PairData:
     source: str
     train: BatchSource
     held_out: HeldOutByKey
-    ends: PairEnds
+    ends: PairModelSpec
     tokenizer: TextTokenizer
     identity: Mapping[str, str]
-    parts: Mapping[Part, CaptionedImages]
+    parts: Mapping[DataSplit, CaptionedImages]
     left_out: Mapping[str, int]
     """How many files or rows are left out, by the reason."""
     named: tuple[str, ...] = ()
@@ -109,9 +109,9 @@ class PairData:
 
     def described(self) -> dict[str, Any]:
         return {
-            "train_images": len(self.parts[Part.TRAIN]),
-            "held_out_images": len(self.parts[Part.HELD_OUT]),
-            "train_captions": len(self.parts[Part.TRAIN].captions.ends),
+            "train_images": len(self.parts[DataSplit.TRAIN]),
+            "held_out_images": len(self.parts[DataSplit.HELD_OUT]),
+            "train_captions": len(self.parts[DataSplit.TRAIN].captions.ends),
             "side": self.ends.images.side,
             "channels": self.ends.images.channels,
             "vocabulary": self.ends.text.vocabulary,
@@ -121,7 +121,7 @@ class PairData:
         }
 
     def keep(self, folder: Path) -> None:
-        keep_images(folder, self.ends.images)
+        write_image_metadata(folder, self.ends.images)
         self.tokenizer.save(folder / TOKENIZER)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
@@ -146,7 +146,7 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     parts = {
         part: CaptionedImages(arrays, open_captions(prepared, part, settings.length)) for part, arrays in images.items()
     }
-    train = parts[Part.TRAIN]
+    train = parts[DataSplit.TRAIN]
     if len(train) < settings.batch:
         raise UsageError(
             f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
@@ -158,8 +158,8 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     return PairData(
         source=settings.source,
         train=TrainingPairs(train, settings.batch, seed, settings.augment),
-        held_out=HeldOutByKey(parts[Part.HELD_OUT]),
-        ends=PairEnds(train.images.ends, TextEnds(prepared.manifest["vocabulary"], settings.length)),
+        held_out=HeldOutByKey(parts[DataSplit.HELD_OUT]),
+        ends=PairModelSpec(train.images.ends, TextModelSpec(prepared.manifest["vocabulary"], settings.length)),
         tokenizer=prepared.tokenizer,
         identity={f"images/{name}": sha256 for name, sha256 in identity.items()} | hashes,
         parts=parts,
@@ -177,7 +177,7 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) 
             raise UsageError(f"{entry.name} has no images with captions", fix=did_you_mean(entry.name, pairs))
         if not entry.present:
             raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
-        return entry.folder, origin(entry)["files"], {}
+        return entry.folder, read_origin(entry)["files"], {}
     source = open_captioned(settings.source, settings.column)
     if side is None:
         raise UsageError(

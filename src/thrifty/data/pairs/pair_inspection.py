@@ -7,14 +7,14 @@ import numpy as np
 
 from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_inspection import FOLDER_SIDE
-from thrifty.data.pairs.caption_rows import room
+from thrifty.data.pairs.caption_rows import caption_length
 from thrifty.data.pairs.pair_data import open_image_pairs
-from thrifty.data.train_split import Part
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.data.train_split import DataSplit
+from thrifty.kernels.keyed_permutation import permute
 
 
 @dataclass(frozen=True)
-class PairLook:
+class PairSummary:
     """Counts are by part: "train" and "held_out"; what is said of captions is of those to train on."""
 
     source: str
@@ -38,14 +38,14 @@ class PairLook:
     """The captions of some training images, as tokens say them."""
 
 
-def look_at_pairs(settings: DataSettings, examples: int, say: Callable[[str], None]) -> PairLook:
+def inspect_pairs(settings: DataSettings, examples: int, say: Callable[[str], None]) -> PairSummary:
     """Prepare a source of images with captions if need be and describe it. Raises UsageError as `open_image_pairs`
     does."""
     data = open_image_pairs(replace(settings, batch=1), 0, FOLDER_SIDE, say)
-    train, ends = data.parts[Part.TRAIN], data.ends.images
+    train, ends = data.parts[DataSplit.TRAIN], data.ends.images
     sizes = train.captions.sizes
-    chosen = permuted(np.arange(min(examples, len(train))), len(train), 0)
-    return PairLook(
+    chosen = permute(np.arange(min(examples, len(train))), len(train), 0)
+    return PairSummary(
         source=settings.source,
         side=ends.side,
         channels=ends.channels,
@@ -54,7 +54,7 @@ def look_at_pairs(settings: DataSettings, examples: int, say: Callable[[str], No
         mean=list(ends.mean),
         std=list(ends.std),
         vocabulary=data.ends.text.vocabulary,
-        length=room(data.tokenizer, settings.length),
+        length=caption_length(data.tokenizer, settings.length),
         tokens_per_caption=float(sizes.mean()),
         longest=int(sizes.max()),
         cut=train.captions.cut,

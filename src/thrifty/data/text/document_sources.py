@@ -1,6 +1,7 @@
 """Documents of a source, one at a time: a file, a folder, a known set, or a data set of the Hugging Face hub.
 
-`open_source` finds out what was named; a `Source` can be read as often as needed and says when its contents changed.
+`open_source` finds out what was named; a `DocumentSource` can be read as often as needed and says when its contents
+changed.
 """
 
 import hashlib
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
-from thrifty.data.catalogue import PYTHON_STDLIB, Entry, entries
-from thrifty.data.fetched_sets import DOCUMENTS, damage, origin
+from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
+from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
 from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.text_readers import (
     check_column,
@@ -28,7 +29,7 @@ TABLES = {".jsonl": json_lines, ".parquet": parquet_rows}
 UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Where documents come from."""
 
     def documents(self) -> Iterator[str]:
@@ -40,7 +41,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(source: str, column: str = "text") -> Source:
+def open_source(source: str, column: str = "text") -> DocumentSource:
     """What `source` names: a known set first, then a path (write ./kjv for a folder called kjv), or hub:owner/name.
 
     Raises UsageError where it names nothing that can be read.
@@ -86,15 +87,15 @@ class FileSource:
 class FetchedSet:
     """A set that `thrifty data get` brought into the cache. Raises IntegrityError where its files are damaged."""
 
-    entry: Entry
+    entry: CatalogueEntry
 
     def documents(self) -> Iterator[str]:
-        if found := damage(self.entry):
+        if found := find_damage(self.entry):
             raise IntegrityError(f"{self.entry.folder}: {found}", fix=f"thrifty data get {self.entry.name}")
         return json_lines(self.entry.folder / DOCUMENTS, "text")
 
     def identity(self) -> str:
-        return origin(self.entry)["files"][DOCUMENTS]
+        return read_origin(self.entry)["files"][DOCUMENTS]
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ _NO_TEXT = {
 """Kinds of entries that are no text, and what to do about each."""
 
 
-def _named(entry: Entry) -> Source:
+def _named(entry: CatalogueEntry) -> DocumentSource:
     if entry.name == PYTHON_STDLIB:
         return FileSource(python_files(), folder=True)
     if entry.kind != "text":

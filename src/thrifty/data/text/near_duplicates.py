@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.data.text.document_sources import Source
-from thrifty.kernels.keyed_permutation import mixed
+from thrifty.data.text.document_sources import DocumentSource
+from thrifty.kernels.keyed_permutation import mix_bits
 
 RUN = 5
 """Words that follow one another and are compared as one."""
@@ -40,7 +40,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class Alike:
+class DuplicatePair:
     """A document that is left out for another; both by their numbers in the source, from 0."""
 
     kept: int
@@ -49,7 +49,7 @@ class Alike:
 
 
 @dataclass(frozen=True)
-class Shown:
+class DuplicateExcerpt:
     """The two around their first difference."""
 
     similarity: float
@@ -57,7 +57,7 @@ class Shown:
     left_out: str
 
 
-class _Numbers(dict[str, int]):
+class _WordHashes(dict[str, int]):
     """A number of 64 bits for each word, the same on every machine."""
 
     def __missing__(self, word: str) -> int:
@@ -70,7 +70,7 @@ class _Numbers(dict[str, int]):
 def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarray:
     """The distinct runs of a text as numbers of 32 bits, ascending. A shorter text is one run, and one without any
     words a single word."""
-    numbers = _Numbers() if numbers is None else numbers
+    numbers = _WordHashes() if numbers is None else numbers
     words = WORD.findall(text.lower()) or [text.strip()]
     each = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
     length = min(RUN, len(each))
@@ -78,10 +78,10 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
     runs = np.zeros(count, np.uint64)
     for place in range(length):
         runs = runs * _STEP + each[place : place + count]
-    return np.unique((mixed(runs) >> np.uint64(32)).astype(np.uint32))
+    return np.unique((mix_bits(runs) >> np.uint64(32)).astype(np.uint32))
 
 
-def find_alike(texts: Iterable[str], threshold: float) -> Iterator[Alike]:
+def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
     """Each document that is at least so alike to a kept one before it, with the most alike of those.
 
     Raises UsageError where datasketch is not installed.
@@ -94,7 +94,7 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[Alike]:
             fix="pip install 'thrifty[duplicates]', or leave data.near_duplicates out",
         ) from None
     blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
-    index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=OVERLOOKING), {}, _Numbers()
+    index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=OVERLOOKING), {}, _WordHashes()
     for number, text in enumerate(texts):
         own = blank.copy()
         runs = runs_of_words(text, numbers)
@@ -103,21 +103,21 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[Alike]:
         candidates = ((own.jaccard(signatures[key]), -key) for key in index.query(own))
         similarity, key = max(candidates, default=(-1.0, 0))
         if similarity >= threshold:
-            yield Alike(-key, number, similarity)
+            yield DuplicatePair(-key, number, similarity)
         else:
             index.insert(number, own, check_duplication=False)
             signatures[number] = own
 
 
 @dataclass(frozen=True)
-class Distinct:
+class DeduplicatedSource:
     """The documents of a source without those that are at least so alike to one before."""
 
-    source: Source
+    source: DocumentSource
     threshold: float
 
     @cached_property
-    def alike(self) -> tuple[Alike, ...]:
+    def alike(self) -> tuple[DuplicatePair, ...]:
         return tuple(find_alike(self.source.documents(), self.threshold))
 
     def documents(self) -> Iterator[str]:
@@ -146,9 +146,9 @@ class Distinct:
         }
 
 
-def difference(kept: str, left_out: str, similarity: float) -> Shown:
+def difference(kept: str, left_out: str, similarity: float) -> DuplicateExcerpt:
     """Two texts around the first place at which they differ."""
     shorter = min(len(kept), len(left_out))
     first = next((place for place in range(shorter) if kept[place] != left_out[place]), shorter)
     start = max(0, first - BEFORE)
-    return Shown(similarity, kept[start : start + EXCERPT], left_out[start : start + EXCERPT])
+    return DuplicateExcerpt(similarity, kept[start : start + EXCERPT], left_out[start : start + EXCERPT])

@@ -8,15 +8,15 @@ from typing import Any
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
-from thrifty.core.model_spec import TextEnds
+from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.recipe import DataSettings
-from thrifty.data.epoch_sampler import Epochs, HeldOutExamples
-from thrifty.data.prepared_cache import TOKENIZER, Prepared
-from thrifty.data.text.text_pairs import Pairs
-from thrifty.data.text.token_cache import prepare
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
+from thrifty.data.prepared_cache import TOKENIZER, TokenCache
+from thrifty.data.text.text_pairs import TextPairs
+from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.data.tokenizer import TextTokenizer
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class TextData:
     """Tokens of an example, as the recipe has it."""
 
     @property
-    def ends(self) -> TextEnds:
-        return TextEnds(self.vocabulary, self.length)
+    def ends(self) -> TextModelSpec:
+        return TextModelSpec(self.vocabulary, self.length)
 
     @property
     def counted_as(self) -> int:
@@ -67,14 +67,14 @@ class TextData:
             )
 
 
-def say_on_stderr(text: str) -> None:
+def print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def open_data(
+def open_text(
     settings: DataSettings,
     seed: int,
-    say: Callable[[str], None] = say_on_stderr,
+    say: Callable[[str], None] = print_to_stderr,
     special: Sequence[str] = (),
     pairs: bool = False,
 ) -> TextData:
@@ -86,12 +86,14 @@ def open_data(
     for the first time. Raises UsageError where the source or a setting is not what it must be, or the text is shorter
     than one batch.
     """
-    prepared = prepare(settings, say, special, pairs)
+    prepared = open_token_cache(settings, say, special, pairs)
     train, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
     return text_data(prepared, train, held_out, prepared.tokenizer)
 
 
-def text_data(prepared: Prepared, train: BatchSource, held_out: HeldOutExamples, tokenizer: TextTokenizer) -> TextData:
+def text_data(
+    prepared: TokenCache, train: BatchSource, held_out: HeldOutExamples, tokenizer: TextTokenizer
+) -> TextData:
     """Prepared text with what was made of it, and what its manifest says."""
     manifest = prepared.manifest
     return TextData(
@@ -101,25 +103,25 @@ def text_data(prepared: Prepared, train: BatchSource, held_out: HeldOutExamples,
         vocabulary=manifest["vocabulary"],
         unigram_entropy=manifest["unigram_entropy"],
         bytes_per_token=manifest["bytes_per_token"],
-        train_tokens=manifest["tokens"][Part.TRAIN],
-        held_out_tokens=manifest["tokens"][Part.HELD_OUT],
+        train_tokens=manifest["tokens"][DataSplit.TRAIN],
+        held_out_tokens=manifest["tokens"][DataSplit.HELD_OUT],
         identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
     )
 
 
 def _windows(
-    prepared: Prepared, settings: DataSettings, seed: int, say: Callable[[str], None]
+    prepared: TokenCache, settings: DataSettings, seed: int, say: Callable[[str], None]
 ) -> tuple[BatchSource, HeldOutExamples]:
-    train = PackedTokens(prepared.tokens(Part.TRAIN), settings.length, settings.batch, seed)
-    return train, HeldOut(prepared.tokens(Part.HELD_OUT), settings.length)
+    train = PackedTokens(prepared.tokens(DataSplit.TRAIN), settings.length, settings.batch, seed)
+    return train, HeldOutWindows(prepared.tokens(DataSplit.HELD_OUT), settings.length)
 
 
 def _pairs(
-    prepared: Prepared, settings: DataSettings, seed: int, say: Callable[[str], None]
+    prepared: TokenCache, settings: DataSettings, seed: int, say: Callable[[str], None]
 ) -> tuple[BatchSource, HeldOutExamples]:
     end = prepared.tokenizer.end_of_text
-    train, held_out = (Pairs(prepared.tokens(part), settings.length, end) for part in Part)
+    train, held_out = (TextPairs(prepared.tokens(part), settings.length, end) for part in DataSplit)
     if len(train) < settings.batch:
         raise UsageError(
             f"{settings.source} has {len(train)} pairs to train on, fewer than one batch of {settings.batch}",
@@ -127,4 +129,4 @@ def _pairs(
         )
     if train.cut:
         say(f"{train.cut:.1%} of the pairs are longer than data.length = {settings.length} and are cut")
-    return Epochs(train, settings.batch, seed), HeldOutExamples(held_out)
+    return EpochSource(train, settings.batch, seed), HeldOutExamples(held_out)

@@ -8,14 +8,14 @@ import numpy as np
 
 from thrifty.core.recipe import DataSettings
 from thrifty.data.text.document_sources import open_source
-from thrifty.data.text.token_cache import prepare
-from thrifty.data.text.token_windows import Windows
-from thrifty.data.train_split import Part
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.text.token_windows import TokenWindows
+from thrifty.data.train_split import DataSplit
+from thrifty.kernels.keyed_permutation import permute
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthBin:
     """How many documents have at least `low` and fewer than `high` tokens."""
 
     low: int
@@ -24,7 +24,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Look:
+class TextSummary:
     """Counts are by part: "train" and "held_out"."""
 
     source: str
@@ -41,20 +41,20 @@ class Look:
     """Share of documents whose exact text came before."""
     near_duplicates: dict | None
     """What was left out as being nearly the same as what came before (`near_duplicates.Distinct.report`)."""
-    lengths: list[Lengths]
+    lengths: list[LengthBin]
     examples: list[str]
     """Decoded training examples, as a model would see them."""
 
 
-def look(settings: DataSettings, examples: int, say: Callable[[str], None]) -> Look:
+def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], None]) -> TextSummary:
     """Prepare the source if need be and describe it. Raises UsageError as `open_data` does."""
-    prepared = prepare(settings, say)
+    prepared = open_token_cache(settings, say)
     manifest, tokenizer = prepared.manifest, prepared.tokenizer
-    train = prepared.tokens(Part.TRAIN)
-    windows = Windows(train, min(settings.length, len(train) - 1))
-    chosen = permuted(np.arange(min(examples, len(windows))), len(windows), 0)
-    lengths = [document_lengths(prepared.tokens(part), tokenizer.end_of_text) for part in Part]
-    return Look(
+    train = prepared.tokens(DataSplit.TRAIN)
+    windows = TokenWindows(train, min(settings.length, len(train) - 1))
+    chosen = permute(np.arange(min(examples, len(windows))), len(windows), 0)
+    lengths = [document_lengths(prepared.tokens(part), tokenizer.end_of_text) for part in DataSplit]
+    return TextSummary(
         source=settings.source,
         folder=str(prepared.folder),
         split=manifest["split"],
@@ -76,12 +76,12 @@ def document_lengths(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
     return np.diff(np.flatnonzero(tokens == end_of_text), prepend=-1) - 1
 
 
-def histogram(lengths: np.ndarray) -> list[Lengths]:
+def histogram(lengths: np.ndarray) -> list[LengthBin]:
     """Counted between powers of two, from the shortest to the longest."""
     powers = np.frexp(lengths)[1]  # a length of 2^(p-1) … 2^p - 1 has power p; 0 has power 0
     counts = np.bincount(powers)
     first = int(np.flatnonzero(counts)[0])
-    return [Lengths((1 << p) // 2, 1 << p, int(counts[p])) for p in range(first, len(counts))]
+    return [LengthBin((1 << p) // 2, 1 << p, int(counts[p])) for p in range(first, len(counts))]
 
 
 def _duplicates(settings: DataSettings) -> float:

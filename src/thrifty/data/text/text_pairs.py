@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Inventory
+from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import UsageError
 from thrifty.data.epoch_sampler import fingerprint
 from thrifty.data.text.document_sources import FileSource
@@ -82,7 +82,7 @@ def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
         yield where, texts
 
 
-class Pairs:
+class TextPairs:
     """A stream of tokens, each source and each target followed by the end of text, as examples of equal length.
 
     {"source": (b, s), "source_keep": bool (b, s), "tokens": (b, t+1), "counted": bool (b, t)} with s = t = `length`.
@@ -111,8 +111,8 @@ class Pairs:
         rows = {"source": source, "source_keep": source_keep, "tokens": np.hstack((start, target)), "counted": counted}
         return {name: torch.from_numpy(values) for name, values in rows.items()}
 
-    def inventory(self) -> Inventory:
-        return Inventory(len(self), self._fingerprint)
+    def inventory(self) -> ExampleIndex:
+        return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> str:

@@ -15,28 +15,28 @@ from pathlib import Path
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.data_cache import building, file_sha256
+from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.prepared_cache import (
     TOKENIZER,
     TRAINING_TEXT,
-    Prepared,
+    TokenCache,
     check_settings,
-    prepared_once,
+    open_or_build_tokens,
     write_manifest,
 )
-from thrifty.data.text.document_sources import Source, open_source
-from thrifty.data.text.near_duplicates import Distinct
+from thrifty.data.text.document_sources import DocumentSource, open_source
+from thrifty.data.text.near_duplicates import DeduplicatedSource
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
-from thrifty.data.text.token_files import Stream, token_type, unigram_entropy, write_streams
+from thrifty.data.text.token_files import TokenFile, token_type, unigram_entropy, write_streams
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
-from thrifty.data.train_split import Part, Split, plan_split
+from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 1
 
 
-def prepare(
+def open_token_cache(
     settings: DataSettings, say: Callable[[str], None], special: Sequence[str] = (), pairs: bool = False
-) -> Prepared:
+) -> TokenCache:
     """Open the prepared tokens of these settings, building them first where they are missing or damaged.
 
     A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs.
@@ -46,12 +46,14 @@ def prepare(
     path = Path(settings.source).expanduser()
     source = PairFile(path) if pairs else open_source(settings.source, settings.column)
     if settings.near_duplicates is not None:
-        source = Distinct(source, settings.near_duplicates)
+        source = DeduplicatedSource(source, settings.near_duplicates)
     key = _key(settings, source, special)
-    return prepared_once(key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say)
+    return open_or_build_tokens(
+        key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say
+    )
 
 
-def _key(settings: DataSettings, source: Source, special: Sequence[str]) -> str:
+def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
     """A hash of everything that the tokens depend on."""
     if settings.tokenizer:
         path = Path(settings.tokenizer).expanduser()
@@ -62,7 +64,7 @@ def _key(settings: DataSettings, source: Source, special: Sequence[str]) -> str:
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 
-def _build(settings: DataSettings, source: Source, special: Sequence[str], pairs: bool, folder: Path) -> None:
+def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
     given = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces = _pieces_of_pairs if pairs else _whole
     split = plan_split(source.documents(), settings.held_out, settings.source)
@@ -73,10 +75,10 @@ def _build(settings: DataSettings, source: Source, special: Sequence[str], pairs
         )
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
     tokenizer = given or train_tokenizer(texts, settings.vocabulary, special)
-    with building(folder) as aside:
+    with build_folder(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
-        left_out = {"near_duplicates": source.report()} if isinstance(source, Distinct) else {}
+        left_out = {"near_duplicates": source.report()} if isinstance(source, DeduplicatedSource) else {}
         write_manifest(aside, _manifest(settings, split, tokenizer, streams) | left_out)
 
 
@@ -88,8 +90,10 @@ def _pieces_of_pairs(text: str) -> list[str]:
     return text.split(SEPARATOR)
 
 
-def _manifest(settings: DataSettings, split: Split, tokenizer: TextTokenizer, streams: dict[Part, Stream]) -> dict:
-    train, held_out = streams[Part.TRAIN], streams[Part.HELD_OUT]
+def _manifest(
+    settings: DataSettings, split: SplitPlan, tokenizer: TextTokenizer, streams: dict[DataSplit, TokenFile]
+) -> dict:
+    train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
     return {
         "format": FORMAT,
         "source": settings.source,

@@ -7,13 +7,13 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.data.tokenizer import TextTokenizer
-from thrifty.data.train_split import Part
+from thrifty.data.train_split import DataSplit
 
 AT_ONCE = 1_000_000
 """Characters tokenised together."""
 
 
-class Stream:
+class TokenFile:
     """A file of tokens being written, with what is counted on the way.
 
     The last piece of a document is what is to be predicted: the document itself, or the target of a pair. Counts are of
@@ -54,13 +54,13 @@ class Stream:
 
 
 def write_streams(
-    parts: Iterator[tuple[Part, str]],
+    parts: Iterator[tuple[DataSplit, str]],
     pieces: Callable[[str], list[str]],
     tokenizer: TextTokenizer,
     folder: Path,
-) -> dict[Part, Stream]:
+) -> dict[DataSplit, TokenFile]:
     """The documents of each part, tokenised piece by piece, as PART.bin in a folder."""
-    streams = {part: Stream(folder / f"{part}.bin", tokenizer) for part in Part}
+    streams = {part: TokenFile(folder / f"{part}.bin", tokenizer) for part in DataSplit}
     try:
         for group in _groups(parts):
             for part, stream in streams.items():
@@ -72,7 +72,7 @@ def write_streams(
     return streams
 
 
-def _groups(parts: Iterator[tuple[Part, str]]) -> Iterator[list[tuple[Part, str]]]:
+def _groups(parts: Iterator[tuple[DataSplit, str]]) -> Iterator[list[tuple[DataSplit, str]]]:
     """Consecutive documents, together at least AT_ONCE characters."""
     for first in parts:
         group, size = [first], len(first[1])

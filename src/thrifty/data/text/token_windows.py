@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Inventory
+from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import UsageError
-from thrifty.data.epoch_sampler import Epochs, HeldOutByKey, fingerprint, with_held_out_keys
+from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
 from thrifty.kernels.example_rng import example_keys
 
 
-class Windows:
+class TokenWindows:
     """A stream of tokens (any unsigned type, memory-mapped or not) as examples of `length` + 1 tokens each.
 
     One window begins where the last token of the one before it lies, so that every token but the first is predicted
@@ -33,15 +33,15 @@ class Windows:
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         return {"tokens": self.at(indices)}
 
-    def inventory(self) -> Inventory:
-        return Inventory(len(self), self._fingerprint)
+    def inventory(self) -> ExampleIndex:
+        return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self.tokens, also=self.length)
 
 
-class PackedTokens(Epochs):
+class PackedTokens(EpochSource):
     """Training examples: {"tokens": int64 (b, length + 1), "key": int64 (b,)}, in epochs.
 
     The key is random bits of the example's own in this run (see `draws`): a window has another in each epoch.
@@ -49,7 +49,7 @@ class PackedTokens(Epochs):
     """
 
     def __init__(self, tokens: np.ndarray, length: int, batch: int, seed: int):
-        self.windows = Windows(tokens, length)
+        self.windows = TokenWindows(tokens, length)
         super().__init__(self.windows, batch, seed)
         if len(self.windows) < batch:
             raise UsageError(
@@ -61,18 +61,18 @@ class PackedTokens(Epochs):
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
 
-    def judged_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return with_held_out_keys(super().judged_fields(chosen), chosen)
+    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return add_held_out_keys(super().eval_fields(chosen), chosen)
 
 
-class HeldOut(HeldOutByKey):
+class HeldOutWindows(HeldOutByKey):
     """Windows for evaluation, with keys that are the same for every seed too.
 
     Raises UsageError where the held-out text does not fill one example.
     """
 
     def __init__(self, tokens: np.ndarray, length: int):
-        self.windows = Windows(tokens, length)
+        self.windows = TokenWindows(tokens, length)
         super().__init__(self.windows)
         if len(self.windows) == 0:
             raise UsageError(

@@ -5,17 +5,17 @@ from pathlib import Path
 from torch import nn
 
 from thrifty.core.errors import UsageError
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.data.data_cache import file_sha256
 from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.run_data import RunData
-from thrifty.data.run_metadata import kept_ends
-from thrifty.models import build_for
-from thrifty.training.trained_model import restore
+from thrifty.data.run_metadata import read_model_spec
+from thrifty.models import build_model_for
+from thrifty.training.trained_model import load_trained_model
 
 
-def named_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
+def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
     """The model of a run folder, or of one in Hugging Face layout, for a recipe's data.
 
     Raises UsageError where it takes other inputs than these data give.
@@ -23,9 +23,9 @@ def named_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
     if not (folder / "recipe.toml").is_file():
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} is no run folder and no model folder", fix="--embed-with runs/NAME")
-        return build_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
-    there, here = kept_ends(folder, recipe.data.length), data.ends
-    if isinstance(there, ImageEnds) and isinstance(here, ImageEnds):
+        return build_model_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
+    there, here = read_model_spec(folder, recipe.data.length), data.ends
+    if isinstance(there, ImageModelSpec) and isinstance(here, ImageModelSpec):
         if (there.side, there.channels) != (here.side, here.channels):
             raise UsageError(
                 f"{folder} takes images of {there.side} pixels and {there.channels} channels, and these have "
@@ -41,4 +41,4 @@ def named_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
         raise UsageError(
             f"{folder} was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
         )
-    return restore(folder)[0]
+    return load_trained_model(folder)[0]

@@ -14,18 +14,18 @@ from pathlib import Path
 from thrifty import __version__
 from thrifty.composition.explain import count
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
-from thrifty.core.model_spec import ImageEnds
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
-from thrifty.core.score_file import Facts, Scores, averaged
+from thrifty.core.score_file import ExampleScores, ScoreProvenance, average_scores
 from thrifty.data.data_cache import file_sha256
-from thrifty.data.epoch_sampler import Epochs
-from thrifty.experiments.scoring.score_cache import kept_place, kept_scores, write_scores
+from thrifty.data.epoch_sampler import EpochSource
+from thrifty.experiments.scoring.score_cache import cache_path, read_cached_scores, write_scores
 from thrifty.experiments.scoring.scoring_methods import METHODS
 from thrifty.experiments.scoring.scoring_run import Say, scored_by, trained_and_scored
 from thrifty.recipes.recipe_toml import recipe_to_data
-from thrifty.techniques.data_selection.prune import Prune
-from thrifty.training.run_setup import BuildModel, Prepared, prepare
+from thrifty.techniques.data_selection.prune import PrunedExamples
+from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
@@ -33,7 +33,7 @@ NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringSettings:
     by: str = "el2n"
     """One of `methods.METHODS`."""
     runs: int | None = None
@@ -72,12 +72,12 @@ class Scoring:
 
 def score(
     recipe: Recipe,
-    scoring: Scoring,
+    scoring: ScoringSettings,
     out: Path,
     *,
     model: BuildModel | None = None,
     say: Say = lambda text: None,
-) -> tuple[Scores, str]:
+) -> tuple[ExampleScores, str]:
     """Score every training example of a recipe; writes the file, returns the scores and the sha256 of the file.
 
     `model` builds a model of your own, as in `train`; the scores of its runs are not kept in the cache. Raises
@@ -88,20 +88,20 @@ def score(
         raise UsageError("examples are scored by one process", fix="start it without torchrun")
     if out.exists():
         raise UsageError(f"{out} exists already", fix="give another --out, or remove it")
-    whole = tuple(each for each in recipe.techniques if not isinstance(each, Prune))  # all examples are scored
-    scores = _Runs(replace(recipe, techniques=whole), scoring, model, say).all()
+    whole = tuple(each for each in recipe.techniques if not isinstance(each, PrunedExamples))  # all examples are scored
+    scores = _ScoringRuns(replace(recipe, techniques=whole), scoring, model, say).all()
     return scores, write_scores(out, scores)
 
 
 @dataclass
-class _Runs:
+class _ScoringRuns:
     recipe: Recipe
-    scoring: Scoring
+    scoring: ScoringSettings
     model: BuildModel | None
     say: Say
 
-    def all(self) -> Scores:
-        first = prepare(self.recipe, self.model)
+    def all(self) -> ExampleScores:
+        first = prepare_run(self.recipe, self.model)
         total = first.run.steps
         self.steps = in_steps(self.scoring.steps, total) if self.scoring.trained else 0
         if self.steps > total:
@@ -112,19 +112,19 @@ class _Runs:
         parts = []
         for number in range(self.scoring.count):
             seed = self.recipe.seed + number
-            place = kept_place(self.facts, self.clusters, seed) if self.steps and self.model is None else None
-            part = kept_scores(place) if place else None
+            place = cache_path(self.facts, self.clusters, seed) if self.steps and self.model is None else None
+            part = read_cached_scores(place) if place else None
             how = "kept from before" if part else f"{self.steps} steps" if self.scoring.trained else self.scoring.by
             self.say(f"run {number + 1} of {self.scoring.count} (seed {seed}): {how}")
             if part is None:
                 again = replace(self.recipe, seed=seed)
-                part = self.part(first if number == 0 else prepare(again, self.model, total, quiet=True), seed)
+                part = self.part(first if number == 0 else prepare_run(again, self.model, total, quiet=True), seed)
                 if place:
                     write_scores(place, part)
             parts.append(part)
-        return averaged(parts)
+        return average_scores(parts)
 
-    def part(self, prepared: Prepared, seed: int) -> Scores:
+    def part(self, prepared: PreparedRun, seed: int) -> ExampleScores:
         """What one run makes of all examples."""
         began, by = time.monotonic(), self.scoring.by
         if self.scoring.trained:
@@ -139,9 +139,9 @@ class _Runs:
             )
         flops, seconds = self.step_flops * self.steps + sight.flops, time.monotonic() - began
         facts = replace(self.facts, seeds=(seed,), flops=flops, seconds=seconds)
-        return Scores(found, found[None], facts, prepared.data.train.inventory().labels, sight.guesses)
+        return ExampleScores(found, found[None], facts, prepared.data.train.inventory().labels, sight.guesses)
 
-    def check(self, prepared: Prepared) -> None:
+    def check(self, prepared: PreparedRun) -> None:
         """Raises UsageError where the examples cannot be scored so."""
         method, objective, data = METHODS[self.scoring.by], prepared.run.plain.objective, prepared.data
         data.train.inventory()
@@ -151,9 +151,9 @@ class _Runs:
                 "can be scored by itself",
                 fix="--by random or --by input_norm",
             )
-        if not isinstance(data.train, Epochs):
+        if not isinstance(data.train, EpochSource):
             raise UsageError(f"the examples of {self.recipe.data.source} cannot be gone through one by one")
-        if method.needs and method.needs not in next(data.train.one_by_one(1)).fields:
+        if method.needs and method.needs not in next(data.train.sequential_batches(1)).fields:
             raise UsageError(
                 f"--by {self.scoring.by} is for examples with {method.needs}, and those of {self.recipe.data.source} "
                 "have none",
@@ -163,11 +163,11 @@ class _Runs:
         if self.scoring.by == "prototype" and not self.clusters:
             raise UsageError("how many prototypes there are is not known: the examples have no labels", "--clusters 10")
 
-    def known(self, prepared: Prepared, total: int) -> Facts:
+    def known(self, prepared: PreparedRun, total: int) -> ScoreProvenance:
         tables = recipe_to_data(self.recipe)
         depends = {name: table for name, table in tables.items() if name not in NOT_SCORED_BY}
         depends["model files"] = _hashes(self.recipe.model.folder) | _hashes(self.scoring.embed_with)
-        return Facts(
+        return ScoreProvenance(
             method=self.scoring.by,
             fingerprint=prepared.data.train.inventory().fingerprint,
             recipe=tables,
@@ -188,6 +188,6 @@ def _hashes(folder: str) -> dict[str, str]:
     return {str(file): file_sha256(file) for file in files}
 
 
-def _label_names(prepared: Prepared) -> tuple[str, ...]:
+def _label_names(prepared: PreparedRun) -> tuple[str, ...]:
     ends = prepared.data.ends
-    return ends.labels if isinstance(ends, ImageEnds) else ()
+    return ends.labels if isinstance(ends, ImageModelSpec) else ()

@@ -9,21 +9,21 @@ import torch
 import vl_convert
 from torch import Tensor
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
-from thrifty.core.score_file import Scores
-from thrifty.data.example_previews import Shown, shown
+from thrifty.core.score_file import ExampleScores
+from thrifty.data.example_previews import ExamplePreview, preview_examples
 from thrifty.data.run_data import RunData
-from thrifty.data.text.text_data import say_on_stderr
-from thrifty.experiments.scoring.score_selection import by_label
+from thrifty.data.text.text_data import print_to_stderr
+from thrifty.experiments.scoring.score_selection import count_labels
 from thrifty.experiments.scoring.scoring_methods import METHODS
 from thrifty.experiments.scoring.scoring_run import Say
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.color_theme import LIGHT, chart_look
-from thrifty.reporting.example_gallery import Card, card
+from thrifty.reporting.example_gallery import ExampleCard, card
 from thrifty.reporting.number_format import duration, percent, scaled, significant
 from thrifty.reporting.page_templates import template
-from thrifty.techniques.data_selection.prune import Prune
+from thrifty.techniques.data_selection.prune import PrunedExamples
 from thrifty.training.run_setup import open_examples
 
 EACH = 24
@@ -32,21 +32,21 @@ OF_A_LABEL = 8
 VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 
 
-def open_scored(scores: Scores, source: str, say: Say = say_on_stderr) -> RunData:
+def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
     """The data that examples were scored of, from this source. Raises Refused where it is other data."""
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
     there = data.train.inventory()
     if there.fingerprint != scores.facts.fingerprint:
-        raise Refused(
+        raise RefusedError(
             f"the scores are of {len(scores):,} other examples than the {there.count:,} that {source} has to train on",
             fix=f"look at {recipe.data.source}, which was scored, or score this: thrifty data score",
         )
     return data
 
 
-def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None) -> str:
+def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExamples | None = None) -> str:
     """The page as text; with `prune` also what it keeps. The same scores and data give the same page."""
     order = scores.scores.argsort(descending=True, stable=True)
     kept = None if prune is None else _kept(scores, prune)
@@ -65,25 +65,25 @@ def page(scores: Scores, data: RunData, source: str, prune: Prune | None = None)
         ends=[("highest", _cards(scores, data, order[:EACH])), ("lowest", _cards(scores, data, order.flip(0)[:EACH]))],
         border=_border(scores, data, order, kept),
         kept=None if prune is None else _told(prune, scores, kept),
-        rows=[] if kept is None else by_label(scores, kept.nonzero().squeeze(1)),
+        rows=[] if kept is None else count_labels(scores, kept.nonzero().squeeze(1)),
     )
 
 
-def _kept(scores: Scores, prune: Prune) -> Tensor:
+def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
     """Whether each example is kept (n,)."""
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[prune.kept(scores.scores, scores.labels)] = True
     return kept
 
 
-def _told(prune: Prune, scores: Scores, kept: Tensor | None) -> str:
+def _told(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> str:
     order = prune.chosen_order(len(scores), scores.labels)
     settings = {"keep": prune.keep, "order": order, "offset": prune.offset, "floor": prune.floor}
     words = ", ".join(f"{name} {value}" for name, value in settings.items())
     return f"{int(kept.sum()) if kept is not None else 0:,} of {len(scores):,} examples are kept: {words}."
 
 
-def suspicious(scores: Scores) -> Tensor:
+def suspicious(scores: ExampleScores) -> Tensor:
     """The numbers of examples of which the runs believe another label, the most suspicious first."""
     if scores.guesses is None or scores.labels is None:
         return torch.empty(0, dtype=torch.int64)
@@ -92,11 +92,11 @@ def suspicious(scores: Scores) -> Tensor:
     return order[suspicion[order] > 0]
 
 
-def _suspects(scores: Scores, data: RunData) -> list[Card]:
+def _suspects(scores: ExampleScores, data: RunData) -> list[ExampleCard]:
     return _cards(scores, data, suspicious(scores)[:EACH])
 
 
-def _suspects_by_label(scores: Scores, data: RunData) -> list[tuple[str, int, list[Card]]]:
+def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, int, list[ExampleCard]]]:
     """For each label the most suspicious examples that carry it, and how many there are."""
     numbers, found = suspicious(scores), []
     if scores.labels is None:
@@ -108,7 +108,9 @@ def _suspects_by_label(scores: Scores, data: RunData) -> list[tuple[str, int, li
     return found
 
 
-def _border(scores: Scores, data: RunData, order: Tensor, kept: Tensor | None) -> list[tuple[str, list[Card]]]:
+def _border(
+    scores: ExampleScores, data: RunData, order: Tensor, kept: Tensor | None
+) -> list[tuple[str, list[ExampleCard]]]:
     """Examples on both sides of each place where, ordered by score, what is kept and what is not meet."""
     if kept is None:
         return []
@@ -123,11 +125,11 @@ def _border(scores: Scores, data: RunData, order: Tensor, kept: Tensor | None) -
     return [(name, cards) for name, cards in found if cards]
 
 
-def _cards(scores: Scores, data: RunData, numbers: Tensor) -> list[Card]:
-    return [_card(scores, each) for each in shown(data, numbers.tolist())]
+def _cards(scores: ExampleScores, data: RunData, numbers: Tensor) -> list[ExampleCard]:
+    return [_card(scores, each) for each in preview_examples(data, numbers.tolist())]
 
 
-def _card(scores: Scores, example: Shown) -> Card:
+def _card(scores: ExampleScores, example: ExamplePreview) -> ExampleCard:
     guesses, labels, number = scores.guesses, scores.labels, example.number
     remarks: Sequence[str] = (f"score {significant(float(scores.scores[number]))}",)
     title = example.label

@@ -6,18 +6,18 @@ from pathlib import Path
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.core.score_file import Facts, Scores, read_scores, scores_bytes
-from thrifty.training.atomic_files import NO_ROOM, Durable
+from thrifty.core.score_file import ExampleScores, ScoreProvenance, read_scores, scores_bytes
+from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
 
 
-def kept_place(facts: Facts, clusters: int, seed: int) -> Path:
+def cache_path(facts: ScoreProvenance, clusters: int, seed: int) -> Path:
     """Where the scores of a run with these facts and this seed are kept."""
     depends = [facts.method, facts.recipe_sha256, facts.fingerprint, facts.steps, facts.steps_of_recipe, clusters]
     key = hashlib.blake2b(json.dumps([*depends, facts.thrifty]).encode(), digest_size=16).hexdigest()
     return cache_folder() / "scores" / key / f"seed-{seed}.safetensors"
 
 
-def kept_scores(place: Path) -> Scores | None:
+def read_cached_scores(place: Path) -> ExampleScores | None:
     """The scores that are there; None where there are none, or they are damaged: they are made again."""
     if not place.is_file():
         return None
@@ -27,9 +27,9 @@ def kept_scores(place: Path) -> Scores | None:
         return None
 
 
-def write_scores(path: Path, scores: Scores) -> str:
+def write_scores(path: Path, scores: ExampleScores) -> str:
     """Writes a file of scores as a whole, or not at all; returns its sha256."""
-    files, aside = Durable(), path.with_name(f".{path.name}.partial")
+    files, aside = AtomicFiles(), path.with_name(f".{path.name}.partial")
     try:
         files.make_folders(path.parent)
         written = files.write_file(aside, [scores_bytes(scores)])

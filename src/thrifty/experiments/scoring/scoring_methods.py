@@ -11,9 +11,9 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.score_file import Guesses
+from thrifty.core.score_file import PredictedLabels
 from thrifty.core.tensor_tracing import StepTrace
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.kernels import example_scores
 
 GRADIENT_BYTES = 1 << 28
@@ -21,24 +21,24 @@ GRADIENT_BYTES = 1 << 28
 
 
 @dataclass
-class Sight:
+class ScoringContext:
     """A model, and the training examples as it is to see them: one by one and unchanged."""
 
     model: nn.Module
     objective: Objective
-    examples: Epochs
+    examples: EpochSource
     device: torch.device
     seed: int
     clusters: int
     say: Callable[[str], None] = lambda text: None
     flops: float = 0.0
     """Spent on looking."""
-    guesses: Guesses | None = None
+    guesses: PredictedLabels | None = None
     """What a classifier would have answered, at the last look."""
 
     def batches(self) -> Iterator[Batch]:
         """Every example once, made into what the objective learns from."""
-        for batch in self.examples.one_by_one(self.examples.batch):
+        for batch in self.examples.sequential_batches(self.examples.batch):
             yield self.objective.examples(batch).to(self.device)
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class Sight:
             found.append(score(prediction, batch).float().cpu())
             if "labels" in batch.fields:
                 seen.append(_answers(prediction.logits.float().softmax(-1), batch["labels"]))
-        self.guesses = Guesses(*map(torch.cat, zip(*seen, strict=True))) if seen else None
+        self.guesses = PredictedLabels(*map(torch.cat, zip(*seen, strict=True))) if seen else None
         return torch.cat(found)
 
 
@@ -65,7 +65,7 @@ def _answers(share: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return predicted.cpu(), confidence.cpu(), share.gather(1, labels[:, None]).squeeze(1).cpu()
 
 
-def el2n(sight: Sight) -> Tensor:
+def el2n(sight: ScoringContext) -> Tensor:
     """Of classes the norm of softmax minus label; of tokens the norm of all these errors of an example together."""
 
     def score(prediction: Prediction, batch: Batch) -> Tensor:
@@ -79,20 +79,20 @@ def el2n(sight: Sight) -> Tensor:
         raise UsageError(str(error), fix="--by loss or --by grand") from None
 
 
-def loss(sight: Sight) -> Tensor:
+def loss(sight: ScoringContext) -> Tensor:
     return sight.look(sight.objective.losses)
 
 
-def margin(sight: Sight) -> Tensor:
+def margin(sight: ScoringContext) -> Tensor:
     return sight.look(lambda prediction, batch: example_scores.margin(prediction.logits, batch["labels"]))
 
 
-def right_answers(sight: Sight) -> Tensor:
+def right_answers(sight: ScoringContext) -> Tensor:
     """Whether each example is told right (n,), 1 or 0."""
     return sight.look(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
 
 
-class _Asked(nn.Module):
+class _ExampleLoss(nn.Module):
     """The loss of one example, whose fields have no dimension of examples, as a module of its model's parameters."""
 
     def __init__(self, model: nn.Module, objective: Objective):
@@ -109,9 +109,9 @@ class _Asked(nn.Module):
         return self.objective.losses(prediction, batch).squeeze(0)
 
 
-def grand(sight: Sight) -> Tensor:
+def grand(sight: ScoringContext) -> Tensor:
     """The norm of the gradient of the example's own loss over all parameters that learn."""
-    asked = _Asked(sight.model.eval(), sight.objective)
+    asked = _ExampleLoss(sight.model.eval(), sight.objective)
     learning = {name: value for name, value in asked.named_parameters() if value.requires_grad}
     size = sum(value.numel() * value.element_size() for value in learning.values())
     chunk = max(1, min(64, GRADIENT_BYTES // max(size, 1)))
@@ -142,7 +142,7 @@ def grand(sight: Sight) -> Tensor:
     return scores
 
 
-def _one_at_a_time(asked: _Asked, learning: list[nn.Parameter], batch: Batch) -> Tensor:
+def _one_at_a_time(asked: _ExampleLoss, learning: list[nn.Parameter], batch: Batch) -> Tensor:
     norms = []
     for row in range(len(batch)):
         gradients = torch.autograd.grad(
@@ -152,7 +152,7 @@ def _one_at_a_time(asked: _Asked, learning: list[nn.Parameter], batch: Batch) ->
     return torch.stack(norms).cpu()
 
 
-def prototype(sight: Sight) -> Tensor:
+def prototype(sight: ScoringContext) -> Tensor:
     """The cosine distance of an example's embedding, which is what the model's head is given, to its k-means centre."""
     head, given = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):
@@ -176,31 +176,31 @@ def prototype(sight: Sight) -> Tensor:
     return example_scores.prototype_distance(torch.cat(kept), sight.clusters, sight.seed)
 
 
-def random(sight: Sight) -> Tensor:
+def random(sight: ScoringContext) -> Tensor:
     return torch.rand(sight.examples.examples, generator=keyed_generator(f"scores/{sight.seed}"))
 
 
-def input_norm(sight: Sight) -> Tensor:
+def input_norm(sight: ScoringContext) -> Tensor:
     return torch.cat([example_scores.input_norms(batch["inputs"]).cpu() for batch in sight.batches()])
 
 
 @dataclass(frozen=True)
-class Method:
+class ScoringMethod:
     about: str
-    score: Callable[[Sight], Tensor]
+    score: Callable[[ScoringContext], Tensor]
     trained: bool = True
     """Whether a model is trained for it."""
     needs: str = ""
     """A field that examples must have."""
 
 
-METHODS: Mapping[str, Method] = {
-    "el2n": Method("norm of the error, softmax minus label", el2n),
-    "grand": Method("norm of the example's own gradient over all parameters", grand),
-    "forgetting": Method("how often it was told right and then wrong again", right_answers, needs="labels"),
-    "loss": Method("its loss", loss),
-    "margin": Method("by how much another label is likelier than its own", margin, needs="labels"),
-    "prototype": Method("cosine distance of its embedding to the own k-means centre", prototype),
-    "random": Method("chance, as a control", random, trained=False),
-    "input_norm": Method("norm of its pixels, as a control", input_norm, trained=False, needs="inputs"),
+METHODS: Mapping[str, ScoringMethod] = {
+    "el2n": ScoringMethod("norm of the error, softmax minus label", el2n),
+    "grand": ScoringMethod("norm of the example's own gradient over all parameters", grand),
+    "forgetting": ScoringMethod("how often it was told right and then wrong again", right_answers, needs="labels"),
+    "loss": ScoringMethod("its loss", loss),
+    "margin": ScoringMethod("by how much another label is likelier than its own", margin, needs="labels"),
+    "prototype": ScoringMethod("cosine distance of its embedding to the own k-means centre", prototype),
+    "random": ScoringMethod("chance, as a control", random, trained=False),
+    "input_norm": ScoringMethod("norm of its pixels, as a control", input_norm, trained=False, needs="inputs"),
 }

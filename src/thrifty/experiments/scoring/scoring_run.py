@@ -8,20 +8,20 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Composition
+from thrifty.composition.compose import Run
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.core.technique import Numerics
-from thrifty.data.epoch_sampler import Epochs
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.run_data import RunData
-from thrifty.experiments.scoring.embedding_model import named_model
-from thrifty.experiments.scoring.scoring_methods import METHODS, Sight
-from thrifty.kernels.example_scores import Forgetting
-from thrifty.training.determinism import same_bits
+from thrifty.experiments.scoring.embedding_model import load_embedding_model
+from thrifty.experiments.scoring.scoring_methods import METHODS, ScoringContext
+from thrifty.kernels.example_scores import ForgettingCounter
+from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.loop import train
-from thrifty.training.run_setup import Prepared
+from thrifty.training.run_setup import PreparedRun
 
 LOOKS = 10
 """Moments of a run at which forgetting looks at all examples, equally far apart."""
@@ -32,13 +32,13 @@ Say = Callable[[str], None]
 
 
 def trained_and_scored(
-    prepared: Prepared, by: str, steps: int, seed: int, clusters: int, say: Say
-) -> tuple[Tensor, Sight]:
+    prepared: PreparedRun, by: str, steps: int, seed: int, clusters: int, say: Say
+) -> tuple[Tensor, ScoringContext]:
     """The scores (n,) by the model that a run has after so many steps, and what was seen and spent on looking."""
     run, state = prepared.run, prepared.run.start()
     assert state.model is not None
-    sight = Sight(state.model, run.judged_by, _examples(prepared.data), run.device, seed, clusters, say)
-    with same_bits(run.device, prepared.recipe.deterministic):
+    sight = ScoringContext(state.model, run.eval_objective, _examples(prepared.data), run.device, seed, clusters, say)
+    with deterministic_kernels(run.device, prepared.recipe.deterministic):
         if by == "forgetting":
             return _forgotten(run, state, sight, steps), sight
         _train(run, state, steps, seed)
@@ -49,24 +49,24 @@ def trained_and_scored(
     return METHODS[by].score(sight), sight
 
 
-def scored_by(model: Path | None, recipe: Recipe, prepared: Prepared, by: str, clusters: int) -> tuple[Tensor, Sight]:
+def scored_by(
+    model: Path | None, recipe: Recipe, prepared: PreparedRun, by: str, clusters: int
+) -> tuple[Tensor, ScoringContext]:
     """The same without training: by a named model, or by none."""
     run = prepared.run
-    seer = named_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
-    sight = Sight(seer, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
+    seer = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
+    sight = ScoringContext(seer, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
     found = METHODS[by].score(sight)
     sight.guesses = None  # the model was not trained on these examples' labels
     return found, sight
 
 
-def _examples(data: RunData) -> Epochs:
-    assert isinstance(data.train, Epochs)
+def _examples(data: RunData) -> EpochSource:
+    assert isinstance(data.train, EpochSource)
     return data.train
 
 
-def _train(
-    run: Composition, state: TrainState, steps: int, seed: int, after: Callable[[int], None] | None = None
-) -> None:
+def _train(run: Run, state: TrainState, steps: int, seed: int, after: Callable[[int], None] | None = None) -> None:
     if not steps:
         return
     with closing(train(run, state, seed)) as loop:
@@ -77,8 +77,8 @@ def _train(
                 return
 
 
-def _forgotten(run: Composition, state: TrainState, sight: Sight, steps: int) -> Tensor:
-    forgetting, everything = Forgetting(sight.examples.examples), torch.arange(sight.examples.examples)
+def _forgotten(run: Run, state: TrainState, sight: ScoringContext, steps: int) -> Tensor:
+    forgetting, everything = ForgettingCounter(sight.examples.examples), torch.arange(sight.examples.examples)
     moments = {round(steps * (look + 1) / LOOKS) for look in range(LOOKS)}
 
     def look(step: int) -> None:
@@ -91,7 +91,7 @@ def _forgotten(run: Composition, state: TrainState, sight: Sight, steps: int) ->
     return forgetting.scores()
 
 
-def computed_plainly(run: Composition, state: TrainState) -> tuple[nn.Module, Objective]:
+def computed_plainly(run: Run, state: TrainState) -> tuple[nn.Module, Objective]:
     """A run's model at its present values, and its objective, without what decides only how they are computed."""
     kept = [each for each in run.techniques if each.stage not in HOW_COMPUTED]
     same_function = [each for each in kept if each.stage is Stage.ATTENTION and each.numerics is not Numerics.DIFFERENT]
@@ -101,4 +101,4 @@ def computed_plainly(run: Composition, state: TrainState) -> tuple[nn.Module, Ob
         if name.startswith(("parameters/", "buffers/")) and name in values:
             fill_tensor(tensor, full_value(values[name]))
     assert placed.model is not None
-    return placed.model, plainly.judged_by
+    return placed.model, plainly.eval_objective

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Plain, compose
-from thrifty.data.epoch_sampler import Epochs
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.experiments.tasks.babi_stories import SENTENCES, WORDS, Stories, told
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.data.epoch_sampler import EpochSource
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.babi_stories import SENTENCES, WORDS, StoryExamples, make_stories
 from thrifty.experiments.tasks.memory_network import MemoryNetwork, softmax_weights
 from thrifty.kernels.attention_filters.a3_filter import a3_candidates, post_scored
 from thrifty.kernels.attention_filters.keep_masks import with_one
-from thrifty.objectives.classification import Classify
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.objectives.classification import Classification
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.loop import train
 
 SEARCHED = {"M = n": 1.0, "M = 3/4 n": 0.75, "M = n/2": 0.5, "M = n/4": 0.25, "M = n/8": 0.125}
@@ -55,7 +55,7 @@ def approximated(
     return softmax_weights(state, memories, keep)
 
 
-class Counting:
+class KeptSentenceCounter:
     """Sentences, kept ones, and how many of the two of largest weight are among those, over hops and stories."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ def trained(seed: int, stories: int, steps: int, width: int, batch: int, tying: 
             torch.manual_seed(seed)
             return MemoryNetwork(len(WORDS), SENTENCES, width, tying=tying)  # type: ignore[arg-type]
 
-    plain = Plain(build, Epochs(examples(stories, False), batch, seed), Classify())
-    run = compose(plain, [AdamW(lr=1e-2, weight_decay=0.0), Linear(warmup=0.05), Clip()], steps)
+    plain = BaseRun(build, EpochSource(examples(stories, False), batch, seed), Classification())
+    run = compose(plain, [AdamW(lr=1e-2, weight_decay=0.0), LinearDecay(warmup=0.05), GradientClipping()], steps)
     state = run.start()
     with closing(train(run, state, seed)) as records:
         for _ in records:
@@ -89,9 +89,9 @@ def trained(seed: int, stories: int, steps: int, width: int, batch: int, tying: 
 
 
 @cache
-def examples(stories: int, held_out: bool) -> Stories:
+def examples(stories: int, held_out: bool) -> StoryExamples:
     """The same for every seed of a model."""
-    return told(stories, held_out)
+    return make_stories(stories, held_out)
 
 
 @torch.no_grad()
@@ -108,7 +108,7 @@ def measure(
 ) -> dict[str, float]:
     with torch.enable_grad():
         model = trained(seed, stories, steps, width, batch, tying)
-    tests, counting = examples(tested, True), Counting()
+    tests, counting = examples(tested, True), KeptSentenceCounter()
     given = tests.fields(np.arange(tested))
     model.weigh = partial(approximated, searched, percent, counting)
     right = model(given["inputs"]).argmax(-1) == given["labels"]
@@ -160,10 +160,10 @@ def a3_babi(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": Quantity("held-out questions answered right, percent"),
-            "kept": Quantity("sentences with a weight, percent, over all hops"),
-            "recall": Quantity("of the two sentences of largest weight, those that are kept, percent"),
-            "worst": Quantity("the same as accuracy, of the kind of question that is answered worst"),
+            "accuracy": MeasuredQuantity("held-out questions answered right, percent"),
+            "kept": MeasuredQuantity("sentences with a weight, percent, over all hops"),
+            "recall": MeasuredQuantity("of the two sentences of largest weight, those that are kept, percent"),
+            "worst": MeasuredQuantity("the same as accuracy, of the kind of question that is answered worst"),
         },
         seeds=seeds,
         expect=[
@@ -190,8 +190,8 @@ def a3_babi(
             ),
         ],
         plots=[
-            Plot("accuracy", "Answered right by percent of sentences kept", x="kept", y="accuracy", by="percent"),
-            Plot("kept", "Sentences kept, percent", y="kept"),
+            StudyPlot("accuracy", "Answered right by percent of sentences kept", x="kept", y="accuracy", by="percent"),
+            StudyPlot("kept", "Sentences kept, percent", y="kept"),
         ],
         minutes=5,
     )

@@ -16,23 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.technique import Technique
-from thrifty.data.text.token_windows import HeldOut
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.data.text.token_windows import HeldOutWindows
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, source_text, train_on_bytes
 from thrifty.techniques.attention.a3 import A3
-from thrifty.techniques.attention.block_sparse import BlockSparse
+from thrifty.techniques.attention.block_sparse import BlockSparseAttention
 from thrifty.techniques.attention.dota import Dota
 from thrifty.techniques.attention.elsa import Elsa
 from thrifty.techniques.attention.sanger import Sanger
 from thrifty.techniques.attention.spatten import Spatten
 from thrifty.techniques.attention.vitcod import Vitcod
-from thrifty.techniques.attention.window import Window
+from thrifty.techniques.attention.window import WindowAttention
 
 FILTERS: Mapping[str, type[Technique]] = {
-    "window": Window, "block-sparse": BlockSparse, "ELSA": Elsa, "A3": A3, "Sanger": Sanger, "DOTA": Dota,
-    "SpAtten": Spatten, "ViTCoD": Vitcod,
-}  # fmt: skip
+    "window": WindowAttention,
+    "block-sparse": BlockSparseAttention,
+    "ELSA": Elsa,
+    "A3": A3,
+    "Sanger": Sanger,
+    "DOTA": Dota,
+    "SpAtten": Spatten,
+    "ViTCoD": Vitcod,
+}
 PLAIN = "plain"
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "window": {"wide": {"window": 16, "block": 16}, "narrow": {"window": 4, "block": 16}},
@@ -123,7 +129,7 @@ def measure(
         lambda: llama(depth, width, length, seed), [*chosen, *decayed_adamw(width)],
         steps=steps, seed=seed, length=length, batch=batch,
     )  # fmt: skip
-    tokens = next(iter(HeldOut(source_text()[1], length).batches(16, 16)))["tokens"][:, :-1].long()
+    tokens = next(iter(HeldOutWindows(source_text()[1], length).batches(16, 16)))["tokens"][:, :-1].long()
     return {
         "loss": of_bytes.held_out_loss(256),
         "wrong": float("inf"),
@@ -170,10 +176,10 @@ def attention_filters(
         measure=measure,
         cases=cases,
         quantities={
-            "loss": Quantity("held-out loss at the end, nats (per byte, or per image)"),
-            "wrong": Quantity("held-out images told wrong, percent; of text there is none"),
-            "density": Quantity("visible pairs with a weight at the end, percent"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "loss": MeasuredQuantity("held-out loss at the end, nats (per byte, or per image)"),
+            "wrong": MeasuredQuantity("held-out images told wrong, percent; of text there is none"),
+            "density": MeasuredQuantity("visible pairs with a weight at the end, percent"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -203,8 +209,8 @@ def attention_filters(
             ),
         ],
         plots=[
-            Plot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
-            Plot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),
+            StudyPlot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
+            StudyPlot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),
         ],
         minutes=30,
     )

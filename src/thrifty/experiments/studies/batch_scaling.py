@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from thrifty import techniques
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
-from thrifty.data.images.digits import TRAIN, DigitImages, Digits
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.objectives.classification import Classify
+from thrifty.data.images.digits import TRAIN, DigitEpochs, DigitImages
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.objectives.classification import Classification
 from thrifty.techniques.large_batch.scale_learning_rate import Rule, ScaleLearningRate
 from thrifty.training.loop import train
 
@@ -29,7 +29,7 @@ PIXELS, CLASSES = 64, 10
 
 
 @dataclass(frozen=True)
-class Method:
+class ScalingMethod:
     """How a rate is carried over: which optimizer's, by which rule, and over how many epochs it grows."""
 
     optimizer: str
@@ -39,11 +39,11 @@ class Method:
 
 LARS = "LARS, linear, warm-up"
 METHODS = {
-    "same rate": Method("optimizers.sgd", None, 0),
-    "linear": Method("optimizers.sgd", "linear", 0),
-    "linear, warm-up": Method("optimizers.sgd", "linear", 5),
-    "square root, warm-up": Method("optimizers.sgd", "square_root", 5),
-    LARS: Method("optimizers.lars", "linear", 5),
+    "same rate": ScalingMethod("optimizers.sgd", None, 0),
+    "linear": ScalingMethod("optimizers.sgd", "linear", 0),
+    "linear, warm-up": ScalingMethod("optimizers.sgd", "linear", 5),
+    "square root, warm-up": ScalingMethod("optimizers.sgd", "square_root", 5),
+    LARS: ScalingMethod("optimizers.lars", "linear", 5),
 }
 
 
@@ -59,7 +59,7 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
         return nn.Sequential(*layers, nn.Linear(inputs, CLASSES))
 
 
-def chosen(method: Method, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
+def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
     """The optimizer at the base rate, and what scales that rate."""
     settings = {"lr": rate} | ({"coefficient": coefficient} if method.optimizer == "optimizers.lars" else {})
     found: list[Technique] = [build(techniques.find(method.optimizer), settings)]
@@ -87,7 +87,7 @@ def measure(
     hidden: list[int],
 ) -> dict[str, float]:
     """A perceptron trained on handwritten digits for some epochs of batches of this size."""
-    plain = Plain(lambda: perceptron(hidden, seed), Digits("train", batch, seed), Classify())
+    plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())
     found = chosen(METHODS[method], rate, coefficient, base_batch, batch)
     run = compose(plain, found, max(1, epochs * TRAIN // batch))
     state = run.start()
@@ -133,8 +133,8 @@ def batch_scaling(
             for batch in batches
         },
         quantities={
-            "accuracy": Quantity("share of the 497 test images told right after the last step"),
-            "steps": Quantity("steps of training"),
+            "accuracy": MeasuredQuantity("share of the 497 test images told right after the last step"),
+            "steps": MeasuredQuantity("steps of training"),
         },
         seeds=seeds,
         expect=[
@@ -170,7 +170,7 @@ def batch_scaling(
             ),
         ],
         plots=[
-            Plot(
+            StudyPlot(
                 "accuracy",
                 f"Test accuracy by batch after {epochs} epochs",
                 x="batch",

@@ -14,10 +14,10 @@ from typing import Literal
 
 import numpy as np
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.planning.published_laws import BEST, PUBLISHED
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, ScalingLaw
-from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, Procedure, TrainedRun, fit, synthetic_runs
+from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, FitProcedure, TrainedRun, fit, synthetic_runs
 
 GOPHER = 5.76e23
 """The compute, in FLOP, at which the papers compare their constants."""
@@ -25,7 +25,7 @@ BUDGETS = np.geomspace(6e18, 3e21, 8)
 TOKENS_PER_PARAMETER = (2.0, 300.0)
 
 Reduction = Literal["sum", "mean"]
-PROCEDURES = {"sum": Procedure.CONVERGED, "mean": Procedure.STOPS_EARLY}
+PROCEDURES = {"sum": FitProcedure.CONVERGED, "mean": FitProcedure.STOPS_EARLY}
 Starts = Literal["coarse", "paper"]
 STARTS = {"coarse": COARSE_STARTS, "paper": PAPER_STARTS}
 
@@ -105,17 +105,19 @@ def chinchilla_refit(
         measure=measure,
         cases=cases,
         quantities={
-            "E": Quantity("the lowest loss of all, nats per token"),
-            "A": Quantity("the factor of the term in parameters"),
-            "B": Quantity("the factor of the term in tokens"),
-            "alpha": Quantity("the exponent of parameters"),
-            "beta": Quantity("the exponent of tokens"),
-            "size_exponent": Quantity("of compute, to which the optimal size is proportional"),
-            "tokens_per_parameter": Quantity(f"of the compute-optimal model at {GOPHER:g} FLOP"),
-            "off_by": Quantity("by what factor that misses the one of the law that made the runs, at least 1"),
-            "rounding": Quantity("by what factor it moves when the constants are rounded as the paper printed them"),
-            "agreeing": Quantity("share of the starts that ended at the minimum that was found"),
-            "residual": Quantity("median distance of the runs from the fitted law, in log loss"),
+            "E": MeasuredQuantity("the lowest loss of all, nats per token"),
+            "A": MeasuredQuantity("the factor of the term in parameters"),
+            "B": MeasuredQuantity("the factor of the term in tokens"),
+            "alpha": MeasuredQuantity("the exponent of parameters"),
+            "beta": MeasuredQuantity("the exponent of tokens"),
+            "size_exponent": MeasuredQuantity("of compute, to which the optimal size is proportional"),
+            "tokens_per_parameter": MeasuredQuantity(f"of the compute-optimal model at {GOPHER:g} FLOP"),
+            "off_by": MeasuredQuantity("by what factor that misses the one of the law that made the runs, at least 1"),
+            "rounding": MeasuredQuantity(
+                "by what factor it moves when the constants are rounded as the paper printed them"
+            ),
+            "agreeing": MeasuredQuantity("share of the starts that ended at the minimum that was found"),
+            "residual": MeasuredQuantity("median distance of the runs from the fitted law, in log loss"),
         },
         seeds=seeds,
         derive=published,
@@ -147,8 +149,8 @@ def chinchilla_refit(
             ),
         ],
         plots=[
-            Plot("ratio", f"Tokens per parameter at {GOPHER:g} FLOP", y="tokens_per_parameter", log_y=True),
-            Plot("off_by", "By what factor the tokens per parameter are missed", y="off_by", log_y=True),
+            StudyPlot("ratio", f"Tokens per parameter at {GOPHER:g} FLOP", y="tokens_per_parameter", log_y=True),
+            StudyPlot("off_by", "By what factor the tokens per parameter are missed", y="off_by", log_y=True),
         ],
         minutes=3,
     )

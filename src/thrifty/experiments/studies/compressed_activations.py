@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, decayed_adamw, source_text, train_on_bytes
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.compress_activations import CompressActivations
@@ -26,7 +26,7 @@ PLAIN = "32 bits"
 def build(depth: int, width: int, length: int, seed: int) -> nn.Module:
     """A decoder of bytes with GELU, whose derivative is not linear in what is kept."""
     heads = max(1, width // 16)
-    model = assemble(Shape("gpt", depth, width, heads, heads, 4 * width, BYTES, length, tied=True))
+    model = assemble(ModelConfig("gpt", depth, width, heads, heads, 4 * width, BYTES, length, tied=True))
     initialize(model, seed)
     return model
 
@@ -48,7 +48,7 @@ def measure(
         settings: dict[str, Any] = {"bits": bits, "ranges": ranges, "adaptive": adaptive, "every": 100}
         chosen.append(CompressActivations(**settings, group=256 if ranges == "group" else 16))
     source = PackedTokens(source_text()[0], length, batch, seed)
-    run = compose(Plain(lambda: build(depth, width, length, seed), source, NextToken()), chosen, steps)
+    run = compose(BaseRun(lambda: build(depth, width, length, seed), source, NextToken()), chosen, steps)
     _, footprint = count(run, run.techniques)
     trained = train_on_bytes(
         lambda: build(depth, width, length, seed), chosen, steps=steps, seed=seed, length=length, batch=batch
@@ -85,10 +85,10 @@ def compressed_activations(
         measure=measure,
         cases={label: fixed | variant for label, variant in variants.items()},
         quantities={
-            "loss": Quantity("held-out loss at the end, nats per byte"),
-            "training_loss": Quantity("mean training loss of the last tenth of the steps"),
-            "activations": Quantity("bytes of activations alive at the end of the forward pass"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
+            "training_loss": MeasuredQuantity("mean training loss of the last tenth of the steps"),
+            "activations": MeasuredQuantity("bytes of activations alive at the end of the forward pass"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -103,7 +103,7 @@ def compressed_activations(
                 lambda c: all(_share(c, f"{bits} bits") < 1 / most for bits, most in ((8, 3), (4, 5), (2, 7))),
             ),
         ],
-        plots=[Plot("loss", "Held-out loss by bytes of activations", x="activations", y="loss", log_x=True)],
+        plots=[StudyPlot("loss", "Held-out loss by bytes of activations", x="activations", y="loss", log_x=True)],
         minutes=10,
     )
 

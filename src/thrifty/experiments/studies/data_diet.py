@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from thrifty.core.randomness import keyed_generator, seed_of
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.digits_task import (
     CLASSES,
-    GivenImages,
-    Standardize,
+    FixedImages,
+    PixelStandardizer,
     accuracy,
     in_training,
     perceptron,
     with_wrong_labels,
 )
-from thrifty.kernels.example_scores import Fields, Forgetting, el2n, grand, input_norms, prototype_distance
+from thrifty.kernels.example_scores import Fields, ForgettingCounter, el2n, grand, input_norms, prototype_distance
 
 ALL, SCORES = "all", "the scores themselves"
 BEGUN, TRAINED = "GraNd at first values", "GraNd"
@@ -44,7 +44,7 @@ LOOK = 2
 """Steps between two looks at what has been forgotten."""
 
 
-def gradient_norms(model: nn.Module, given: GivenImages) -> Tensor:
+def gradient_norms(model: nn.Module, given: FixedImages) -> Tensor:
     """GraNd of every example (n,)."""
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
@@ -62,7 +62,7 @@ def scores_of_runs(
     given, _ = with_wrong_labels(wrong, seed)
     everything, found = torch.arange(len(given)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
     for network in range(networks):
-        counter = Forgetting(len(given))
+        counter = ForgettingCounter(len(given))
         own_seed = seed_of(f"data diet/{seed}/{network}")
         training = in_training(partial(perceptron, width, own_seed), given, steps=steps, batch=batch, seed=own_seed)
         with closing(training) as states:
@@ -82,7 +82,7 @@ def scores_of_runs(
     with torch.no_grad():
         embedded = model[:-1](given.images)  # type: ignore[index]
     scores["prototype"] = prototype_distance(embedded, CLASSES, seed)[None]
-    scores["input norm"] = input_norms(Standardize()(given.images))[None]
+    scores["input norm"] = input_norms(PixelStandardizer()(given.images))[None]
     return scores
 
 
@@ -123,7 +123,7 @@ def measure(
             return agreement(scores, flipped)
         kind, _, rule = way.partition(", ")
         kept = chosen(scores[kind].mean(0), rule, share, offset)
-    part = GivenImages(given.images[kept], given.labels[kept])
+    part = FixedImages(given.images[kept], given.labels[kept])
     with closing(in_training(partial(perceptron, width, seed), part, steps=steps, batch=batch, seed=seed)) as states:
         *_, (_, model) = states
     return {"accuracy": accuracy(model), "wrong_labels": float(flipped[kept].sum())}
@@ -175,12 +175,16 @@ def data_diet(
         measure=measure,
         cases={way: {"way": way, **settings} for way in (*WAYS, SCORES)},
         quantities={
-            "accuracy": Quantity("test images told right at the end, percent"),
-            "wrong_labels": Quantity("wrong labels among those kept"),
-            "first_grand_to_input_norm": Quantity("rank correlation of GraNd at first values with the input's norm"),
-            "one_to_mean": Quantity("rank correlation of EL2N of one network with the mean of five others"),
-            "mean_to_mean": Quantity("the same of the mean of five with that of five others"),
-            "caught": Quantity("percent wrong labels among as many examples of highest EL2N as there are wrong labels"),
+            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
+            "wrong_labels": MeasuredQuantity("wrong labels among those kept"),
+            "first_grand_to_input_norm": MeasuredQuantity(
+                "rank correlation of GraNd at first values with the input's norm"
+            ),
+            "one_to_mean": MeasuredQuantity("rank correlation of EL2N of one network with the mean of five others"),
+            "mean_to_mean": MeasuredQuantity("the same of the mean of five with that of five others"),
+            "caught": MeasuredQuantity(
+                "percent wrong labels among as many examples of highest EL2N as there are wrong labels"
+            ),
         },
         seeds=seeds,
         expect=[
@@ -209,6 +213,6 @@ def data_diet(
                 lambda c: c[SCORES]["caught"] > 60,
             ),
         ],
-        plots=[Plot("accuracy", "Percent told right by what half is kept", y="accuracy")],
+        plots=[StudyPlot("accuracy", "Percent told right by what half is kept", y="accuracy")],
         minutes=2,
     )

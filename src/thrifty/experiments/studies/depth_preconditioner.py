@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 
 RATES = tuple(10 ** (exponent / 8) for exponent in range(-24, 9))
 
@@ -115,9 +115,9 @@ def depth_preconditioner(
         measure=measure,
         cases=cases,
         quantities={
-            "steps": Quantity("steps of gradient descent to 0.1 % above the lowest loss, at the best rate"),
-            "rate": Quantity("the best rate of the grid, which has eight to a decade"),
-            "speedup": Quantity("steps of one factor over steps of several, seed by seed"),
+            "steps": MeasuredQuantity("steps of gradient descent to 0.1 % above the lowest loss, at the best rate"),
+            "rate": MeasuredQuantity("the best rate of the grid, which has eight to a decade"),
+            "speedup": MeasuredQuantity("steps of one factor over steps of several, seed by seed"),
         },
         seeds=seeds,
         derive=speedups,
@@ -127,6 +127,6 @@ def depth_preconditioner(
             Expectation("l2: two factors gain at most a tenth", lambda c: speedup(c, 2, 2) < 1.1),
             Expectation("l2: three factors gain at most a tenth", lambda c: speedup(c, 2, 3) < 1.1),
         ],
-        plots=[Plot("steps", "Steps to 0.1 % above the lowest loss", x="depth", y="steps", by="p", log_y=True)],
+        plots=[StudyPlot("steps", "Steps to 0.1 % above the lowest loss", x="depth", y="steps", by="p", log_y=True)],
         minutes=0.5,
     )

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from thrifty.composition.compose import Composition, Plain, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.state import TrainState
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import (
-    Trained,
+    TrainedLanguageModel,
     decayed_adamw,
     llama,
     parameters_of,
@@ -25,7 +25,7 @@ from thrifty.experiments.tasks.language_task import (
     train_on_bytes,
 )
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.sparsity.early_bird import EarlyBird, slim
+from thrifty.techniques.sparsity.early_bird import EarlyBird, prune_model
 from thrifty.training.loop import train
 
 Kind = Literal["whole", "early", "late", "random", "in one run"]
@@ -34,7 +34,7 @@ NEAR = 0.1
 """The distance below which masks agree."""
 
 
-def search(run: Composition, seed: int) -> tuple[TrainState, list[tuple[int, float]]]:
+def search(run: Run, seed: int) -> tuple[TrainState, list[tuple[int, float]]]:
     """Train until the ticket is drawn; the state then, and the mask distance after each step that has one."""
     state = run.start()
     curve: list[tuple[int, float]] = []
@@ -49,7 +49,7 @@ def search(run: Composition, seed: int) -> tuple[TrainState, list[tuple[int, flo
 
 def slimmed(model: nn.Module, kept: Mapping[str, Any]) -> nn.Module:
     """A whole model with the pieces of a ticket alone."""
-    slim(model, kept)
+    prune_model(model, kept)
     return model
 
 
@@ -62,14 +62,14 @@ def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: i
     def build() -> nn.Module:
         return llama(depth, width, length, seed, head_width=8)
 
-    def trained(make: Any, chosen: Any) -> Trained:
+    def trained(make: Any, chosen: Any) -> TrainedLanguageModel:
         return train_on_bytes(make, chosen, steps=steps, seed=seed, length=length, batch=batch)
 
     if kind == "whole":
         return _numbers(trained(build, techniques))
     if kind == "in one run":
         return _numbers(trained(build, (*techniques, bird)))
-    plain = Plain(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
+    plain = BaseRun(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
     run = compose(plain, [*techniques, bird], steps)
     state, curve = search(run, seed)
     drawn = state.log[-1]
@@ -83,7 +83,7 @@ def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: i
     }
 
 
-def _numbers(trained: Trained) -> dict[str, float]:
+def _numbers(trained: TrainedLanguageModel) -> dict[str, float]:
     return {
         "parameters": parameters_of(trained.model),
         "loss": trained.held_out_loss(),
@@ -114,14 +114,14 @@ def early_bird(
         measure=measure,
         cases={kind: {"kind": kind, **fixed} for kind in kinds},
         quantities={
-            "parameters": Quantity("parameters trained at the end"),
-            "loss": Quantity("held-out loss at the end, nats per byte"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-            "drawn_at": Quantity("share of the steps after which the ticket was drawn"),
-            "near_at": Quantity(
+            "parameters": MeasuredQuantity("parameters trained at the end"),
+            "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
+            "drawn_at": MeasuredQuantity("share of the steps after which the ticket was drawn"),
+            "near_at": MeasuredQuantity(
                 f"share of the steps after which masks were first less than {NEAR:g} apart; 1 for never"
             ),
-            "search_seconds": Quantity("seconds that the search took, one thread", of_machine=True),
+            "search_seconds": MeasuredQuantity("seconds that the search took, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -141,6 +141,9 @@ def early_bird(
                 lambda c: c["in one run"]["seconds"] < c["whole"]["seconds"],
             ),
         ],
-        plots=[Plot("loss", "Held-out loss", y="loss"), Plot("drawn", "When the ticket was drawn", y="drawn_at")],
+        plots=[
+            StudyPlot("loss", "Held-out loss", y="loss"),
+            StudyPlot("drawn", "When the ticket was drawn", y="drawn_at"),
+        ],
         minutes=10,
     )

@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from thrifty.composition.compose import CPU, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.composition.explain import count
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.core.technique import Technique
 from thrifty.data.pairs.pair_data import PairData, open_image_pairs
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.models.model_config import Shape
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.contrastive import Contrast
-from thrifty.objectives.retrieval_metrics import embedded, retrieval, retrieval_by_chance
+from thrifty.objectives.contrastive import Contrastive
+from thrifty.objectives.retrieval_metrics import chance_retrieval, embed_pairs, retrieval
 from thrifty.techniques.data_selection.drop_patches import DropPatches
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.loop import train
 
 WHOLE, HALF, HALF_TUNED = "whole images", "half dropped", "half dropped, tuned"
@@ -40,7 +40,7 @@ TUNED = 0.1
 
 
 @dataclass(frozen=True)
-class Sizes:
+class FlipSizes:
     """Of both towers, and of the data."""
 
     depth: int
@@ -53,13 +53,13 @@ class Sizes:
     def open(self, seed: int) -> PairData:
         settings = DataSettings(
             source=self.data, batch=self.batch, length=32, vocabulary=2048, size=self.side,
-            augment=Augmentation(crop=self.side // 10),
+            augment=AugmentationSettings(crop=self.side // 10),
         )  # fmt: skip
         return open_image_pairs(settings, seed, None, lambda text: None)
 
-    def plain(self, pairs: PairData, seed: int) -> Plain:
+    def plain(self, pairs: PairData, seed: int) -> BaseRun:
         heads = max(1, self.width // 32)
-        shape = Shape(
+        shape = ModelConfig(
             "clip", self.depth, self.width, heads, heads, 4 * self.width, pairs.ends.text.vocabulary, 32, tied=False,
             image=self.side, patch=self.patch, channels=pairs.ends.images.channels, space=self.width,
             text_depth=max(1, self.depth // 2), text_width=self.width, text_heads=heads, text_hidden=4 * self.width,
@@ -70,7 +70,7 @@ class Sizes:
             initialize(model, seed)
             return model
 
-        return Plain(build, pairs.train, Contrast())
+        return BaseRun(build, pairs.train, Contrastive())
 
 
 def dropping(rate: float, tuned: bool) -> list[Technique]:
@@ -78,7 +78,7 @@ def dropping(rate: float, tuned: bool) -> list[Technique]:
     return [DropPatches(rate=rate, until=1.0 - TUNED * tuned)] if rate else []
 
 
-def flops_of_step(plain: Plain, rate: float) -> float:
+def flops_of_step(plain: BaseRun, rate: float) -> float:
     """Of a step that drops so much."""
     step = compose(plain, [AdamW(), *dropping(rate, tuned=False)], 1)
     return count(step, step.techniques)[1].flops
@@ -103,20 +103,20 @@ def measure(
     lr: float,
     data: str,
 ) -> dict[str, float]:
-    sizes = Sizes(depth, width, side, patch, batch, data)
+    sizes = FlipSizes(depth, width, side, patch, batch, data)
     pairs = sizes.open(seed)
     plain, (rate, tuned) = sizes.plain(pairs, seed), WAYS[way]
     flops = flops_of_step(plain, rate)
     steps = steps_for(whole_steps, flops_of_step(plain, 0.0), flops, tuned) if rate else whole_steps
-    chosen = [AdamW(lr=lr, weight_decay=0.2), Cosine(warmup=0.1), Clip(), *dropping(rate, tuned)]
+    chosen = [AdamW(lr=lr, weight_decay=0.2), CosineDecay(warmup=0.1), GradientClipping(), *dropping(rate, tuned)]
     run = compose(plain, chosen, steps)
     state = run.start()
     with closing(train(run, state, seed)) as records:
         for _ in records:
             pass
     assert state.model is not None
-    vectors = embedded(state.model, pairs.held_out.batches(len(pairs.held_out), 256), CPU)
-    found, chance = retrieval(*vectors), retrieval_by_chance(vectors[2])
+    vectors = embed_pairs(state.model, pairs.held_out.batches(len(pairs.held_out), 256), CPU)
+    found, chance = retrieval(*vectors), chance_retrieval(vectors[2])
     return {
         "recall_10": 50 * (found["captions R@10"] + found["images R@10"]),
         "recall_1": 50 * (found["captions R@1"] + found["images R@1"]),
@@ -161,12 +161,12 @@ def flip(
         measure=measure,
         cases={label_of(way, work): {"way": way, "whole_steps": work, **sizes} for work in budgets for way in WAYS},
         quantities={
-            "recall_10": Quantity("right among the first 10 of all held out, percent, mean of both directions"),
-            "recall_1": Quantity("right at the first place, percent, mean of both directions"),
-            "chance_10": Quantity("the former by chance, percent"),
-            "steps": Quantity("steps that the work paid for"),
-            "step_flops": Quantity("FLOPs of a step while patches are dropped"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "recall_10": MeasuredQuantity("right among the first 10 of all held out, percent, mean of both directions"),
+            "recall_1": MeasuredQuantity("right at the first place, percent, mean of both directions"),
+            "chance_10": MeasuredQuantity("the former by chance, percent"),
+            "steps": MeasuredQuantity("steps that the work paid for"),
+            "step_flops": MeasuredQuantity("FLOPs of a step while patches are dropped"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -194,8 +194,10 @@ def flip(
             ),
         ],
         plots=[
-            Plot("recall", "Right among the first 10, percent, by the work", x="whole_steps", y="recall_10", by="way"),
-            Plot("seconds", "Right among the first 10, percent, by seconds", x="seconds", y="recall_10", by="way"),
+            StudyPlot(
+                "recall", "Right among the first 10, percent, by the work", x="whole_steps", y="recall_10", by="way"
+            ),
+            StudyPlot("seconds", "Right among the first 10, percent, by seconds", x="seconds", y="recall_10", by="way"),
         ],
         minutes=20,
     )

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from thrifty.core.randomness import keyed_generator, seed_of
 from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_data import open_images
-from thrifty.data.train_split import Part
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.experiments.tasks.digits_task import GivenImages, in_training
+from thrifty.data.train_split import DataSplit
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.digits_task import FixedImages, in_training
 from thrifty.kernels.example_scores import el2n
 
 ALL = "all"
@@ -28,11 +28,11 @@ WAYS = (ALL, "random", "hardest", "easiest", "hardest but some")
 
 
 @cache
-def images_of(data: str, part: Part) -> GivenImages:
+def images_of(data: str, part: DataSplit) -> FixedImages:
     """All images of a part as vectors (n, pixels), their pixels standardised."""
     arrays = open_images(DataSettings(source=data, batch=1), 0, None, lambda text: None).parts[part]
     fields = arrays.fields(np.arange(len(arrays)))
-    return GivenImages(fields["inputs"].flatten(1), fields["labels"])
+    return FixedImages(fields["inputs"].flatten(1), fields["labels"])
 
 
 def classifier(sizes: tuple[int, ...], seed: int) -> nn.Module:
@@ -46,7 +46,7 @@ def classifier(sizes: tuple[int, ...], seed: int) -> nn.Module:
     return nn.Sequential(*modules[:-1])
 
 
-def trained(given: GivenImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
+def trained(given: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
     """A classifier after the first `until` steps of a run of `steps`."""
     build = partial(classifier, (given.images.shape[1], width, width, classes), seed)
     with closing(in_training(build, given, steps=steps, batch=batch, seed=seed)) as states:
@@ -56,11 +56,11 @@ def trained(given: GivenImages, classes: int, width: int, steps: int, until: int
 @cache
 def pool_and_scores(
     seed: int, data: str, images: int, networks: int, scored_after: int, width: int, steps: int, batch: int
-) -> tuple[GivenImages, Tensor]:
+) -> tuple[FixedImages, Tensor]:
     """So many training images at random, and the EL2N of each (n,)."""
-    whole = images_of(data, Part.TRAIN)
+    whole = images_of(data, DataSplit.TRAIN)
     places = torch.randperm(len(whole), generator=keyed_generator(f"hard or easy/{seed}"))[:images]
-    pool, classes = GivenImages(whole.images[places], whole.labels[places]), int(whole.labels.max()) + 1
+    pool, classes = FixedImages(whole.images[places], whole.labels[places]), int(whole.labels.max()) + 1
     scores = []
     for network in range(networks):
         own_seed = seed_of(f"hard or easy/{seed}/{network}")
@@ -105,7 +105,7 @@ def measure(
     kept = torch.arange(len(pool))
     if way != ALL:
         kept = kept_of_each_class(keys[way], pool.labels, share, offset if way == "hardest but some" else 0.0)
-    part, test = GivenImages(pool.images[kept], pool.labels[kept]), images_of(data, Part.HELD_OUT)
+    part, test = FixedImages(pool.images[kept], pool.labels[kept]), images_of(data, DataSplit.HELD_OUT)
     model = trained(part, int(test.labels.max()) + 1, width, steps, steps, batch, seed)
     with torch.no_grad():
         right = (model(test.images).argmax(1) == test.labels).float().mean()
@@ -161,8 +161,8 @@ def hard_or_easy(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": Quantity("test images told right at the end, percent"),
-            "kept": Quantity("images that were learned from"),
+            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
+            "kept": MeasuredQuantity("images that were learned from"),
         },
         seeds=seeds,
         expect=[
@@ -198,8 +198,14 @@ def hard_or_easy(
             ),
         ],
         plots=[
-            Plot("accuracy", "Percent told right by how many images there were", x="images", y="accuracy", by="kept_of",
-                 log_x=True),
+            StudyPlot(
+                "accuracy",
+                "Percent told right by how many images there were",
+                x="images",
+                y="accuracy",
+                by="kept_of",
+                log_x=True,
+            ),
         ],
         minutes=6,
-    )  # fmt: skip
+    )

@@ -18,12 +18,12 @@ from functools import partial
 from torch import Tensor
 
 from thrifty.composition.compose import CPU
-from thrifty.core.batches import Choice
+from thrifty.core.batches import ExampleSubset
 from thrifty.core.randomness import seed_of
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.data_selection_task import (
     TIMES,
-    Task,
+    SelectionTask,
     at_full_work,
     finished,
     gains,
@@ -40,12 +40,12 @@ SCORED_AFTER, TESTED = 0.15, 497
 """When the network that scores for pruning stops, as a share of the run; held-out examples."""
 
 
-def scores_before(task: Task, steps: int, lr: float, seed: int) -> Tensor:
+def scores_before(task: SelectionTask, steps: int, lr: float, seed: int) -> Tensor:
     """The score of each example (n,) by another network that was trained for a moment."""
     own_seed = seed_of(f"importance sampling/{seed}")
     with closing(in_steps(task, task.source, [], steps, lr, own_seed)) as states:
         model = next(model for step, model, _ in states if step == scored_after(steps))
-    return scores_of(model, task.objective, task.source.one_by_one(64))  # type: ignore[attr-defined]
+    return scores_of(model, task.objective, task.source.sequential_batches(64))  # type: ignore[attr-defined]
 
 
 def scored_after(steps: int) -> int:
@@ -76,7 +76,7 @@ def measure(
         labels = task.source.inventory().labels
         kept = kept_examples(scores, labels, 0.5, "hard" if way == "hardest half" else "easy", 0.0, 0.5, seed)
         spent = scored_after(full_steps) + task.examples / (3 * batch)
-        done = go(task.source.only(Choice(kept)), steps=max(1, round(full_steps - spent)))
+        done = go(task.source.only(ExampleSubset(kept)), steps=max(1, round(full_steps - spent)))
         done = replace(done, work=done.work + spent)
     batches = task.held_out.batches(TESTED, 64)
     found = evaluate(done.model, task.objective, map(task.objective.examples, batches), CPU)
@@ -124,14 +124,14 @@ def importance_sampling(
         measure=measure,
         cases=cases,
         quantities={
-            "loss": Quantity("held-out loss, nats per prediction"),
-            "accuracy": Quantity("share of the test images told right"),
-            "steps": Quantity("steps that the work paid for"),
-            "work": Quantity("work done, as a share of the full steps' work; scoring included"),
-            "opened": Quantity("share of the steps in which the gate was open"),
-            "tau": Quantity("tau in the last quarter of the steps"),
-            "claimed_gain": Quantity("tau squared of the uniform run's last model"),
-            "true_gain": Quantity("by what sampling divides the second moment of that model's gradient"),
+            "loss": MeasuredQuantity("held-out loss, nats per prediction"),
+            "accuracy": MeasuredQuantity("share of the test images told right"),
+            "steps": MeasuredQuantity("steps that the work paid for"),
+            "work": MeasuredQuantity("work done, as a share of the full steps' work; scoring included"),
+            "opened": MeasuredQuantity("share of the steps in which the gate was open"),
+            "tau": MeasuredQuantity("tau in the last quarter of the steps"),
+            "claimed_gain": MeasuredQuantity("tau squared of the uniform run's last model"),
+            "true_gain": MeasuredQuantity("by what sampling divides the second moment of that model's gradient"),
         },
         seeds=seeds,
         expect=[
@@ -165,6 +165,6 @@ def importance_sampling(
                 ),
             ),
         ],
-        plots=[Plot("loss", "Held-out loss at equal work", y="loss")],
+        plots=[StudyPlot("loss", "Held-out loss at equal work", y="loss")],
         minutes=8,
     )

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from thrifty.experiments.study import Cells, Expectation, Numbers, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_on_bytes
-from thrifty.planning.isoflop_analysis import Valley, find_valley
+from thrifty.planning.isoflop_analysis import IsoFlopParabola, find_valley
 from thrifty.planning.isoflop_analysis import isoflop as fit_optima
 from thrifty.planning.scaling_law_fit import TrainedRun
 
@@ -53,7 +53,7 @@ def optima(budgets: Sequence[float], cells: Cells) -> Cells:
     rows: dict[str, Numbers] = {}
     for flops in budgets:
         valley = find_valley(runs[flops])
-        if isinstance(valley, Valley):
+        if isinstance(valley, IsoFlopParabola):
             found = {"optimal_parameters": valley.parameters, "flops": valley.flops, "loss": valley.loss}
             rows[_optimum(flops)] = found
     if len(rows) > 1:
@@ -98,13 +98,15 @@ def isoflop(
         measure=measure,
         cases=cases,
         quantities={
-            "parameters": Quantity("all parameters"),
-            "tokens": Quantity("bytes trained on"),
-            "loss": Quantity("held-out loss at the end, nats per byte; of an optimum, the parabola's lowest point"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-            "optimal_parameters": Quantity("size at the lowest point of the budget's parabola in log size"),
-            "flops": Quantity("compute of the budget, as spent"),
-            "exponent": Quantity("of compute, to which the optimal size is proportional"),
+            "parameters": MeasuredQuantity("all parameters"),
+            "tokens": MeasuredQuantity("bytes trained on"),
+            "loss": MeasuredQuantity(
+                "held-out loss at the end, nats per byte; of an optimum, the parabola's lowest point"
+            ),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
+            "optimal_parameters": MeasuredQuantity("size at the lowest point of the budget's parabola in log size"),
+            "flops": MeasuredQuantity("compute of the budget, as spent"),
+            "exponent": MeasuredQuantity("of compute, to which the optimal size is proportional"),
         },
         seeds=seeds,
         derive=partial(optima, budgets),
@@ -118,8 +120,8 @@ def isoflop(
             ),
         ],
         plots=[
-            Plot("loss", "Held-out loss by size at each budget", x="parameters", y="loss", by="flops", log_x=True),
-            Plot("optimum", "Optimal size by compute", x="flops", y="optimal_parameters", log_x=True, log_y=True),
+            StudyPlot("loss", "Held-out loss by size at each budget", x="parameters", y="loss", by="flops", log_x=True),
+            StudyPlot("optimum", "Optimal size by compute", x="flops", y="optimal_parameters", log_x=True, log_y=True),
         ],
         minutes=20,
     )

@@ -15,10 +15,10 @@ from typing import Literal
 from thrifty import techniques
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import llama, train_on_bytes
-from thrifty.techniques.gradients.clip import Clip
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.gradients.clip import GradientClipping
+from thrifty.techniques.schedules.linear import LinearDecay
 
 Optimizer = Literal["adamw", "lamb"]
 RATES: Mapping[Optimizer, Sequence[float]] = {
@@ -32,7 +32,11 @@ def measure(
 ) -> dict[str, float]:
     """The held-out loss after so many sequences at this peak rate, warmed up for a tenth of the run and decayed."""
     settings = {"lr": rate, "weight_decay": 0.01}
-    chosen: list[Technique] = [build(techniques.find(f"optimizers.{optimizer}"), settings), Linear(warmup=0.1), Clip()]
+    chosen: list[Technique] = [
+        build(techniques.find(f"optimizers.{optimizer}"), settings),
+        LinearDecay(warmup=0.1),
+        GradientClipping(),
+    ]
     trained = train_on_bytes(
         lambda: llama(depth, width, length, seed),
         chosen,
@@ -104,13 +108,15 @@ def lamb_batch(
             for rate in rates
         },
         quantities={
-            "loss": Quantity("held-out loss at the end, nats per byte"),
-            "steps": Quantity("steps of training"),
-            "best_rate": Quantity("the best of the rates, seed by seed"),
-            "inside": Quantity("1 where it is not at one of the ends of its grid, otherwise 0"),
-            "batch": Quantity("sequences a step"),
-            "lamb_gain": Quantity("least loss of AdamW minus that of LAMB, nats per byte: above 0 where LAMB is lower"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
+            "steps": MeasuredQuantity("steps of training"),
+            "best_rate": MeasuredQuantity("the best of the rates, seed by seed"),
+            "inside": MeasuredQuantity("1 where it is not at one of the ends of its grid, otherwise 0"),
+            "batch": MeasuredQuantity("sequences a step"),
+            "lamb_gain": MeasuredQuantity(
+                "least loss of AdamW minus that of LAMB, nats per byte: above 0 where LAMB is lower"
+            ),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         derive=partial(optima, batches),
@@ -127,7 +133,7 @@ def lamb_batch(
             ),
         ],
         plots=[
-            Plot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True),
+            StudyPlot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True),
         ],
         minutes=15,
     )

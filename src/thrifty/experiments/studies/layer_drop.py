@@ -13,13 +13,13 @@ from thrifty.experiments.study import Cells, Expectation, Study, grid
 from thrifty.experiments.tasks.equal_flops_task import QUANTITIES, after, losses_by
 from thrifty.techniques.growth.layer_drop import LayerDrop, keep_probability, theta_at
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 
 THETA, SETTLE = 0.5, 0.01
 Rate = Literal["constant", "cosine"]
 RATES: dict[Rate, Technique] = {
     "constant": ConstantThenDecay(warmup=0.05, decay_from=1.0),
-    "cosine": Cosine(warmup=0.05),
+    "cosine": CosineDecay(warmup=0.05),
 }
 
 

@@ -11,12 +11,12 @@ from typing import Literal
 
 import numpy as np
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import llama, train_on_bytes
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lion import Lion
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.schedules.linear import LinearDecay
 
 Optimizer = Literal["adamw", "lion"]
 OPTIMIZERS = {"adamw": AdamW, "lion": Lion}
@@ -34,7 +34,7 @@ def measure(
     """The held-out loss of a model trained at this peak rate, warmed up and decayed to the end of the run."""
     trained = train_on_bytes(
         lambda: llama(depth, width, length, seed),
-        [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), Linear(warmup=0.1), Clip()],
+        [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), LinearDecay(warmup=0.1), GradientClipping()],
         steps=steps,
         seed=seed,
         length=length,
@@ -93,12 +93,16 @@ def lion_rate(
             for rate in rates
         },
         quantities={
-            "loss": Quantity("held-out loss at the end, nats per byte; of a best rate, the parabola's lowest point"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-            "best_rate": Quantity("rate of least loss, by a parabola through the best of the grid and its neighbours"),
-            "inside": Quantity("1 where the best of the grid is not at one of its ends, otherwise 0"),
-            "rate_ratio": Quantity("best rate of AdamW over that of Lion, seed by seed"),
-            "loss_difference": Quantity("least loss of Lion above that of AdamW, nats per byte"),
+            "loss": MeasuredQuantity(
+                "held-out loss at the end, nats per byte; of a best rate, the parabola's lowest point"
+            ),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
+            "best_rate": MeasuredQuantity(
+                "rate of least loss, by a parabola through the best of the grid and its neighbours"
+            ),
+            "inside": MeasuredQuantity("1 where the best of the grid is not at one of its ends, otherwise 0"),
+            "rate_ratio": MeasuredQuantity("best rate of AdamW over that of Lion, seed by seed"),
+            "loss_difference": MeasuredQuantity("least loss of Lion above that of AdamW, nats per byte"),
         },
         seeds=seeds,
         derive=optima,
@@ -112,6 +116,6 @@ def lion_rate(
             ),
             Expectation("at this small batch Lion ends higher", lambda c: c[RATIO]["loss_difference"] > 0),
         ],
-        plots=[Plot("loss", "Held-out loss by learning rate", x="rate", y="loss", by="optimizer", log_x=True)],
+        plots=[StudyPlot("loss", "Held-out loss by learning rate", x="rate", y="loss", by="optimizer", log_x=True)],
         minutes=12,
     )

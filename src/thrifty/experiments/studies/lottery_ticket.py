@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import CPU, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.data.epoch_sampler import HeldOutExamples
-from thrifty.data.images.digits import DigitImages, Digits
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.data.images.digits import DigitEpochs, DigitImages
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.digits_task import accuracy, decayed_sgd, perceptron
-from thrifty.objectives.classification import Classify
-from thrifty.techniques.sparsity.mask_from_file import Ticket, density_of, pruned, ticket_bytes
+from thrifty.objectives.classification import Classification
+from thrifty.techniques.sparsity.mask_from_file import MaskFromFile, density_of, mask_file_bytes, prune_by_magnitude
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import train
 
@@ -34,7 +34,7 @@ CONTROL: dict[Kind, Literal["", "reinitialise", "random-mask"]] = {
 DENSE = "dense"
 
 
-class Round(NamedTuple):
+class LotteryRound(NamedTuple):
     masks: dict[str, Tensor]
     """Under which it was trained."""
     weights: dict[str, Tensor]
@@ -42,13 +42,13 @@ class Round(NamedTuple):
     numbers: dict[str, float]
 
 
-def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: int, batch: int) -> Round:
+def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: int, batch: int) -> LotteryRound:
     """The network of a seed, trained under masks or a control of them; always on the same images in the same order."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ticket.safetensors")
-        file.write_bytes(ticket_bytes(masks, "a round of this study", {}))
-        ticket = Ticket(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), CONTROL[kind], seed)
-        plain = Plain(lambda: perceptron(width, seed), Digits("train", batch, seed), Classify())
+        file.write_bytes(mask_file_bytes(masks, "a round of this study", {}))
+        ticket = MaskFromFile(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), CONTROL[kind], seed)
+        plain = BaseRun(lambda: perceptron(width, seed), DigitEpochs("train", batch, seed), Classification())
         run = compose(plain, [*decayed_sgd(), ticket], steps)
         state = run.start()
         with closing(train(run, state, seed)) as records:
@@ -58,10 +58,12 @@ def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: 
     numbers = {
         "density": density_of(masks),
         "accuracy": accuracy(state.model),
-        "loss": held_out_loss(state.model, run.judged_by, HeldOutExamples(DigitImages("test")).batches(497, 497), CPU),
+        "loss": held_out_loss(
+            state.model, run.eval_objective, HeldOutExamples(DigitImages("test")).batches(497, 497), CPU
+        ),
         "seconds": state.counters["seconds"],
     }
-    return Round(masks, matrices(state.model), numbers)
+    return LotteryRound(masks, matrices(state.model), numbers)
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
@@ -69,12 +71,12 @@ def matrices(model: nn.Module) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=32)
-def round_of(number: int, seed: int, prune: float, width: int, steps: int, batch: int) -> Round:
+def round_of(number: int, seed: int, prune: float, width: int, steps: int, batch: int) -> LotteryRound:
     """The ticket after so many rounds, trained; 0 is the dense network. Rounds before it are kept for the next ones."""
     if number:
         before = round_of(number - 1, seed, prune, width, steps, batch)
         head = [*before.weights][-1]
-        masks = dict(pruned(before.weights, before.masks, prune, "layerwise", [head]))
+        masks = dict(prune_by_magnitude(before.weights, before.masks, prune, "layerwise", [head]))
     else:
         first = matrices(perceptron(width, seed))
         masks = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in first.items()}
@@ -121,10 +123,10 @@ def lottery_ticket(
         measure=measure,
         cases=cases,
         quantities={
-            "density": Quantity("share of the weights left, of all matrices"),
-            "accuracy": Quantity("percent of the test images that are told right"),
-            "loss": Quantity("cross-entropy of the test images, nats"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "density": MeasuredQuantity("share of the weights left, of all matrices"),
+            "accuracy": MeasuredQuantity("percent of the test images that are told right"),
+            "loss": MeasuredQuantity("cross-entropy of the test images, nats"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -154,8 +156,8 @@ def lottery_ticket(
             ),
         ],
         plots=[
-            Plot("loss", "Loss of the test images", x="density", y="loss", by="kind", log_x=True, log_y=True),
-            Plot("accuracy", "Test images told right, percent", x="density", y="accuracy", by="kind", log_x=True),
+            StudyPlot("loss", "Loss of the test images", x="density", y="loss", by="kind", log_x=True, log_y=True),
+            StudyPlot("accuracy", "Test images told right, percent", x="density", y="accuracy", by="kind", log_x=True),
         ],
         minutes=5,
     )

@@ -9,15 +9,23 @@ Note      paces are those of a larger model on images of `side` pixels, in patch
 """
 
 from thrifty.composition.compose import compose
-from thrifty.core.recipe import Augmentation
+from thrifty.core.recipe import AugmentationSettings
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.experiments.tasks.autoencoder_task import Labelled, Paced, Sizes, adamw, masked, run_to_end, tuned
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.autoencoder_task import (
+    AutoencoderSizes,
+    EncoderPace,
+    LabelledImages,
+    adamw,
+    masked,
+    run_to_end,
+    tuned,
+)
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.techniques.adapters.head_only import HeadOnly
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 
-PACED = Sizes(patch=8, depth=6, width=192, decoder_depth=2, decoder_width=96)
+PACED = AutoencoderSizes(patch=8, depth=6, width=192, decoder_depth=2, decoder_width=96)
 SCRATCH, LONGER, BLANKS = "from scratch", "from scratch, longer", "75 %, blanks"
 TUNED_LR, PROBE_LR = 2e-3, 2e-2
 
@@ -27,10 +35,10 @@ def dropping(blanks: bool) -> list[Technique]:
 
 
 def pretrained(
-    sizes: Sizes, data: str, rate: float, blanks: bool, steps: int, batch: int, lr: float, seed: int
+    sizes: AutoencoderSizes, data: str, rate: float, blanks: bool, steps: int, batch: int, lr: float, seed: int
 ) -> tuple[MaskedAutoencoder, float]:
     """A trained autoencoder, and the seconds in its steps."""
-    plain = masked(sizes, data, batch, rate, seed, Augmentation(crop=1))
+    plain = masked(sizes, data, batch, rate, seed, AugmentationSettings(crop=1))
     state = run_to_end(compose(plain, [*adamw(lr), *dropping(blanks)], steps), seed)
     assert isinstance(state.model, MaskedAutoencoder)
     return state.model, state.counters["seconds"]
@@ -54,17 +62,17 @@ def measure(
 ) -> dict[str, float]:
     """What classifiers come to that start from an autoencoder trained so, from first values where `rate` is 0; and the
     pace of such an autoencoder."""
-    sizes = Sizes(patch, depth, width, decoder_depth=2, decoder_width=width // 2)
+    sizes = AutoencoderSizes(patch, depth, width, decoder_depth=2, decoder_width=width // 2)
     found: dict[str, float] = {}
     if rate:
         start, found["seconds"] = pretrained(sizes, data, rate, blanks, steps, batch, 2e-3, seed)
-        larger = Paced(PACED, side, 8, rate, dropping(blanks))
-        found |= larger.flops() | larger.gains(Paced(PACED, side, 8, rate, []), paced)
+        larger = EncoderPace(PACED, side, 8, rate, dropping(blanks))
+        found |= larger.flops() | larger.gains(EncoderPace(PACED, side, 8, rate, []), paced)
     else:
-        ends = Labelled.of(data, labels[0], batch, seed).images.ends
+        ends = LabelledImages.of(data, labels[0], batch, seed).images.ends
         start = sizes.autoencoder(seed, ends.side, ends.channels)
     for count in labels:
-        few = Labelled.of(data, count, batch, seed, Augmentation(crop=1))
+        few = LabelledImages.of(data, count, batch, seed, AugmentationSettings(crop=1))
         for name, techniques in (("tuned", adamw(TUNED_LR)), ("probe", [*adamw(PROBE_LR), HeadOnly()])):
             state, objective = tuned(start, few, techniques, "patches", tuning, seed)
             found[f"{name}_{count}"] = few.accuracy(state, objective, tested)
@@ -115,7 +123,7 @@ def mae(
         return cells[label_of(rate)][f"{how}_{few}"] - cells[other][f"{how}_{few}"]
 
     accuracies = {
-        f"{name}_{count}": Quantity(f"test images told right, {words} {count} labelled ones, percent")
+        f"{name}_{count}": MeasuredQuantity(f"test images told right, {words} {count} labelled ones, percent")
         for count in labels
         for name, words in (("tuned", "all weights tuned on"), ("probe", "a head alone trained on"))
     }
@@ -126,11 +134,13 @@ def mae(
         cases=cases,
         quantities={
             **accuracies,
-            "seconds": Quantity("seconds in the steps of pre-training, one thread", of_machine=True),
-            "step_gain": Quantity("a step of the larger model: times as fast as with blanks", of_machine=True),
-            "step_flops": Quantity("its FLOPs"),
-            "encoder_gain": Quantity("the larger encoder's two passes: times as fast as with blanks", of_machine=True),
-            "encoder_flops": Quantity("their FLOPs"),
+            "seconds": MeasuredQuantity("seconds in the steps of pre-training, one thread", of_machine=True),
+            "step_gain": MeasuredQuantity("a step of the larger model: times as fast as with blanks", of_machine=True),
+            "step_flops": MeasuredQuantity("its FLOPs"),
+            "encoder_gain": MeasuredQuantity(
+                "the larger encoder's two passes: times as fast as with blanks", of_machine=True
+            ),
+            "encoder_flops": MeasuredQuantity("their FLOPs"),
         },
         seeds=seeds,
         expect=[
@@ -167,9 +177,9 @@ def mae(
             ),
         ],
         plots=[
-            Plot("tuned", f"Told right after tuning on {few} labels, percent", x="case", y=f"tuned_{few}"),
-            Plot("step", "A step: times as fast as with blanks, by FLOPs", x="step_flops", y="step_gain"),
-            Plot("encoder", "The encoder: times as fast, by FLOPs", x="encoder_flops", y="encoder_gain"),
+            StudyPlot("tuned", f"Told right after tuning on {few} labels, percent", x="case", y=f"tuned_{few}"),
+            StudyPlot("step", "A step: times as fast as with blanks, by FLOPs", x="step_flops", y="step_gain"),
+            StudyPlot("encoder", "The encoder: times as fast, by FLOPs", x="encoder_flops", y="encoder_gain"),
         ],
         minutes=30,
     )

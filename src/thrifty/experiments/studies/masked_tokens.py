@@ -20,20 +20,20 @@ from typing import Any
 
 from torch import nn
 
-from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import count
 from thrifty.core.technique import Technique
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, source_text
-from thrifty.experiments.tasks.token_type_probe import probed
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.experiments.tasks.token_type_probe import probe_accuracy
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import train
 
@@ -47,18 +47,18 @@ RATES = {BERT: 0.15, MORE: 0.5, SELF: 0.5, CROSS: 0.5}
 def encoder(depth: int, width: int, length: int, seed: int) -> nn.Module:
     """A BERT of bytes with its first values, heads of 16."""
     heads = max(1, width // 16)
-    model = assemble(Shape("bert", depth, width, heads, heads, 4 * width, BYTES, length, tied=True, norm_eps=1e-12))
+    model = assemble(
+        ModelConfig("bert", depth, width, heads, heads, 4 * width, BYTES, length, tied=True, norm_eps=1e-12)
+    )
     initialize(model, seed)
     return model
 
 
-def composed(
-    way: str, steps: int, lr: float, depth: int, width: int, length: int, batch: int, seed: int
-) -> Composition:
+def composed(way: str, steps: int, lr: float, depth: int, width: int, length: int, batch: int, seed: int) -> Run:
     """The run that pre-trains in one of the ways; a decoder is one block for six of the encoder."""
     source = PackedTokens(source_text()[0], length, batch, seed)
-    plain = Plain(partial(encoder, depth, width, length, seed), source, replace(HIDDEN, rate=RATES[way]))
-    chosen: list[Technique] = [AdamW(lr=lr), Linear(warmup=0.1), Clip()]
+    plain = BaseRun(partial(encoder, depth, width, length, seed), source, replace(HIDDEN, rate=RATES[way]))
+    chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(warmup=0.1), GradientClipping()]
     if way in DECODERS:
         chosen.append(DropMaskedTokens(max(1, depth // 6), DECODERS[way]))  # type: ignore[arg-type]
     return compose(plain, chosen, steps)
@@ -71,7 +71,7 @@ def flops(way: str, **sizes: Any) -> float:
     return count(run, run.techniques)[1].flops
 
 
-def trained(run: Composition, seed: int) -> tuple[nn.Module, float]:
+def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
     """The plain model at the end of a run, and seconds in its steps."""
     state = run.start()
     with closing(train(run, state, seed)) as records:
@@ -94,7 +94,7 @@ def measure(
         paid = max(1, round(steps * flops(BERT, **sizes) / flops(way, **sizes)))
         model, seconds = trained(composed(way, paid, **sizes), seed)
     return {
-        "told": probed(model, length, seed),
+        "told": probe_accuracy(model, length, seed),
         "tuned_loss": tuned_loss(model, tuning, length, batch, lr, seed),
         "paid": paid,
         "seconds": seconds,
@@ -105,9 +105,13 @@ def tuned_loss(model: nn.Module, steps: int, length: int, batch: int, lr: float,
     """Nats per hidden byte at BERT's rate on held-out text, after so many plain steps at that rate on text of other
     draws."""
     source = PackedTokens(source_text()[0], length, batch, seed + 1000)
-    run = compose(Plain(lambda: deepcopy(model), source, HIDDEN), [AdamW(lr=lr / 2), Linear(warmup=0.1), Clip()], steps)
+    run = compose(
+        BaseRun(lambda: deepcopy(model), source, HIDDEN),
+        [AdamW(lr=lr / 2), LinearDecay(warmup=0.1), GradientClipping()],
+        steps,
+    )
     tuned, _ = trained(run, seed)
-    held_out = HeldOut(source_text()[1], length).shaped(HIDDEN.examples)
+    held_out = HeldOutWindows(source_text()[1], length).shaped(HIDDEN.examples)
     return held_out_loss(tuned, HIDDEN, held_out.batches(512, 64), CPU)
 
 
@@ -149,10 +153,12 @@ def masked_tokens(
         measure=measure,
         cases={UNTRAINED: {"way": UNTRAINED, "steps": 0, **fixed}} | trained_ways,
         quantities={
-            "told": Quantity("letters whose kind, of four, a linear probe tells, percent"),
-            "tuned_loss": Quantity("held-out loss at 15 % after the same short training at 15 %, nats per hidden byte"),
-            "paid": Quantity("steps that the work paid for"),
-            "seconds": Quantity("seconds in these steps, one thread", of_machine=True),
+            "told": MeasuredQuantity("letters whose kind, of four, a linear probe tells, percent"),
+            "tuned_loss": MeasuredQuantity(
+                "held-out loss at 15 % after the same short training at 15 %, nats per hidden byte"
+            ),
+            "paid": MeasuredQuantity("steps that the work paid for"),
+            "seconds": MeasuredQuantity("seconds in these steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -184,8 +190,8 @@ def masked_tokens(
             ),
         ],
         plots=[
-            Plot("told", "Letters told right by a linear probe, percent", x="steps", y="told", by="way"),
-            Plot(
+            StudyPlot("told", "Letters told right by a linear probe, percent", x="steps", y="told", by="way"),
+            StudyPlot(
                 "tuned_loss", "Held-out loss at 15 % after tuning, nats per byte", x="steps", y="tuned_loss", by="way"
             ),
         ],

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, train_on_bytes
 from thrifty.techniques.sparsity.n_of_m import NOfM
 
@@ -82,11 +82,11 @@ def n_of_m(
         measure=measure,
         cases={label: {**fixed, **variant} for label, variant in variants.items()},
         quantities={
-            "held_out_loss": Quantity("held-out loss at the end, nats per byte"),
-            "loss": Quantity("training loss over the last tenth of the steps"),
-            "peak_flips": Quantity("the largest share of mask places that changed in a step"),
-            "late_flips": Quantity("that share on average over the last third of the steps that made masks"),
-            "seconds": Quantity("seconds in training steps, one thread, products emulated", of_machine=True),
+            "held_out_loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
+            "loss": MeasuredQuantity("training loss over the last tenth of the steps"),
+            "peak_flips": MeasuredQuantity("the largest share of mask places that changed in a step"),
+            "late_flips": MeasuredQuantity("that share on average over the last third of the steps that made masks"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread, products emulated", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -114,8 +114,8 @@ def n_of_m(
             ),
         ],
         plots=[
-            Plot("loss", "Held-out loss, nats per byte", y="held_out_loss"),
-            Plot("flips", "Late flip rate of the masks", y="late_flips"),
+            StudyPlot("loss", "Held-out loss, nats per byte", y="held_out_loss"),
+            StudyPlot("flips", "Late flip rate of the masks", y="late_flips"),
         ],
         minutes=4,
     )

@@ -15,12 +15,12 @@ from torch import nn
 from thrifty import techniques
 from thrifty.core.plain_values import build as build_value
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, source_text, train_on_bytes
 from thrifty.modeling.stream_norms import bypass_norms
 from thrifty.models.families import assemble
-from thrifty.models.init_laws import xavier_uniform
-from thrifty.models.model_config import Shape, Style
+from thrifty.models.init_laws import xavier_uniform_init
+from thrifty.models.model_config import ModelConfig, Style
 from thrifty.models.transformer import initialize
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
@@ -31,8 +31,8 @@ NORM_FREE = ("rezero", "skip_init", "t_fixup", "fixup")
 
 def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
     """A decoder of bytes with pre-norm ("gpt") or post-norm ("gpt1") blocks, or with no norm at all."""
-    model = assemble(Shape(style, depth, width, 4, 4, 4 * width, BYTES, length, tied=False))
-    model.law = xavier_uniform
+    model = assemble(ModelConfig(style, depth, width, 4, 4, 4 * width, BYTES, length, tied=False))
+    model.law = xavier_uniform_init
     initialize(model, seed)
     if not norms:
         bypass_norms(model)
@@ -119,10 +119,10 @@ def norm_free(
         measure=measure,
         cases=cases,
         quantities={
-            "early_loss": Quantity("training loss about a fifth into the run, nats per byte"),
-            "middle_loss": Quantity("the same about three fifths into the run"),
-            "loss": Quantity("the same at the end: the mean of the last twelfth of the steps"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "early_loss": MeasuredQuantity("training loss about a fifth into the run, nats per byte"),
+            "middle_loss": MeasuredQuantity("the same about three fifths into the run"),
+            "loss": MeasuredQuantity("the same at the end: the mean of the last twelfth of the steps"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         derive=lambda cells: {UNIGRAM: {"loss": unigram_entropy()}},
@@ -148,7 +148,7 @@ def norm_free(
                 lambda c: abs(_loss(c, "layer_scale") - _loss(c, "pre-norm")) < 0.1,
             ),
         ],
-        plots=[Plot("loss", "Training loss at the end, nats per byte", y="loss")],
+        plots=[StudyPlot("loss", "Training loss at the end, nats per byte", y="loss")],
         minutes=15,
     )
 

@@ -10,19 +10,19 @@ Note      the head is masked as well, which is what collapses first. Pixels are 
 
 from contextlib import closing
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.technique import Technique
-from thrifty.data.images.digits import Digits
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.data.images.digits import DigitEpochs
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.digits_task import accuracy, decayed_sgd, perceptron
-from thrifty.objectives.classification import Classify
+from thrifty.objectives.classification import Classification
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.grasp import Grasp
 from thrifty.techniques.sparsity.rigl import Rigl
-from thrifty.techniques.sparsity.set import Set
+from thrifty.techniques.sparsity.set import SparseEvolution
 from thrifty.techniques.sparsity.snip import Snip
-from thrifty.techniques.sparsity.static import Static
+from thrifty.techniques.sparsity.static import StaticMask
 from thrifty.training.loop import train
 
 DENSE = "dense"
@@ -37,12 +37,12 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
     """The technique that a method is; none for the dense network."""
     moves = {"density": density, "where": EVERY, "every": every, "seed": seed}
     choices: dict[str, Technique] = {
-        "static, uniform": Static(density=density, where=EVERY, distribution="uniform", seed=seed),
-        "static, ERK": Static(density=density, where=EVERY, seed=seed),
-        "magnitude, global": Static(density=density, where=EVERY, by="magnitude", distribution="global"),
+        "static, uniform": StaticMask(density=density, where=EVERY, distribution="uniform", seed=seed),
+        "static, ERK": StaticMask(density=density, where=EVERY, seed=seed),
+        "magnitude, global": StaticMask(density=density, where=EVERY, by="magnitude", distribution="global"),
         "SNIP": Snip(density=density, where=EVERY),
         "GraSP": Grasp(density=density, where=EVERY),
-        "SET": Set(**moves),
+        "SET": SparseEvolution(**moves),
         "RigL": Rigl(**moves),
     }
     return [] if method == DENSE else [choices[method]]
@@ -50,7 +50,9 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
 
 def measure(seed: int, method: str, density: float, width: int, steps: int, batch: int, every: int) -> dict[str, float]:
     """What one network came to."""
-    plain = Plain(lambda: perceptron(width, seed, method == "GraSP"), Digits("train", batch, seed), Classify())
+    plain = BaseRun(
+        lambda: perceptron(width, seed, method == "GraSP"), DigitEpochs("train", batch, seed), Classification()
+    )
     run = compose(plain, [*decayed_sgd(), *masking(method, density, every, seed)], steps)
     state = run.start()
     try:
@@ -105,9 +107,9 @@ def pruning_digits(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": Quantity("test images told right at the end, percent"),
-            "least_density": Quantity("density of the layer that keeps the least; 0 is a network cut through"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
+            "least_density": MeasuredQuantity("density of the layer that keeps the least; 0 is a network cut through"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -146,7 +148,7 @@ def pruning_digits(
             ),
         ],
         plots=[
-            Plot(
+            StudyPlot(
                 "accuracy", "Percent told right by the share of weights kept", x="density", y="accuracy", by="method",
                 log_x=True,
             ),

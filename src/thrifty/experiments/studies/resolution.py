@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.image_task import train_on_images
-from thrifty.techniques.curriculum.low_frequency import LowFrequency
-from thrifty.techniques.curriculum.resolution import Resolution
+from thrifty.techniques.curriculum.low_frequency import LowFrequencyCurriculum
+from thrifty.techniques.curriculum.resolution import ResolutionCurriculum
 
 Way = Literal["full", "resolution", "low_frequency"]
 PROGRESSIVE: tuple[Way, ...] = ("resolution", "low_frequency")
@@ -21,9 +21,9 @@ PROGRESSIVE: tuple[Way, ...] = ("resolution", "low_frequency")
 
 def techniques_of(way: Way, patch: int) -> list[Technique]:
     if way == "resolution":
-        return [Resolution(start=0.5, until=0.8, multiple=patch)]
+        return [ResolutionCurriculum(start=0.5, until=0.8, multiple=patch)]
     if way == "low_frequency":
-        return [LowFrequency(shares=(0.5, 0.75), until=(0.6, 0.8), multiple=patch)]
+        return [LowFrequencyCurriculum(shares=(0.5, 0.75), until=(0.6, 0.8), multiple=patch)]
     return []
 
 
@@ -75,10 +75,10 @@ def resolution(
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={
-            "accuracy": Quantity("share of held-out images, in full size, that are told right"),
-            "loss": Quantity("held-out loss, nats"),
-            "patches": Quantity("patches of an image in training, the mean over steps"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "accuracy": MeasuredQuantity("share of held-out images, in full size, that are told right"),
+            "loss": MeasuredQuantity("held-out loss, nats"),
+            "patches": MeasuredQuantity("patches of an image in training, the mean over steps"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -96,8 +96,10 @@ def resolution(
             )
         ],
         plots=[
-            Plot("accuracy", "Accuracy against seconds in training", x="seconds", y="accuracy", by="way", log_x=True),
-            Plot("by_steps", "Accuracy against steps", x="steps", y="accuracy", by="way", log_x=True),
+            StudyPlot(
+                "accuracy", "Accuracy against seconds in training", x="seconds", y="accuracy", by="way", log_x=True
+            ),
+            StudyPlot("by_steps", "Accuracy against steps", x="steps", y="accuracy", by="way", log_x=True),
         ],
         minutes=40,
     )

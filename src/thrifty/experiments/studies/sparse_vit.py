@@ -10,13 +10,13 @@ Note      SViTE's recipe: AdamW, ERK densities, half of the connections moved at
 
 from thrifty.composition.explain import count
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
-from thrifty.experiments.tasks.image_task import TrainedOnImages, train_on_images
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.image_task import TrainedImageModel, train_on_images
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.rigl import Rigl
-from thrifty.techniques.sparsity.set import Set
+from thrifty.techniques.sparsity.set import SparseEvolution
 from thrifty.techniques.sparsity.sparse_products import SparseProducts
-from thrifty.techniques.sparsity.static import Static
+from thrifty.techniques.sparsity.static import StaticMask
 
 DENSE, SKIPPING = "dense", "RigL, sparse products"
 METHODS = ("static", "SET", "RigL", SKIPPING)
@@ -29,14 +29,14 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
     if method == DENSE:
         return []
     if method == "static":
-        return [Static(density=density, seed=seed)]
+        return [StaticMask(density=density, seed=seed)]
     moving = {"density": density, "every": every, "alpha": 0.5, "until": 0.8, "seed": seed}
     if method == "SET":
-        return [Set(**moving)]
+        return [SparseEvolution(**moving)]
     return [Rigl(**moving), *([SparseProducts()] if method == SKIPPING else [])]
 
 
-def share_of_flops(trained: TrainedOnImages, moves: int, steps: int) -> float:
+def share_of_flops(trained: TrainedImageModel, moves: int, steps: int) -> float:
     """FLOPs of all steps, as a share of the dense run's; in `moves` of them weight gradients were dense."""
     inputs, (model, masks) = trained.run.source.at(0)["inputs"], (trained.state.model, masks_in(trained.state))
     assert model is not None
@@ -125,10 +125,10 @@ def sparse_vit(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": Quantity("held-out images told right at the end, percent"),
-            "loss": Quantity("held-out loss, nats"),
-            "flops": Quantity("FLOPs of all steps, percent of the dense run's"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "accuracy": MeasuredQuantity("held-out images told right at the end, percent"),
+            "loss": MeasuredQuantity("held-out loss, nats"),
+            "flops": MeasuredQuantity("FLOPs of all steps, percent of the dense run's"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -150,8 +150,8 @@ def sparse_vit(
             ),
         ],
         plots=[
-            Plot("accuracy", "Percent told right by density", x="density", y="accuracy", by="method", log_x=True),
-            Plot("ladder", "Seconds by percent of the FLOPs", x="flops", y="seconds", by="method"),
+            StudyPlot("accuracy", "Percent told right by density", x="density", y="accuracy", by="method", log_x=True),
+            StudyPlot("ladder", "Seconds by percent of the FLOPs", x="flops", y="seconds", by="method"),
         ],
         minutes=30,
     )

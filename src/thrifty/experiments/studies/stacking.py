@@ -11,8 +11,8 @@ from typing import Literal
 from thrifty.core.technique import Technique
 from thrifty.experiments.study import Cells, Expectation, Study, grid
 from thrifty.experiments.tasks.equal_flops_task import QUANTITIES, after, losses_by
-from thrifty.techniques.growth.stacking import Stacking
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.growth.stacking import ProgressiveStacking
+from thrifty.techniques.schedules.cosine import CosineDecay
 
 AT = (0.125, 0.3)
 """Shares of a run after which the depth doubles."""
@@ -20,9 +20,9 @@ AT = (0.125, 0.3)
 Way = Literal["full", "stacked", "zeroed", "mean"]
 WAYS: dict[Way, list[Technique]] = {
     "full": [],
-    "stacked": [Stacking(at=AT)],
-    "zeroed": [Stacking(at=AT, start="zeroed")],
-    "mean": [Stacking(at=AT, moments="mean")],
+    "stacked": [ProgressiveStacking(at=AT)],
+    "zeroed": [ProgressiveStacking(at=AT, start="zeroed")],
+    "mean": [ProgressiveStacking(at=AT, moments="mean")],
 }
 
 
@@ -40,7 +40,7 @@ def measure(
 ) -> dict[str, float]:
     """The held-out loss after the work of `full_steps` steps of the full model."""
     steps = full_steps if way == "full" else round(full_steps * depth / mean_depth(depth))
-    chosen = [Cosine(warmup=0.05), *WAYS[way]]
+    chosen = [CosineDecay(warmup=0.05), *WAYS[way]]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
 
 

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from scipy.optimize import nnls
 
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 
 ALL, BLURRED = "all", "hardest, blurred probe"
 WAYS = (ALL, "random", "easiest", "hardest", BLURRED)
@@ -90,8 +90,8 @@ def teacher_perceptron(
         measure=measure,
         cases=cases,
         quantities={
-            "error": Quantity("share of new examples that student and teacher tell differently"),
-            "examples": Quantity("examples that the student learned from"),
+            "error": MeasuredQuantity("share of new examples that student and teacher tell differently"),
+            "examples": MeasuredQuantity("examples that the student learned from"),
         },
         seeds=seeds,
         expect=[
@@ -119,7 +119,7 @@ def teacher_perceptron(
             ),
         ],
         plots=[
-            Plot(
+            StudyPlot(
                 "error", "Error of the student by examples per dimension", x="per_dimension", y="error", by="kept",
                 log_x=True, log_y=True,
             ),

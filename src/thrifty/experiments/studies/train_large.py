@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from thrifty.experiments.study import Cells, Expectation, Numbers, Plot, Quantity, Study
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_on_bytes
 from thrifty.modeling.parameter_kinds import is_matrix
 
@@ -102,13 +102,13 @@ def train_large(
         measure=measure,
         cases=cases,
         quantities={
-            "parameters": Quantity("all parameters"),
-            "steps": Quantity("steps of training"),
-            "loss": Quantity("held-out loss at the end, nats per byte"),
-            "halved_loss": Quantity("the same with half of the block weights set to zero, the smallest ones"),
-            "cut_loss": Quantity("the same with as many block weights left as the next narrower model has"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
-            "best_width": Quantity("width of least loss at this budget"),
+            "parameters": MeasuredQuantity("all parameters"),
+            "steps": MeasuredQuantity("steps of training"),
+            "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
+            "halved_loss": MeasuredQuantity("the same with half of the block weights set to zero, the smallest ones"),
+            "cut_loss": MeasuredQuantity("the same with as many block weights left as the next narrower model has"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
+            "best_width": MeasuredQuantity("width of least loss at this budget"),
         },
         seeds=seeds,
         derive=best_widths,
@@ -126,9 +126,11 @@ def train_large(
             ),
         ],
         plots=[
-            Plot("loss", "Held-out loss by compute", x="flops", y="loss", by="width", log_x=True),
-            Plot("seconds", "Held-out loss by seconds of training", x="seconds", y="loss", by="width", log_x=True),
-            Plot("halved", "Held-out loss with half the weights", x="width", y="halved_loss", by="flops", log_x=True),
+            StudyPlot("loss", "Held-out loss by compute", x="flops", y="loss", by="width", log_x=True),
+            StudyPlot("seconds", "Held-out loss by seconds of training", x="seconds", y="loss", by="width", log_x=True),
+            StudyPlot(
+                "halved", "Held-out loss with half the weights", x="width", y="halved_loss", by="flops", log_x=True
+            ),
         ],
         minutes=12,
     )

@@ -10,19 +10,19 @@ from typing import Literal
 
 import torch
 
-from thrifty.composition.compose import CPU, Plain, compose
-from thrifty.core.gradient_transform import Transform
+from thrifty.composition.compose import CPU, BaseRun, compose
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.technique import Technique
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.language_task import llama, source_text
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.averaging.ema import KeepAverage
-from thrifty.techniques.averaging.latest import KeepLatest
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.averaging.ema import EmaTransform
+from thrifty.techniques.averaging.latest import LatestWeightsTransform
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import train
 
@@ -32,7 +32,7 @@ Schedule = Literal["constant", "cosine"]
 def schedule_of(name: Schedule, warmup: int, steps: int) -> Technique:
     """For a run planned for `steps`, however early it is looked at."""
     if name == "cosine":
-        return Cosine(warmup=warmup, until=steps)
+        return CosineDecay(warmup=warmup, until=steps)
     return ConstantThenDecay(warmup=warmup, decay_from=steps, until=steps)
 
 
@@ -52,13 +52,16 @@ def measure(
 ) -> dict[str, float]:
     """Held-out losses after `at` steps: of the weights themselves, and of the two means that were kept beside them."""
     source = PackedTokens(source_text()[0], length, batch, seed)
-    plain = Plain(lambda: llama(depth, width, length, seed), source, NextToken())
-    techniques = [AdamW(lr=lr), Clip(), schedule_of(schedule, steps // 50, steps)]
+    plain = BaseRun(lambda: llama(depth, width, length, seed), source, NextToken())
+    techniques = [AdamW(lr=lr), GradientClipping(), schedule_of(schedule, steps // 50, steps)]
     run = compose(plain, techniques, at)
     state = run.start()
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
-    means: dict[str, Transform] = {"lawa": KeepLatest(copies, start=every, every=every), "ema": KeepAverage(decay)}
+    means: dict[str, GradientTransform] = {
+        "lawa": LatestWeightsTransform(copies, start=every, every=every),
+        "ema": EmaTransform(decay),
+    }
     slots = {name: mean.init(optimizer.names, optimizer.parameters) for name, mean in means.items()}
     for record in train(run, state, seed):
         for name, mean in means.items():
@@ -66,8 +69,8 @@ def measure(
             mean.follow(slots[name], optimizer.parameters, mean.numbers(before, before))
 
     def loss() -> float:
-        held_out = HeldOut(source_text()[1], length)
-        return held_out_loss(model, run.judged_by, held_out.batches(1024, 64), CPU)
+        held_out = HeldOutWindows(source_text()[1], length)
+        return held_out_loss(model, run.eval_objective, held_out.batches(1024, 64), CPU)
 
     numbers = {"loss": loss(), "seconds": state.counters["seconds"]}
     for name, mean in means.items():
@@ -119,12 +122,12 @@ def weight_averaging(
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={
-            "loss": Quantity("held-out loss of the weights after so many steps, nats per byte"),
-            "lawa_loss": Quantity(f"the same of the mean of the latest {copies} copies, {every} steps apart"),
-            "ema_loss": Quantity(f"the same of the exponential average with a decay of {decay:g}"),
-            "lawa_gain": Quantity("by how much the mean of the copies is lower, in the same run"),
-            "ema_gain": Quantity("by how much the exponential average is lower, in the same run"),
-            "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+            "loss": MeasuredQuantity("held-out loss of the weights after so many steps, nats per byte"),
+            "lawa_loss": MeasuredQuantity(f"the same of the mean of the latest {copies} copies, {every} steps apart"),
+            "ema_loss": MeasuredQuantity(f"the same of the exponential average with a decay of {decay:g}"),
+            "lawa_gain": MeasuredQuantity("by how much the mean of the copies is lower, in the same run"),
+            "ema_gain": MeasuredQuantity("by how much the exponential average is lower, in the same run"),
+            "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect=[
@@ -150,10 +153,10 @@ def weight_averaging(
             ),
         ],
         plots=[
-            Plot("lawa_gain", "Gain of the latest copies' mean, nats", x="at", y="lawa_gain", by="schedule"),
-            Plot("ema_gain", "Gain of the exponential average, nats", x="at", y="ema_gain", by="schedule"),
-            Plot("loss", "Held-out loss of the weights", x="at", y="loss", by="schedule"),
-            Plot("lawa_loss", "Held-out loss of the latest copies' mean", x="at", y="lawa_loss", by="schedule"),
+            StudyPlot("lawa_gain", "Gain of the latest copies' mean, nats", x="at", y="lawa_gain", by="schedule"),
+            StudyPlot("ema_gain", "Gain of the exponential average, nats", x="at", y="ema_gain", by="schedule"),
+            StudyPlot("loss", "Held-out loss of the weights", x="at", y="loss", by="schedule"),
+            StudyPlot("lawa_loss", "Held-out loss of the latest copies' mean", x="at", y="lawa_loss", by="schedule"),
         ],
         minutes=12,
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.data.images.digits import digits
-from thrifty.experiments.study import Cells, Expectation, Plot, Quantity, Study, grid
+from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 
 Inputs = Literal["digits", "sphere"]
 CONTROL = "conflicting labels"
@@ -101,11 +101,11 @@ def width_lazy(
         measure=measure,
         cases=cases,
         quantities={
-            "steps": Quantity("steps to half a mean squared error of 0.025"),
-            "loss": Quantity("half the mean squared error at the end"),
-            "movement": Quantity("norm of the weights' change over the norm of their start"),
-            "largest_movement": Quantity("largest change of one unit's weights, as a norm"),
-            "flips": Quantity("share of (input, unit) pairs whose activation changed its side"),
+            "steps": MeasuredQuantity("steps to half a mean squared error of 0.025"),
+            "loss": MeasuredQuantity("half the mean squared error at the end"),
+            "movement": MeasuredQuantity("norm of the weights' change over the norm of their start"),
+            "largest_movement": MeasuredQuantity("largest change of one unit's weights, as a norm"),
+            "flips": MeasuredQuantity("share of (input, unit) pairs whose activation changed its side"),
         },
         seeds=seeds,
         expect=[
@@ -118,7 +118,7 @@ def width_lazy(
             Expectation("conflicting labels are never fitted", lambda c: math.isinf(c[CONTROL]["steps"])),
         ],
         plots=[
-            Plot(
+            StudyPlot(
                 "movement",
                 "Relative movement of the weights",
                 x="width",
@@ -127,8 +127,8 @@ def width_lazy(
                 log_x=True,
                 log_y=True,
             ),
-            Plot("steps", "Steps until the labels are fitted", x="width", y="steps", by="conflicts", log_x=True),
-            Plot("flips", "Share of activations that changed", x="width", y="flips", by="conflicts", log_x=True),
+            StudyPlot("steps", "Steps until the labels are fitted", x="width", y="steps", by="conflicts", log_x=True),
+            StudyPlot("flips", "Share of activations that changed", x="width", y="flips", by="conflicts", log_x=True),
         ],
         minutes=5,
     )

@@ -11,27 +11,27 @@ import numpy as np
 import torch
 from torch import nn
 
-from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import count
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import Augmentation, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.images.image_data import ImageData, TrainingImages, open_images
-from thrifty.data.train_split import Part
-from thrifty.kernels.keyed_permutation import permuted
+from thrifty.data.train_split import DataSplit
+from thrifty.kernels.keyed_permutation import permute
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
 from thrifty.models.vision_transformer import Pool
-from thrifty.objectives.classification import Classify
-from thrifty.objectives.masked_reconstruction import Reconstruct
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.objectives.classification import Classification
+from thrifty.objectives.masked_reconstruction import MaskedReconstruction
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.evaluation import evaluate
 from thrifty.training.loop import train
 
@@ -40,7 +40,7 @@ LABELLED_KEY = 0x4C41424C
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AutoencoderSizes:
     """Of the encoder, whose heads are 32 wide, and of the decoder."""
 
     patch: int
@@ -51,7 +51,7 @@ class Sizes:
 
     def autoencoder(self, seed: int, side: int, channels: int) -> MaskedAutoencoder:
         heads, decoder_heads = (max(width // HEAD_WIDTH, 1) for width in (self.width, self.decoder_width))
-        shape = Shape(
+        shape = ModelConfig(
             "mae", self.depth, self.width, heads, heads, 4 * self.width, 0, 0, tied=False, norm_eps=1e-6,
             image=side, patch=self.patch, channels=channels, decoder_depth=self.decoder_depth,
             decoder_width=self.decoder_width, decoder_heads=decoder_heads, decoder_hidden=4 * self.decoder_width,
@@ -64,10 +64,10 @@ class Sizes:
 
 def adamw(lr: float) -> list[Technique]:
     """As MAE has it, with a rate that falls to zero."""
-    return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), Cosine(warmup=0.05), Clip()]
+    return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping()]
 
 
-def run_to_end(run: Composition, seed: int) -> TrainState:
+def run_to_end(run: Run, seed: int) -> TrainState:
     state = run.start()
     with closing(train(run, state, seed)) as records:
         for _ in records:
@@ -75,27 +75,31 @@ def run_to_end(run: Composition, seed: int) -> TrainState:
     return state
 
 
-def masked(sizes: Sizes, data: str, batch: int, rate: float, seed: int, augment: Augmentation | None = None) -> Plain:
+def masked(
+    sizes: AutoencoderSizes, data: str, batch: int, rate: float, seed: int, augment: AugmentationSettings | None = None
+) -> BaseRun:
     """A plain run that learns to give back what is removed of the images of a set."""
     images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid, labelled=False)
     ends = images.ends
-    objective = Reconstruct(rate=rate, patch=sizes.patch)
-    return Plain(lambda: sizes.autoencoder(seed, ends.side, ends.channels), images.train, objective)
+    objective = MaskedReconstruction(rate=rate, patch=sizes.patch)
+    return BaseRun(lambda: sizes.autoencoder(seed, ends.side, ends.channels), images.train, objective)
 
 
 @dataclass(frozen=True)
-class Labelled:
+class LabelledImages:
     """Some images of a set with their labels, and all those to be tested on."""
 
     images: ImageData
     train: TrainingImages
 
     @classmethod
-    def of(cls, data: str, labels: int, batch: int, seed: int, augment: Augmentation | None = None) -> "Labelled":
+    def of(
+        cls, data: str, labels: int, batch: int, seed: int, augment: AugmentationSettings | None = None
+    ) -> "LabelledImages":
         """As many labelled images as given, other ones for each seed."""
         images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid)
-        whole = images.parts[Part.TRAIN]
-        chosen = permuted(np.arange(labels), len(whole), LABELLED_KEY + seed)
+        whole = images.parts[DataSplit.TRAIN]
+        chosen = permute(np.arange(labels), len(whole), LABELLED_KEY + seed)
         few = replace(whole, pixels=np.asarray(whole.pixels[chosen]), labels=whole.labels[chosen])
         return cls(images, TrainingImages(few, min(batch, labels), seed, augment))
 
@@ -106,33 +110,38 @@ class Labelled:
 
 
 def tuned(
-    start: MaskedAutoencoder, labelled: Labelled, techniques: Sequence[Technique], pool: Pool, steps: int, seed: int
-) -> tuple[TrainState, Classify]:
+    start: MaskedAutoencoder,
+    labelled: LabelledImages,
+    techniques: Sequence[Technique],
+    pool: Pool,
+    steps: int,
+    seed: int,
+) -> tuple[TrainState, Classification]:
     """A classifier that starts from an autoencoder's encoder, after so many steps on labelled images."""
-    labels, objective = len(labelled.images.ends.labels), Classify(label_smoothing=0.1)
+    labels, objective = len(labelled.images.ends.labels), Classification(label_smoothing=0.1)
 
     def build() -> nn.Module:
         vit = encoder_alone(deepcopy(start), labels, pool)
         initialize(vit, seed, within="head.")
         return vit
 
-    return run_to_end(compose(Plain(build, labelled.train, objective), techniques, steps), seed), objective
+    return run_to_end(compose(BaseRun(build, labelled.train, objective), techniques, steps), seed), objective
 
 
 def _unsaid(text: str) -> None:
     pass
 
 
-class Paced:
+class EncoderPace:
     """A step of an autoencoder, and the forward and backward pass of its encoder alone, again and again on the same
     random images of three channels; the encoder goes through visible patches alone where a technique sees to that."""
 
-    def __init__(self, sizes: Sizes, side: int, images: int, rate: float, techniques: Sequence[Technique]):
+    def __init__(self, sizes: AutoencoderSizes, side: int, images: int, rate: float, techniques: Sequence[Technique]):
         inputs = torch.randn(images, 3, side, side, generator=torch.Generator().manual_seed(0))
         plain = Batch({"inputs": inputs, "key": torch.arange(images)}, torch.full((images,), 1 / images))
-        objective = Reconstruct(rate=rate, patch=sizes.patch)
+        objective = MaskedReconstruction(rate=rate, patch=sizes.patch)
         self.batch = objective.examples(plain)
-        build = Plain(lambda: sizes.autoencoder(0, side, 3), Repeated(self.batch), objective)
+        build = BaseRun(lambda: sizes.autoencoder(0, side, 3), RepeatedBatch(self.batch), objective)
         self.run = compose(build, [AdamW(), *techniques], 1)
         self.state = self.run.start()
         self.visible = self.batch["visible"] if techniques else None
@@ -153,7 +162,7 @@ class Paced:
             self.encoder()
         return {"step_flops": count(self.run, self.run.techniques)[1].flops, "encoder_flops": trace.flops}
 
-    def gains(self, other: "Paced", rounds: int) -> dict[str, float]:
+    def gains(self, other: "EncoderPace", rounds: int) -> dict[str, float]:
         """How many times as fast as another step and encoder: the medians over rounds, after a first that does not
         count, in each of which both take their turn."""
         found = {}
@@ -164,7 +173,7 @@ class Paced:
         return found
 
 
-class Repeated(BatchSource):
+class RepeatedBatch(BatchSource):
     """The same batch at every step."""
 
     def __init__(self, only: Batch):

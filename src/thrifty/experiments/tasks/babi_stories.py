@@ -44,7 +44,7 @@ WORDS = ("", *sorted({*PEOPLE, *PLACES, *THINGS, *NUMBERS, "yes", "no", *" ".joi
 """The vocabulary; number 0 is no word."""
 
 
-class World:
+class StoryWorld:
     """What is so at a moment of a story, and what was said of it."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class World:
 
 
 @dataclass(frozen=True)
-class Story:
+class BabiStory:
     sentences: tuple[str, ...]
     question: str
     answer: str
@@ -138,19 +138,19 @@ class Story:
         return int.from_bytes(digest) % HELD_OUT == 0
 
 
-def story(seed: int, number: int) -> Story:
+def story(seed: int, number: int) -> BabiStory:
     """Of each kind of question as many; of 20 sentences on average and 50 at most."""
     random, kind = Random(f"{seed}/{number}"), KINDS[number % len(KINDS)]
     while True:
-        world = World()
+        world = StoryWorld()
         length = min(SHORTEST + int(random.expovariate(1 / USUAL)), SENTENCES)
         sentences = tuple(world.next_sentence(random) for _ in range(length))
         if asked := world.asked(random, kind):
-            return Story(sentences, *asked, kind)
+            return BabiStory(sentences, *asked, kind)
 
 
 @dataclass(frozen=True)
-class Stories:
+class StoryExamples:
     """Stories as numbers of words: the sentences of each in front of its question."""
 
     inputs: np.ndarray
@@ -170,7 +170,7 @@ class Stories:
         }
 
 
-def told(count: int, held_out: bool, seed: int = 0) -> Stories:
+def make_stories(count: int, held_out: bool, seed: int = 0) -> StoryExamples:
     """The first `count` stories of a seed that are, or are not, held out."""
     inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
     labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
@@ -181,13 +181,13 @@ def told(count: int, held_out: bool, seed: int = 0) -> Stories:
         if each.is_held_out != held_out:
             continue
         for row, sentence in (*enumerate(each.sentences), (SENTENCES, each.question)):
-            numbers = [numbered()[word] for word in sentence.split()]
+            numbers = [word_numbers()[word] for word in sentence.split()]
             inputs[found, row, : len(numbers)] = numbers
-        labels[found], kinds[found] = numbered()[each.answer], KINDS.index(each.kind)
+        labels[found], kinds[found] = word_numbers()[each.answer], KINDS.index(each.kind)
         found += 1
-    return Stories(inputs, labels, kinds)
+    return StoryExamples(inputs, labels, kinds)
 
 
 @cache
-def numbered() -> dict[str, int]:
+def word_numbers() -> dict[str, int]:
     return {word: number for number, word in enumerate(WORDS)}

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective
@@ -22,17 +22,17 @@ from thrifty.core.recipe import DataSettings
 from thrifty.core.technique import Technique
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.image_data import open_images
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.experiments.tasks.language_task import llama, source_text
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classification import Classify
+from thrifty.objectives.classification import Classification
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.data_selection.gradient_norm_sampling import variance_reduction
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.loop import train
 
 TIMES = 3
@@ -44,7 +44,7 @@ NEAR, SEARCHES = 0.05, 6
 
 
 @dataclass(frozen=True)
-class Task:
+class SelectionTask:
     """A model to train, on what, and by what it is judged."""
 
     objective: Objective
@@ -60,29 +60,33 @@ class Task:
             return llama(self.depth, self.width, self.length, seed)
         heads, side, labels = max(1, self.width // 16), 8, 10
         model = assemble(
-            Shape("vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side,
+            ModelConfig("vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side,
                   patch=2, channels=1)
         )  # fmt: skip
         initialize(model, seed)
         return model
 
 
-def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> Task:
+def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
     """Digits, or so many windows of the source code of the running standard library as bytes."""
     if data == "digits":
         found = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
-        return Task(Classify(), found.train, found.train.inventory().count, found.held_out, depth, width, 0)
+        return SelectionTask(
+            Classification(), found.train, found.train.inventory().count, found.held_out, depth, width, 0
+        )
     text, held_out = source_text()
     source = PackedTokens(text[: windows * length + 1], length, batch, seed)
-    return Task(NextToken(), source, source.inventory().count, HeldOut(held_out, length), depth, width, length)
+    return SelectionTask(
+        NextToken(), source, source.inventory().count, HeldOutWindows(held_out, length), depth, width, length
+    )
 
 
 def in_steps(
-    task: Task, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
+    task: SelectionTask, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
 ) -> Iterator[tuple[int, nn.Module, dict[str, float]]]:
     """A model before its training and after each step of it, with how many those were and what was noted."""
-    plain = Plain(partial(task.build, seed), source, task.objective)
-    run = compose(plain, [AdamW(lr=lr), Cosine(warmup=0.05), Clip(), *techniques], steps)
+    plain = BaseRun(partial(task.build, seed), source, task.objective)
+    run = compose(plain, [AdamW(lr=lr), CosineDecay(warmup=0.05), GradientClipping(), *techniques], steps)
     state = run.start()
     assert state.model is not None
     yield 0, state.model, {}
@@ -92,7 +96,7 @@ def in_steps(
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedRun:
     """A model at the end of its run; work in plain steps."""
 
     model: nn.Module
@@ -103,16 +107,16 @@ class Done:
 
 
 def finished(
-    task: Task, source: BatchSource, techniques: Sequence[Technique] = (), *, steps: int, lr: float, seed: int
-) -> Done:
+    task: SelectionTask, source: BatchSource, techniques: Sequence[Technique] = (), *, steps: int, lr: float, seed: int
+) -> FinishedRun:
     with closing(in_steps(task, source, techniques, steps, lr, seed)) as states:
         (_, model, _), *made = states
     opened = [noted.get("sampled", 0.0) for _, _, noted in made]
     taus = [noted.get("tau", 0.0) for _, _, noted in made[-max(1, steps // 4) :]]
-    return Done(model, steps, steps + sum(opened) * TIMES / 3, fmean(opened), fmean(taus))
+    return FinishedRun(model, steps, steps + sum(opened) * TIMES / 3, fmean(opened), fmean(taus))
 
 
-def at_full_work(run: Callable[[int], Done], full: int) -> Done:
+def at_full_work(run: Callable[[int], FinishedRun], full: int) -> FinishedRun:
     """The run of so many steps that its work is nearest to that of `full` plain ones."""
     least = full * 3 // (3 + TIMES)
     tried = [run(full)]
@@ -135,7 +139,7 @@ def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) 
     return torch.cat([objective.scores(objective.predict(model, batch), batch) for batch in made])
 
 
-def gains(model: nn.Module, task: Task) -> dict[str, float]:
+def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
     """By what sampling in proportion to scores divides the second moment of the gradient: as tau squared says, and in
     truth, both of the first of the examples that it was trained on."""
     batch = task.objective.examples(task.source.rows(0, 0, min(ALONE, task.source.batch)))

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import Plain, compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.technique import Technique
-from thrifty.data.epoch_sampler import Epochs, Examples
+from thrifty.data.epoch_sampler import EpochSource, IndexedExamples
 from thrifty.data.images.digits import DigitImages
-from thrifty.objectives.classification import Classify
+from thrifty.objectives.classification import Classification
 from thrifty.techniques.optimizers.sgd import Sgd
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.loop import train
 
 PIXELS, CLASSES = 64, 10
@@ -29,7 +29,7 @@ def pixel_statistics() -> tuple[float, float]:
     return float(images.mean()), float(images.std())
 
 
-class Standardize(nn.Module):
+class PixelStandardizer(nn.Module):
     """Pixels as the training images have them, with their mean and standard deviation taken out."""
 
     def forward(self, images: Tensor) -> Tensor:
@@ -49,12 +49,12 @@ def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
         nn.init.zeros_(layer.bias)
     between = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
-    return nn.Sequential(Standardize(), nn.Flatten(), *between, layers[-1])
+    return nn.Sequential(PixelStandardizer(), nn.Flatten(), *between, layers[-1])
 
 
 def decayed_sgd() -> tuple[Technique, ...]:
     """What these networks are trained with: momentum, and a rate that falls by a cosine to the end of the run."""
-    return (Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), Cosine(warmup=0))
+    return (Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), CosineDecay(warmup=0))
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def accuracy(model: nn.Module) -> float:
     return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
 
 
-class GivenImages:
+class FixedImages:
     """Images (n, 8, 8) with labels (n,) of somebody's choice, each to be had by itself."""
 
     def __init__(self, images: Tensor, labels: Tensor):
@@ -78,20 +78,20 @@ class GivenImages:
         return {"inputs": self.images[rows], "labels": self.labels[rows]}
 
 
-def with_wrong_labels(share: float, seed: int) -> tuple[GivenImages, Tensor]:
+def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
     """The training images, a share of them under another label than their own, and which those are (n,)."""
     digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(digits), dtype=torch.bool)
     wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True
     moved = torch.randint(1, CLASSES, (len(digits),), generator=generator)
-    return GivenImages(digits.images, torch.where(wrong, (digits.labels + moved) % CLASSES, digits.labels)), wrong
+    return FixedImages(digits.images, torch.where(wrong, (digits.labels + moved) % CLASSES, digits.labels)), wrong
 
 
 def in_training(
-    build: Callable[[], nn.Module], contents: Examples, *, steps: int, batch: int, seed: int
+    build: Callable[[], nn.Module], contents: IndexedExamples, *, steps: int, batch: int, seed: int
 ) -> Iterator[tuple[int, nn.Module]]:
     """A classifier before its training and after each step of it, with how many those were; always the same module."""
-    plain = Plain(build, Epochs(contents, min(batch, len(contents)), seed), Classify())
+    plain = BaseRun(build, EpochSource(contents, min(batch, len(contents)), seed), Classification())
     run = compose(plain, decayed_sgd(), steps)
     state = run.start()
     assert state.model is not None

@@ -4,19 +4,19 @@ is shown."""
 from collections.abc import Sequence
 
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Plot, Quantity
+from thrifty.experiments.study import MeasuredQuantity, StudyPlot
 from thrifty.experiments.tasks.language_task import llama, train_on_bytes
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 
 EXAMPLES = 1024
 """Held-out examples that a model is judged by."""
 
 QUANTITIES = {
-    "loss": Quantity("held-out loss, nats per byte"),
-    "gain": Quantity("by how many nats the loss is below that without it, of the same seed"),
-    "steps": Quantity("steps that the work paid for"),
-    "seconds": Quantity("seconds in training steps, one thread", of_machine=True),
+    "loss": MeasuredQuantity("held-out loss, nats per byte"),
+    "gain": MeasuredQuantity("by how many nats the loss is below that without it, of the same seed"),
+    "steps": MeasuredQuantity("steps that the work paid for"),
+    "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
 }
 
 
@@ -35,7 +35,7 @@ def after(
     them."""
     trained = train_on_bytes(
         lambda: llama(depth, width, length, seed),
-        [AdamW(lr=lr), Clip(), *techniques],
+        [AdamW(lr=lr), GradientClipping(), *techniques],
         steps=steps,
         seed=seed,
         length=length,
@@ -44,6 +44,6 @@ def after(
     return {"loss": trained.held_out_loss(EXAMPLES), "steps": steps, "seconds": trained.seconds}
 
 
-def losses_by(way: str) -> Plot:
+def losses_by(way: str) -> StudyPlot:
     """The losses at each budget, `full_steps`, a line for each value of `way`."""
-    return Plot("loss", "Held-out loss at equal work, nats per byte", x="full_steps", y="loss", by=way, log_x=True)
+    return StudyPlot("loss", "Held-out loss at equal work, nats per byte", x="full_steps", y="loss", by=way, log_x=True)

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from thrifty.composition.compose import CPU, Composition, Plain, compose
+from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.core.recipe import DataSettings
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.data.images.image_data import ImageData, open_images
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.objectives.classification import Classify
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.objectives.classification import Classification
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.cosine import Cosine
+from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.evaluation import evaluate
 from thrifty.training.loop import train
 
@@ -25,10 +25,10 @@ HEAD_WIDTH = 32
 
 
 @dataclass(frozen=True)
-class TrainedOnImages:
+class TrainedImageModel:
     """A model at the end of its run."""
 
-    run: Composition
+    run: Run
     state: TrainState
     images: ImageData
 
@@ -40,7 +40,7 @@ class TrainedOnImages:
     def judged(self, tested: int) -> dict[str, float]:
         """Share told right ("accuracy") and "loss", nats, of so many held-out images in full size."""
         assert self.state.model is not None
-        return evaluate(self.state.model, Classify(), self.images.held_out.batches(tested, 250), CPU)
+        return evaluate(self.state.model, Classification(), self.images.held_out.batches(tested, 250), CPU)
 
 
 def train_on_images(
@@ -54,12 +54,12 @@ def train_on_images(
     patch: int,
     batch: int,
     lr: float,
-) -> TrainedOnImages:
+) -> TrainedImageModel:
     """A ViT with heads of 32 on a known set of images or a folder of them, as DeiT has it: AdamW, a cosine after a
     short warm-up, label smoothing; and the techniques."""
     images = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
     ends, heads = images.ends, width // HEAD_WIDTH or 1
-    shape = Shape(
+    shape = ModelConfig(
         "vit", depth, width, heads, heads, 4 * width, len(ends.labels), 0, tied=False,
         image=ends.side, patch=patch, channels=ends.channels,
     )  # fmt: skip
@@ -69,11 +69,11 @@ def train_on_images(
         initialize(model, seed)
         return model
 
-    plain = Plain(build, images.train, Classify(label_smoothing=0.1))
-    chosen = [AdamW(lr=lr, weight_decay=0.05), Cosine(warmup=0.05), Clip(), *techniques]
+    plain = BaseRun(build, images.train, Classification(label_smoothing=0.1))
+    chosen = [AdamW(lr=lr, weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping(), *techniques]
     run = compose(plain, chosen, steps)
     state = run.start()
     with closing(train(run, state, seed)) as records:
         for _ in records:
             pass
-    return TrainedOnImages(run, state, images)
+    return TrainedImageModel(run, state, images)

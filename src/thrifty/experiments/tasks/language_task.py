@@ -11,20 +11,20 @@ from statistics import fmean
 import numpy as np
 from torch import nn
 
-from thrifty.composition.compose import CPU, Plain, compose
-from thrifty.core.errors import Infeasible, IntegrityError, ThriftyError
+from thrifty.composition.compose import CPU, BaseRun, compose
+from thrifty.core.errors import InfeasibleError, IntegrityError, ThriftyError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
 from thrifty.core.technique import Technique
 from thrifty.data.text.python_sources import python_files
-from thrifty.data.text.token_windows import HeldOut, PackedTokens
-from thrifty.models.model_presets import Shape, assemble
+from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
+from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN
-from thrifty.techniques.gradients.clip import Clip
+from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.techniques.schedules.linear import Linear
+from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import train
 
@@ -48,7 +48,7 @@ def source_text() -> tuple[np.ndarray, np.ndarray]:
 def llama(depth: int, width: int, length: int, seed: int, head_width: int = 16) -> nn.Module:
     """A Llama-style model of bytes with its first values; the inner width is 8/3 of the width, a multiple of 8."""
     heads, hidden = max(1, width // head_width), 8 * math.ceil(width / 3)
-    model = assemble(Shape("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True))
+    model = assemble(ModelConfig("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True))
     initialize(model, seed)
     return model
 
@@ -62,18 +62,20 @@ def steps_for(flops: float, parameters: int, tokens_per_step: int) -> int:
     """How many steps a compute budget pays for, a step costing 6 · parameters · tokens. Raises Infeasible for none."""
     steps = round(flops / (FLOP_PER_PARAMETER_AND_TOKEN * parameters * tokens_per_step))
     if steps < 1:
-        raise Infeasible(f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="a larger budget")
+        raise InfeasibleError(
+            f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="a larger budget"
+        )
     return steps
 
 
 def decayed_adamw(width: int) -> tuple[Technique, ...]:
     """What these models are trained with: a rate that was the best of three at widths 16 to 96 when divided by the
     width, warmed up for a tenth of the run and decayed to its end."""
-    return (AdamW(lr=0.24 / width), Linear(warmup=0.1), Clip())
+    return (AdamW(lr=0.24 / width), LinearDecay(warmup=0.1), GradientClipping())
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedLanguageModel:
     """A model at the end of its run. Losses in nats per byte, infinite once the run had diverged."""
 
     model: nn.Module
@@ -92,16 +94,16 @@ class Trained:
         return fmean(self.losses[-last:])
 
     def held_out_loss(self, examples: int = 512) -> float:
-        held_out = HeldOut(source_text()[1], self.length)
+        held_out = HeldOutWindows(source_text()[1], self.length)
         loss = held_out_loss(self.model, self.objective, held_out.batches(examples, 64), CPU)
         return loss if math.isfinite(loss) else math.inf
 
 
 def train_on_bytes(
     build: Callable[[], nn.Module], techniques: Sequence[Technique], *, steps: int, seed: int, length: int, batch: int
-) -> Trained:
+) -> TrainedLanguageModel:
     """Train through the library's own loop; a run that diverges ends early, its remaining losses infinite."""
-    plain = Plain(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
+    plain = BaseRun(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
     run = compose(plain, techniques, steps)
     state = run.start()
     losses: list[float] = []
@@ -117,9 +119,9 @@ def train_on_bytes(
         pass
     losses += [math.inf] * (steps - len(losses))
     assert state.model is not None
-    return Trained(
+    return TrainedLanguageModel(
         model=state.model,
-        objective=run.judged_by,
+        objective=run.eval_objective,
         losses=losses,
         tokens=int(state.counters["tokens"]),
         seconds=state.counters["seconds"],

@@ -23,7 +23,7 @@ FILES, PLACES = 40, (800, 400)
 """Files to learn from and as many to be tested on; letters of each kind in these."""
 
 
-def kinds(path: Path) -> tuple[np.ndarray, np.ndarray]:
+def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """The bytes of a source file, and for each the number of its kind in `KINDS`, -1 for none. Empty for a file that is
     not plain ASCII, or no Python of today."""
     text = path.read_bytes()
@@ -49,7 +49,7 @@ def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
     """Bytes (n, length) and the kind (n,) of the letter in their middle: to learn from, and of other files to be tested
     on; as many of each kind."""
     ordered = sorted(python_files(TEXT_BYTES), key=lambda path: seed_of(path.name))
-    files = [found for path in ordered[: 2 * FILES] if len((found := kinds(path))[0])]
+    files = [found for path in ordered[: 2 * FILES] if len((found := token_types(path))[0])]
     random, half, parts = np.random.default_rng(seed), length // 2, []
     for own, wanted in zip((files[::2], files[1::2]), PLACES, strict=True):
         text, kind = (np.concatenate(each) for each in zip(*own, strict=True))
@@ -64,10 +64,10 @@ def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 
 
 @torch.no_grad()
-def probed(model: nn.Module, length: int, seed: int) -> float:
+def probe_accuracy(model: nn.Module, length: int, seed: int) -> float:
     """Percent of the letters to be tested on whose kind a ridge regression tells."""
     (learned, theirs), (tested, wanted) = places(length, seed)
-    states, asked = in_the_middle(model, learned), in_the_middle(model, tested)
+    states, asked = middle_states(model, learned), middle_states(model, tested)
     mean, deviation = states.mean(0), states.std(0) + 1e-6
     states, asked = ((each - mean) / deviation for each in (states, asked))
     targets = nn.functional.one_hot(theirs).double() - 1 / len(KINDS)
@@ -76,7 +76,7 @@ def probed(model: nn.Module, length: int, seed: int) -> float:
     return 100 * float((scores.argmax(1) == wanted).double().mean())
 
 
-def in_the_middle(model: nn.Module, tokens: Tensor) -> Tensor:
+def middle_states(model: nn.Module, tokens: Tensor) -> Tensor:
     """What the last block gives (n, d) at the middle of each text, in double precision."""
     seen: list[Tensor] = []
     middle = tokens.shape[1] // 2

@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, scattered_grid
-from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 
 def window_mask(tokens: int, window: int, first: int = 0, causal: bool = False) -> Tensor:
     """A token sees `window` tokens up to itself, as many from itself on unless `causal`, and the `first` ones, which
     see all (Beltagy et al. 2020, Longformer, arXiv 2004.05150)."""
     place = torch.arange(tokens)
-    return Sight(causal, window, first).visible(place[:, None], place[None, :])
+    return VisibilityRule(causal, window, first).visible(place[:, None], place[None, :])
 
 
 def pairs_of(grid: BlockGrid, queries: int, keys: int) -> Tensor:

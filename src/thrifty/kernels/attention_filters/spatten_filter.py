@@ -25,7 +25,7 @@ LOW_BITS = 4
 
 
 @dataclass(frozen=True)
-class Standing:
+class CascadeState:
     """What mattered in the blocks so far and what is left, in the view of each query."""
 
     tokens: Tensor
@@ -101,14 +101,14 @@ def share_of(count: Tensor, share: float) -> Tensor:
     return (count * share).round().long().clamp(min=1)
 
 
-def untouched(visible: Tensor, heads: int) -> Standing:
+def initial_state(visible: Tensor, heads: int) -> CascadeState:
     """Before the first block: of visible pairs (b, 1 or h, t, s) all keys and all heads are left."""
     seen = visible.any(1)
     nothing = torch.zeros(*seen.shape[:2], heads, device=seen.device)
-    return Standing(torch.zeros_like(seen, dtype=torch.float32), seen, nothing, torch.ones_like(nothing).bool())
+    return CascadeState(torch.zeros_like(seen, dtype=torch.float32), seen, nothing, torch.ones_like(nothing).bool())
 
 
-def pruned(standing: Standing, visible: Tensor, keep: KeptShares) -> Standing:
+def prune_tokens(standing: CascadeState, visible: Tensor, keep: KeptShares) -> CascadeState:
     """Without the keys and heads that mattered least so far; a query always keeps its own token, and the latest."""
     seen = visible.any(1)
     count = share_of(seen.sum(-1, keepdim=True), keep.tokens)
@@ -116,21 +116,21 @@ def pruned(standing: Standing, visible: Tensor, keep: KeptShares) -> Standing:
     back = place[:, None] - place
     alive = cascade(standing.tokens, standing.alive & seen, count, (back >= 0) & (back < share_of(count, keep.latest)))
     working = cascade(standing.heads, standing.working, max(round(keep.heads * standing.heads.shape[-1]), 1))
-    return Standing(standing.tokens, alive, standing.heads, working)
+    return CascadeState(standing.tokens, alive, standing.heads, working)
 
 
-def credited(standing: Standing, weights: Tensor, outputs: Tensor) -> Standing:
+def add_importance(standing: CascadeState, weights: Tensor, outputs: Tensor) -> CascadeState:
     """With what keys were given (b, h, t, s) and heads put out (b, h, t, k) in one more block. To a query's view counts
     what was computed for the tokens that are alive in it."""
     alive = standing.alive.float()
     tokens = standing.tokens + alive @ weights.float().sum(1)
     heads = standing.heads + alive @ outputs.float().abs().sum(-1).mT
-    return Standing(tokens, standing.alive, heads, standing.working)
+    return CascadeState(tokens, standing.alive, heads, standing.working)
 
 
 def cascade_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, before: Standing | None, keep: KeptShares, bits: int = 0
-) -> tuple[Tensor, Standing]:
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, before: CascadeState | None, keep: KeptShares, bits: int = 0
+) -> tuple[Tensor, CascadeState]:
     """Attention of q (b, h, t, k) over those of k and v (b, g, t, k) that are left, of visible pairs (b, 1 or h, t, t);
     and what is known after it. A head that is gone puts out zeros. Weights whose values are not fetched are lost, as in
     the paper: the others do not make up for them. With `bits` the weights are those of queries and keys of so many
@@ -139,7 +139,7 @@ def cascade_attention(
         k, v = heads_of_keys(k, q.shape[1]), heads_of_keys(v, q.shape[1])
         with torch.no_grad():
             visible = visible.expand(len(q), -1, -1, -1)
-            now = pruned(before or untouched(visible, q.shape[1]), visible, keep)
+            now = prune_tokens(before or initial_state(visible, q.shape[1]), visible, keep)
             seen = visible & now.alive[:, None]
         weights = seen_softmax(exact_scores(q, k), seen)
         with torch.no_grad():
@@ -149,7 +149,7 @@ def cascade_attention(
         weights = weights + (rounded - weights).detach()
         output = (weights * fetched).to(v.dtype) @ v
         with torch.no_grad():
-            return output, credited(now, weights * computed, output)
+            return output, add_importance(now, weights * computed, output)
 
 
 def high_bits(x: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:

@@ -22,17 +22,17 @@ GLOBAL = 50
 """A key that more queries than this keep is a global token, of the 197 of the paper's images."""
 
 
-def code_heads(heads: int) -> int:
+def encode_heads(heads: int) -> int:
     """Heads of the code: half, rounded up."""
     return math.ceil(heads / 2)
 
 
-def through_code(x: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
+def autoencode_heads(x: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
     """x (b, h, t, k) through a code of fewer heads and back: encode (c, h), decode (h, c)."""
     return torch.einsum("hc,cg,bgtk->bhtk", decode, encode, x)
 
 
-def code_loss(x: Tensor, restored: Tensor) -> Tensor:
+def autoencoder_loss(x: Tensor, restored: Tensor) -> Tensor:
     """The distance of both (b, h, t, k), one number per example (b,)."""
     return (x - restored).float().square().sum((1, 2, 3)).add(1e-12).sqrt()
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
-from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, Csr
-from thrifty.kernels.sparse.sparsity_pattern import Turned
+from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, CsrMatrix
+from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern
 
 BATCH_BYTES = 2**26
 """Of the products of blocks that torch makes at once."""
@@ -23,10 +23,10 @@ SDDMM_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class BlockSparseMatrix:
     """A `Pattern` of whole blocks; values (blocks, b, b)."""
 
-    grid: Csr
+    grid: CsrMatrix
     """Their places in the matrix of blocks (m / b, k / b)."""
     block: int
     at: tuple[Tensor, Tensor]
@@ -35,11 +35,11 @@ class Blocks:
     form = "blocks"
 
     @classmethod
-    def of(cls, mask: Tensor, block: int = LANES) -> "Blocks":
+    def of(cls, mask: Tensor, block: int = LANES) -> "BlockSparseMatrix":
         """Every block of a mask (m, k) in which some place is true. Raises UsageError where blocks do not fit."""
         kept = kept_blocks(mask, block)
         rows, columns = kept.nonzero(as_tuple=True)
-        return cls(Csr.of(kept), block, (rows, columns))
+        return cls(CsrMatrix.of(kept), block, (rows, columns))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -51,8 +51,8 @@ class Blocks:
         return self.grid.density
 
     @property
-    def T(self) -> Turned:
-        return Turned(self)
+    def T(self) -> TransposedPattern:
+        return TransposedPattern(self)
 
     def _in_blocks(self, matrix: Tensor) -> Tensor:
         rows, columns = self.grid.shape
@@ -90,13 +90,13 @@ def kept_blocks(mask: Tensor, block: int) -> Tensor:
     return mask.view(rows // block, block, columns // block, block).any(3).any(1)
 
 
-def spmm_reference(x: Tensor, values: Tensor, pattern: Blocks, bias: Tensor | None = None) -> Tensor:
-    """`Blocks.spmm` by a dense product."""
+def spmm_reference(x: Tensor, values: Tensor, pattern: BlockSparseMatrix, bias: Tensor | None = None) -> Tensor:
+    """`BlockSparseMatrix.spmm` by a dense product."""
     return F.linear(x, pattern.place(values), bias)
 
 
-def sddmm_reference(left: Tensor, right: Tensor, pattern: Blocks) -> Tensor:
-    """`Blocks.sddmm` by a dense product."""
+def sddmm_reference(left: Tensor, right: Tensor, pattern: BlockSparseMatrix) -> Tensor:
+    """`BlockSparseMatrix.sddmm` by a dense product."""
     return pattern.pick(left.T @ right)
 
 

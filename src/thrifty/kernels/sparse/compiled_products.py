@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from thrifty.kernels.cpp_extension import Library
+from thrifty.kernels.cpp_extension import NativeLibrary
 from thrifty.kernels.sparse import sparse_products_cpp, spgemm_cpp
 
-PRODUCTS = Library(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-contract=fast")
+PRODUCTS = NativeLibrary(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-contract=fast")
 
 
 def native(*tensors: Tensor | None) -> bool:

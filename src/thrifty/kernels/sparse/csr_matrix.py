@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
-from thrifty.kernels.sparse.sparsity_pattern import Turned
+from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern
 
 LANES = 16
 """Tokens of a vector."""
@@ -22,7 +22,7 @@ SDDMM_TOKENS = 8 * LANES
 
 
 @dataclass(frozen=True, eq=False)
-class Csr:
+class CsrMatrix:
     """A `Pattern` of single weights, 24 bytes for each."""
 
     shape: tuple[int, int]
@@ -41,7 +41,7 @@ class Csr:
     form = "csr"
 
     @classmethod
-    def of(cls, mask: Tensor) -> "Csr":
+    def of(cls, mask: Tensor) -> "CsrMatrix":
         """The places where a mask (m, k) is true."""
         rows, columns = mask.nonzero(as_tuple=True)
         order = columns.argsort(stable=True)
@@ -60,8 +60,8 @@ class Csr:
         return len(self.columns) / max(self.shape[0] * self.shape[1], 1)
 
     @property
-    def T(self) -> Turned:
-        return Turned(self)
+    def T(self) -> TransposedPattern:
+        return TransposedPattern(self)
 
     def pick(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(-1).index_select(0, self.places)
@@ -90,13 +90,13 @@ def _starts(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
 
 
-def spmm_reference(x: Tensor, values: Tensor, pattern: Csr, bias: Tensor | None = None) -> Tensor:
-    """`Csr.spmm` by a dense product."""
+def spmm_reference(x: Tensor, values: Tensor, pattern: CsrMatrix, bias: Tensor | None = None) -> Tensor:
+    """`CsrMatrix.spmm` by a dense product."""
     return F.linear(x, pattern.place(values), bias)
 
 
-def sddmm_reference(left: Tensor, right: Tensor, pattern: Csr) -> Tensor:
-    """`Csr.sddmm` by a dense product."""
+def sddmm_reference(left: Tensor, right: Tensor, pattern: CsrMatrix) -> Tensor:
+    """`CsrMatrix.sddmm` by a dense product."""
     return pattern.pick(left.T @ right)
 
 

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.kernels.sparse import compiled_products
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks
-from thrifty.kernels.sparse.csr_matrix import LANES, Csr
-from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
+from thrifty.kernels.sparse.csr_matrix import LANES, CsrMatrix
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 
 Form = Literal["csr", "blocks"]
 DENSITIES = (0.02, 0.2)
@@ -41,7 +41,7 @@ with vectors of 512 bits showed."""
 
 
 @dataclass(frozen=True)
-class Line:
+class DensityTimeFit:
     """Seconds of a layer's products, forward and both backward; of sparse ones `fixed + rate · density`."""
 
     dense: float
@@ -59,7 +59,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Case:
+class BreakevenCase:
     """A linear layer's products, of which there is one line on a machine."""
 
     form: Form
@@ -70,12 +70,12 @@ class Case:
     """Of dense products; sparse ones compute in float32 and convert."""
     device: str = "cpu"
 
-    def counted(self) -> Line:
+    def counted(self) -> DensityTimeFit:
         """From shapes alone, the same on every machine: a pass over inputs and results, and the kept numbers."""
         passes = LANES * (1 / self.inputs + 1 / self.outputs) / 4
-        return Line(1.0, min(passes, 0.2), COUNTED[self.form])
+        return DensityTimeFit(1.0, min(passes, 0.2), COUNTED[self.form])
 
-    def measured(self) -> Line:
+    def measured(self) -> DensityTimeFit:
         """On this machine: as kept by it, else timed now and kept."""
         return _kept(self, torch.get_num_threads())
 
@@ -85,13 +85,13 @@ def forms_of(outputs: int, inputs: int) -> tuple[Form, ...]:
     return ("csr", "blocks") if outputs % LANES == 0 and inputs % LANES == 0 else ("csr",)
 
 
-def best_form(lines: dict[Form, Line], densities: dict[Form, float]) -> tuple[Form, float]:
+def best_form(lines: dict[Form, DensityTimeFit], densities: dict[Form, float]) -> tuple[Form, float]:
     """The form whose products take the least time, and the ratio of that to the time of dense ones."""
     return min(((form, lines[form].ratio(density)) for form, density in densities.items()), key=lambda pair: pair[1])
 
 
 @cache
-def _kept(case: Case, threads: int) -> Line:
+def _kept(case: BreakevenCase, threads: int) -> DensityTimeFit:
     path = _path(case, threads)
     try:
         return _read(path)
@@ -100,15 +100,15 @@ def _kept(case: Case, threads: int) -> Line:
     return _keep(path, case, line)
 
 
-def _read(path: Path) -> Line:
+def _read(path: Path) -> DensityTimeFit:
     kept = json.loads(path.read_text(encoding="utf-8"))
-    line = Line(**{name: float(kept[name]) for name in ("dense", "fixed", "rate")})
+    line = DensityTimeFit(**{name: float(kept[name]) for name in ("dense", "fixed", "rate")})
     if not (line.dense > 0 and math.isfinite(line.dense + line.fixed + line.rate)):
         raise ValueError(path)
     return line
 
 
-def _path(case: Case, threads: int) -> Path:
+def _path(case: BreakevenCase, threads: int) -> Path:
     here = {**asdict(case), "threads": threads, **fingerprint(case.device)}
     name = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:24]
     return cache_folder() / "sparse-products" / f"{name}.json"
@@ -124,7 +124,7 @@ def fingerprint(device: str) -> dict[str, str | bool]:
     return {"device_name": name, "torch": torch.__version__, "compiled": compiled_products.PRODUCTS.is_there()}
 
 
-def _keep(path: Path, case: Case, line: Line) -> Line:
+def _keep(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeFit:
     """Several ranks of one machine measure at once: the first to be done decides for all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def _keep(path: Path, case: Case, line: Line) -> Line:
     return line
 
 
-def measure(case: Case, seconds: float = 0.5) -> Line:
+def measure(case: BreakevenCase, seconds: float = 0.5) -> DensityTimeFit:
     """Time the products on random numbers, in turn, for at least so long; the best of at least three rounds counts."""
     dtype = getattr(torch, case.dtype)
     most = max(int(FLOPS / (6 * case.outputs * case.inputs)), 4 * LANES)
@@ -162,14 +162,14 @@ def measure(case: Case, seconds: float = 0.5) -> Line:
     sparser, denser = (pattern.density for pattern in patterns)
     span = denser - sparser
     rate = max(high - low, 0.0) / span if span else high / max(denser, 1e-30)
-    return Line(dense, max(low - rate * sparser, 0.0), rate)
+    return DensityTimeFit(dense, max(low - rate * sparser, 0.0), rate)
 
 
-def _random_pattern(case: Case, density: float, generator: torch.Generator) -> Pattern:
+def _random_pattern(case: BreakevenCase, density: float, generator: torch.Generator) -> SparsityPattern:
     block = LANES if case.form == "blocks" else 1
     grid = torch.rand(case.outputs // block, case.inputs // block, generator=generator, device=case.device) < density
     mask = grid.repeat_interleave(block, 0).repeat_interleave(block, 1)
-    return Blocks.of(mask) if case.form == "blocks" else Csr.of(mask)
+    return BlockSparseMatrix.of(mask) if case.form == "blocks" else CsrMatrix.of(mask)
 
 
 def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
@@ -178,7 +178,7 @@ def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
     upstream.T @ x
 
 
-def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: Pattern) -> None:
+def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> None:
     """As `products.sparse_linear` computes them."""
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thrifty.kernels.sparse.sparsity_pattern import Pattern, Turned
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern, TransposedPattern
 
 
 class _Spmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, pattern: Pattern | Turned) -> Tensor:
+    def forward(ctx: Any, x: Tensor, values: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.pattern = pattern
         return pattern.spmm(x, values)
@@ -29,7 +29,7 @@ class _Spmm(torch.autograd.Function):
 
 class _Sddmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, pattern: Pattern | Turned) -> Tensor:
+    def forward(ctx: Any, left: Tensor, right: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.pattern = pattern
         return pattern.sddmm(left, right)
@@ -41,12 +41,12 @@ class _Sddmm(torch.autograd.Function):
         return of_left, spmm(left, pattern.turn(upstream), pattern.T) if ctx.needs_input_grad[1] else None, None
 
 
-def spmm(x: Tensor, values: Tensor, pattern: Pattern | Turned) -> Tensor:
+def spmm(x: Tensor, values: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
     """x (n, k) times the transpose of the sparse matrix (m, k) with these values: (n, m)."""
     return _Spmm.apply(x, values, pattern)
 
 
-def sddmm(left: Tensor, right: Tensor, pattern: Pattern | Turned) -> Tensor:
+def sddmm(left: Tensor, right: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
     """The values of leftᵀ right, for left (n, m) and right (n, k), at the kept places alone."""
     return _Sddmm.apply(left, right, pattern)
 
@@ -54,7 +54,7 @@ def sddmm(left: Tensor, right: Tensor, pattern: Pattern | Turned) -> Tensor:
 class _SparseLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pattern: Pattern, dense_gradient: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pattern: SparsityPattern, dense_gradient: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.pattern, ctx.dense_gradient = pattern, dense_gradient
@@ -75,7 +75,7 @@ class _SparseLinear(torch.autograd.Function):
 
 
 def sparse_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pattern: Pattern, dense_gradient: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, pattern: SparsityPattern, dense_gradient: bool = False
 ) -> Tensor:
     """`F.linear` for x (..., k) and a weight (m, k) that is zero wherever the pattern keeps nothing.
 

@@ -6,7 +6,7 @@ from typing import Protocol, Union
 from torch import Tensor
 
 
-class Pattern(Protocol):
+class SparsityPattern(Protocol):
     """The kept places of a matrix S (m, k), whose values are given apart: by rows, or, turned, by columns."""
 
     form: str
@@ -16,7 +16,7 @@ class Pattern(Protocol):
     @property
     def density(self) -> float: ...
     @property
-    def T(self) -> Union["Pattern", "Turned"]: ...
+    def T(self) -> Union["SparsityPattern", "TransposedPattern"]: ...
 
     def pick(self, matrix: Tensor) -> Tensor:
         """The values of a dense matrix (m, k) at the kept places."""
@@ -46,10 +46,10 @@ class Pattern(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Turned:
+class TransposedPattern:
     """The transpose of a pattern, from the same tensors."""
 
-    whole: Pattern
+    whole: SparsityPattern
 
     @property
     def form(self) -> str:
@@ -65,7 +65,7 @@ class Turned:
         return self.whole.density
 
     @property
-    def T(self) -> Pattern:
+    def T(self) -> SparsityPattern:
         return self.whole
 
     def pick(self, matrix: Tensor) -> Tensor:

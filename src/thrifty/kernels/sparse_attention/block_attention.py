@@ -15,10 +15,10 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.kernels.autocast_inputs import as_autocast
+from thrifty.kernels.autocast_inputs import cast_for_autocast
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid
-from thrifty.kernels.sparse_attention.block_layout import by_blocks, by_tokens, chunks, laid_out
-from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.sparse_attention.block_layout import chunks, from_blocks, lay_out_blocks, to_blocks
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 
 def block_attention(
@@ -38,7 +38,7 @@ def block_attention(
     UsageError for a grid of another size.
     """
     check_grid(grid, q, k)
-    q, k, v = as_autocast(q, k, v)
+    q, k, v = cast_for_autocast(q, k, v)
     sight = grid.sight
     return torch.ops.thrifty.block_attention(
         q, k, v, grid.codes, mask, segments, grid.block, grid.count,
@@ -63,7 +63,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """The output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1), 0 where nothing is kept."""
     with torch.autocast(q.device.type, enabled=False):
-        work = laid_out(q, k, v, codes, mask, segments, block, Sight(causal, window, first), scale)
+        work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
         output = torch.zeros_like(work.q)
         lse = work.q.new_zeros(work.q.shape[:2], dtype=_accurate(q))
         for chunk in chunks(work):
@@ -75,7 +75,7 @@ def _attention(
             found = torch.bmm(probability.to(v.dtype), values).to(total.dtype)
             output[chunk.rows] = found.div_(total.clamp(min=torch.finfo(total.dtype).tiny)).to(v.dtype)
             lse[chunk.rows] = torch.where(total > 0, largest + total.log(), 0.0).squeeze(-1)
-        return by_tokens(output, work), by_tokens(lse[..., None], work)
+        return from_blocks(output, work), from_blocks(lse[..., None], work)
 
 
 @_attention.register_fake
@@ -104,8 +104,8 @@ def _attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        work = laid_out(q, k, v, codes, mask, segments, block, Sight(causal, window, first), scale)
-        of_out, out, sums = (by_blocks(x, work) for x in (of_output, output, lse))
+        work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
+        of_out, out, sums = (to_blocks(x, work) for x in (of_output, output, lse))
         shared = (of_out.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
         of_q, of_k, of_v = torch.zeros_like(work.q), _sums(work.k), _sums(work.v)
         for chunk in chunks(work):
@@ -123,7 +123,7 @@ def _attention_backward(
             _add(of_k, chunk.keys, torch.bmm(of_scores.transpose(1, 2), queries).view(n, block, -1))
         keys, values = (x.to(like.dtype).view(*like.shape[:2], -1, x.shape[-1]) for x, like in ((of_k, k), (of_v, v)))
         s = k.shape[2]
-        return by_tokens(of_q, work), keys[:, :, :s].contiguous(), values[:, :, :s].contiguous()
+        return from_blocks(of_q, work), keys[:, :, :s].contiguous(), values[:, :, :s].contiguous()
 
 
 @_attention_backward.register_fake

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.kernels.sparse_attention.visibility import Sight
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 NONE, WHOLE, PART = 0, 1, 2
 """Codes: left out, kept with all pairs, kept with those pairs that the sight shows."""
 
 
-EVERYTHING = Sight()
+EVERYTHING = VisibilityRule()
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class BlockGrid:
     """Tokens of a block's side."""
     count: int
     """Blocks that one head keeps for one example, at most; only what is counted as work depends on it."""
-    sight: Sight = EVERYTHING
+    sight: VisibilityRule = EVERYTHING
 
 
 def blocks_of(tokens: int, block: int) -> int:
     return -(-tokens // block)
 
 
-def coded(kept: Tensor, sight: Sight, block: int) -> Tensor:
+def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
     """Codes of blocks (…, T, S) that are to be kept, if anything of them is visible."""
     rows, columns = _places(kept)
     some, wholly = sight.visible_blocks(rows, columns, block)
     return torch.where(kept & some, torch.where(wholly, WHOLE, PART), NONE).to(torch.int8)
 
 
-def window_grid(tokens: int, sight: Sight, block: int, device: torch.device | None = None) -> BlockGrid:
+def window_grid(tokens: int, sight: VisibilityRule, block: int, device: torch.device | None = None) -> BlockGrid:
     """Every block of which the sight shows some pair: exactly the pairs of the sight are attended to."""
     side = blocks_of(tokens, block)
-    codes = coded(torch.ones(1, 1, side, side, dtype=torch.bool, device=device), sight, block)
+    codes = encode_blocks(torch.ones(1, 1, side, side, dtype=torch.bool, device=device), sight, block)
     return BlockGrid(codes, block, _window_count(side, sight, block), sight)
 
 
@@ -71,9 +71,9 @@ def scattered_grid(
         best = ticket.topk(min(drawn, side), dim=-1)
         chosen = torch.zeros_like(kept).scatter(-1, best.indices, best.values >= 0)
         kept = kept | chosen
-    sight = Sight(causal)
+    sight = VisibilityRule(causal)
     return BlockGrid(
-        coded(kept[None, None], sight, block), block, _scattered_count(side, near, first, drawn, causal), sight
+        encode_blocks(kept[None, None], sight, block), block, _scattered_count(side, near, first, drawn, causal), sight
     )
 
 
@@ -107,7 +107,7 @@ def _mixed(numbers: Tensor, seed: int) -> Tensor:
     return mixed ^ (mixed >> 15)
 
 
-def _window_count(side: int, sight: Sight, block: int) -> int:
+def _window_count(side: int, sight: VisibilityRule, block: int) -> int:
     """Blocks of which a window shows some pair, without looking at any value."""
     if not sight.window:
         return side * (side + 1) // 2 if sight.causal else side * side

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE
-from thrifty.kernels.sparse_attention.visibility import Sight, same_text
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_text
 
 SCORES = {"cpu": 2**16}
 """Scores of rows that are worked on at once, at least those of one row. As float32 they stay in a core's cache. Twice
@@ -17,7 +17,7 @@ SCORES_ELSEWHERE = 2**24
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockedInputs:
     """Inputs laid out in blocks: N = b · G rows of T blocks of queries, G being the heads that have a grid each."""
 
     q: Tensor
@@ -33,7 +33,7 @@ class Work:
     """(N · T, S) codes."""
     mask: Tensor | None
     segments: Tensor | None
-    sight: Sight
+    sight: VisibilityRule
     block: int
     shape: tuple[int, int, int, int, int]
     """b, G, r, t and s."""
@@ -46,18 +46,18 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     rows: Tensor
     """(c,): which rows of blocks."""
     columns: Tensor
     """(c, n): their blocks of keys, as they lie along a sequence."""
     keys: Tensor
-    """(c · n,): the same as places in `Work.k`."""
+    """(c · n,): the same as places in `BlockedInputs.k`."""
     scores: Tensor
     """(c, r · B, n · B), -inf where nothing is seen."""
 
 
-def laid_out(
+def lay_out_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -65,9 +65,9 @@ def laid_out(
     mask: Tensor | None,
     segments: Tensor | None,
     block: int,
-    sight: Sight,
+    sight: VisibilityRule,
     scale: float,
-) -> Work:
+) -> BlockedInputs:
     """What `block_attention` is given, in blocks; without padding and shared heads no tensor is copied."""
     (b, h, t, width), (g, s) = q.shape, k.shape[1:3]
     per_head = codes.shape[1] == h or (mask is not None and mask.shape[1] > 1)
@@ -81,7 +81,7 @@ def laid_out(
     counts = kept.sum(-1).expand(b, heads, rows).flatten()
     most = int(counts.max()) if counts.numel() else 0
     order = order[..., :most].expand(b, heads, rows, most).reshape(b * heads * rows, most)
-    return Work(
+    return BlockedInputs(
         queries.reshape(b * heads * rows, -1, width), keys, values, order, counts,
         codes.expand(b, heads, rows, columns).reshape(b * heads * rows, columns), mask, segments, sight, block,
         (b, heads, h // heads, t, s), scale,
@@ -94,7 +94,7 @@ def in_blocks(x: Tensor, blocks: int, block: int) -> Tensor:
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (blocks, block))
 
 
-def chunks(work: Work) -> Iterator[Chunk]:
+def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
     """The scores of all rows, those that keep most first, as many at once as are worth it."""
     b, heads, r, _, _ = work.shape
     rows, columns = work.sides
@@ -117,10 +117,10 @@ def chunks(work: Work) -> Iterator[Chunk]:
         del held
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(work.scale)
         _hide(work, scores, chosen, own)
-        yield Chunk(chosen, own, keys, scores)
+        yield RowChunk(chosen, own, keys, scores)
 
 
-def _hide(work: Work, scores: Tensor, rows: Tensor, columns: Tensor) -> None:
+def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) -> None:
     """Put -inf where nothing is to be seen."""
     _, _, r, t, s = work.shape
     block = work.block
@@ -155,14 +155,14 @@ def _hide(work: Work, scores: Tensor, rows: Tensor, columns: Tensor) -> None:
         scores.view(c, r, block, n * block).masked_fill_(~seen[:, None], float("-inf"))
 
 
-def by_tokens(x: Tensor, work: Work) -> Tensor:
+def from_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
     """(N · T, r · B, k) as (b, h, t, k), contiguous."""
     b, heads, r, t, _ = work.shape
     x = x.view(b, heads, work.sides[0], r, work.block, x.shape[-1]).transpose(2, 3)
     return x.reshape(b, heads * r, -1, x.shape[-1])[:, :, :t].contiguous()
 
 
-def by_blocks(x: Tensor, work: Work) -> Tensor:
+def to_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
     """(b, h, t, k) as (N · T, r · B, k)."""
     _, heads, r, _, _ = work.shape
     blocks = in_blocks(x, work.sides[0], work.block).unflatten(1, (heads, r)).transpose(2, 3)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.kernels.autocast_inputs import as_autocast
-from thrifty.kernels.sparse.csr_matrix import Csr
+from thrifty.kernels.autocast_inputs import cast_for_autocast
+from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
@@ -22,10 +22,10 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
     for each query, no number twice; -1 stands for none. Raises UsageError for a key that is not there."""
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(f"kept keys are {keys.dtype} of {tuple(keys.shape)}", fix="give int64 (b or 1, h or 1, t, m)")
-    return torch.ops.thrifty.row_attention(*as_autocast(q, k, v), keys, _scale(q, scale))[0]
+    return torch.ops.thrifty.row_attention(*cast_for_autocast(q, k, v), keys, _scale(q, scale))[0]
 
 
-def csr_of_rows(keys: Tensor, count: int) -> Csr:
+def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
     """The pattern (t, count) that keeps, of each row, the columns `keys` (t, m) int64; -1 stands for none."""
     rows = keys.shape[0]
     sorted_keys = keys.sort(-1).values
@@ -38,7 +38,7 @@ def csr_of_rows(keys: Tensor, count: int) -> Csr:
         raise UsageError(
             f"key {len(per_column) - 1} is to be kept of {count}", fix=f"number keys from 0 to {count - 1}"
         )
-    return Csr(
+    return CsrMatrix(
         (rows, count),
         F.pad(kept.sum(-1).cumsum(0), (1, 0)),
         columns.int(),
@@ -56,7 +56,7 @@ def _scale(q: Tensor, scale: float | None) -> float:
 def _heads(q: Tensor, k: Tensor, keep: Tensor):
     """Of each example and head: its numbers, those of its keys' head, and its pattern."""
     b, h, shared = q.shape[0], q.shape[1], q.shape[1] // k.shape[1]
-    patterns: dict[tuple[int, int], Csr] = {}
+    patterns: dict[tuple[int, int], CsrMatrix] = {}
     for i in range(b):
         for j in range(h):
             at = (i % keep.shape[0], j % keep.shape[1])
@@ -66,12 +66,12 @@ def _heads(q: Tensor, k: Tensor, keep: Tensor):
             yield (i, j), (i, j // shared), patterns[at]
 
 
-def _row_of(pattern: Csr) -> Tensor:
+def _row_of(pattern: CsrMatrix) -> Tensor:
     rows = torch.arange(pattern.shape[0], device=pattern.starts.device)
     return rows.repeat_interleave(pattern.starts.diff())
 
 
-def _scores(q: Tensor, k: Tensor, pattern: Csr, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, pattern: CsrMatrix, scale: float) -> Tensor:
     """(nnz,) in float32 at least."""
     return pattern.sddmm(q.T, k.T).mul_(scale)
 

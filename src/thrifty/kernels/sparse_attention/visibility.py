@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibilityRule:
     """The rule by which pairs of places are visible; one token sees all others unless something is said."""
 
     causal: bool = False

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from thrifty.core.errors import Infeasible, UsageError
-from thrifty.memory.recompute_schedule import ChainCost, Do, Operation
+from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.memory.recompute_schedule import ChainCost, RecomputeAction, ScheduledOperation
 
 _ALL = 0
 
 
 @dataclass(frozen=True)
-class Progress:
+class ScheduleProgress:
     """Where a schedule stands, and its cost so far."""
 
     due: int
@@ -31,26 +31,26 @@ class Progress:
     peak: int = 0
 
 
-def advance(chain: ChainCost, progress: Progress, operation: Operation) -> Progress:
+def advance(chain: ChainCost, progress: ScheduleProgress, operation: ScheduledOperation) -> ScheduleProgress:
     """One operation further; raises UsageError for one that is not possible now."""
     do, index = operation
     if not (0 <= index <= progress.due):
         raise UsageError(f"{do.value} of stage {index}, when the backward pass of stage {progress.due} is due")
-    return _back(chain, progress, index) if do is Do.BACKWARD else _forth(chain, progress, do, index)
+    return _back(chain, progress, index) if do is RecomputeAction.BACKWARD else _forth(chain, progress, do, index)
 
 
-def _forth(chain: ChainCost, progress: Progress, do: Do, index: int) -> Progress:
+def _forth(chain: ChainCost, progress: ScheduleProgress, do: RecomputeAction, index: int) -> ScheduleProgress:
     stage, sizes = chain.stages[index], chain.sizes
     if not (index in progress.inputs or index - 1 in progress.saved or index == progress.at):
         raise UsageError(f"{do.value} of stage {index}, whose input is not there")
     if index in progress.saved:
         raise UsageError(f"{do.value} of stage {index}, of which everything is kept already")
-    if do is Do.PASS:
+    if do is RecomputeAction.PASS:
         inputs, saved = progress.inputs, progress.saved
         passing_by = index not in inputs and index - 1 not in saved
         needed = sizes[index] * passing_by + sizes[index + 1] + stage.passing
         time, at = stage.forward, index + 1
-    elif do is Do.KEEP_INPUT:
+    elif do is RecomputeAction.KEEP_INPUT:
         inputs, saved = progress.inputs | {index}, progress.saved
         needed, time, at = sizes[index + 1] + stage.passing, stage.forward, index + 1
     else:
@@ -61,17 +61,17 @@ def _forth(chain: ChainCost, progress: Progress, do: Do, index: int) -> Progress
     return replace(after, peak=max(progress.peak, _held(chain, after) + needed))
 
 
-def _back(chain: ChainCost, progress: Progress, index: int) -> Progress:
+def _back(chain: ChainCost, progress: ScheduleProgress, index: int) -> ScheduleProgress:
     stage, sizes = chain.stages[index], chain.sizes
     if index != progress.due or index not in progress.saved:
         raise UsageError(f"backward pass of stage {index}, when that of {progress.due} is due, or nothing saved for it")
     needed = sizes[index] + stage.returning + (sizes[-1] if index == len(chain) - 1 else 0)
     peak = max(progress.peak, _held(chain, progress) + needed)
     inputs, saved = progress.inputs - {index}, progress.saved - {index}
-    return Progress(index - 1, inputs, saved, None, progress.time + stage.backward, peak)
+    return ScheduleProgress(index - 1, inputs, saved, None, progress.time + stage.backward, peak)
 
 
-def _held(chain: ChainCost, progress: Progress) -> int:
+def _held(chain: ChainCost, progress: ScheduleProgress) -> int:
     """Bytes kept, and the gradient of what comes after the stage that is due, once there is one."""
     sizes = chain.sizes
     inputs = sum(sizes[index] for index in progress.inputs if index - 1 not in progress.saved)
@@ -79,9 +79,9 @@ def _held(chain: ChainCost, progress: Progress) -> int:
     return inputs + sum(chain.stages[index].saved for index in progress.saved) + gradient
 
 
-def simulate(chain: ChainCost, schedule: Sequence[Operation]) -> tuple[float, int]:
+def simulate(chain: ChainCost, schedule: Sequence[ScheduledOperation]) -> tuple[float, int]:
     """Time and peak bytes of a schedule; raises UsageError where it is none."""
-    progress = Progress(due=len(chain) - 1)
+    progress = ScheduleProgress(due=len(chain) - 1)
     for operation in schedule:
         progress = advance(chain, progress, operation)
     if progress.due >= 0:
@@ -89,31 +89,39 @@ def simulate(chain: ChainCost, schedule: Sequence[Operation]) -> tuple[float, in
     return progress.time, progress.peak
 
 
-def periodic_schedule(stages: int, every: int) -> list[Operation]:
+def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
     """The input of every k-th stage is kept, and the k stages behind it are computed again together; the last k, whose
     backward pass comes at once, keep all (Chen et al. 2016, arXiv 1604.06174)."""
     starts = range(0, stages, every)
-    operations: list[Operation] = []
+    operations: list[ScheduledOperation] = []
     for start in starts:
         run = range(start, min(start + every, stages))
         last = run.stop == stages
         operations += [
-            Operation(Do.KEEP_ALL if last else Do.KEEP_INPUT if index == start else Do.PASS, index) for index in run
+            ScheduledOperation(
+                RecomputeAction.KEEP_ALL
+                if last
+                else RecomputeAction.KEEP_INPUT
+                if index == start
+                else RecomputeAction.PASS,
+                index,
+            )
+            for index in run
         ]
     for start in reversed(starts):
         run = range(start, min(start + every, stages))
         if run.stop < stages:
-            operations += [Operation(Do.KEEP_ALL, index) for index in run]
-        operations += [Operation(Do.BACKWARD, index) for index in reversed(run)]
+            operations += [ScheduledOperation(RecomputeAction.KEEP_ALL, index) for index in run]
+        operations += [ScheduledOperation(RecomputeAction.BACKWARD, index) for index in reversed(run)]
     return operations
 
 
 def least_bytes(chain: ChainCost) -> int:
     """The smallest budget that any schedule keeps to."""
-    return chain.input + int(_Leanest(chain).need[0, len(chain) - 1])
+    return chain.input + int(_LeastBytesTable(chain).need[0, len(chain) - 1])
 
 
-def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Operation]:
+def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[ScheduledOperation]:
     """The fastest schedule whose peak is within `bytes`. Raises Infeasible where there is none, with the least budget.
 
     Bytes are counted in at most `slots` portions. With as many slots as bytes that is exact; with fewer it is the
@@ -121,33 +129,35 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Ope
     """
     least = least_bytes(chain)
     if bytes < least:
-        raise Infeasible(
+        raise InfeasibleError(
             f"{len(chain)} stages cannot be trained with {bytes:,} bytes of activations",
             fix=f"give them at least {least:,} bytes",
         )
     return list(fastest_within(chain, schedules_near(chain, bytes, slots), bytes))
 
 
-def fastest_within(chain: ChainCost, schedules: Iterable[Sequence[Operation]], bytes: int) -> tuple[Operation, ...]:
+def fastest_within(
+    chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
+) -> tuple[ScheduledOperation, ...]:
     """Of these schedules the fastest whose peak is within `bytes`, of equally fast ones the leanest; one must be."""
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
 
-def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Operation]]:
+def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[ScheduledOperation]]:
     """The one that holds least, periodic ones, and optimal ones for this budget and for larger ones in portions.
 
     Sizes are rounded up to portions, the budget down: with few portions, schedules for a larger budget may keep to this
     one. What rounding adds is less than a portion for each stage and each input held, so these are looked at one by
     one, and those for up to a fifth more in larger steps.
     """
-    leanest = _Leanest(chain)
+    leanest = _LeastBytesTable(chain)
     found = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
     found += [periodic_schedule(len(chain), every) for every in range(1, len(chain) + 1)]
     unit = _unit(chain, bytes, slots)
     room = max(bytes // unit - -(-chain.input // unit), 0)
     more = room + room // 5
-    fastest = _Fastest(chain, unit, more)
+    fastest = _LeastTimeTable(chain, unit, more)
     near = range(room, min(room + 2 * len(chain), more + 1))
     for slots in (*near, *range(room, more + 1, max(1, room // 50))):
         if np.isfinite(fastest.time[0, len(chain) - 1, slots]):
@@ -166,25 +176,25 @@ Choose = Callable[[int, int, int], tuple[int, int, int]]
 """For the stages first … last and some room: the first choice, and the room for the stages behind it and before it."""
 
 
-def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[Operation]:
-    operations: list[Operation] = []
-    tasks: list[Operation | tuple[int, int, int]] = [(0, len(chain) - 1, room)]
+def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOperation]:
+    operations: list[ScheduledOperation] = []
+    tasks: list[ScheduledOperation | tuple[int, int, int]] = [(0, len(chain) - 1, room)]
     while tasks:
         task = tasks.pop()
-        if isinstance(task, Operation):
+        if isinstance(task, ScheduledOperation):
             operations.append(task)
             continue
         first, last, room = task
         choice, after, before = choose(first, last, room)
         if choice == _ALL:
-            operations.append(Operation(Do.KEEP_ALL, first))
-            tasks.append(Operation(Do.BACKWARD, first))
+            operations.append(ScheduledOperation(RecomputeAction.KEEP_ALL, first))
+            tasks.append(ScheduledOperation(RecomputeAction.BACKWARD, first))
             if first < last:
                 tasks.append((first + 1, last, after))
         else:
             split = first + choice
-            operations.append(Operation(Do.KEEP_INPUT, first))
-            operations += [Operation(Do.PASS, index) for index in range(first + 1, split)]
+            operations.append(ScheduledOperation(RecomputeAction.KEEP_INPUT, first))
+            operations += [ScheduledOperation(RecomputeAction.PASS, index) for index in range(first + 1, split)]
             tasks += [(first, split - 1, before), (split, last, after)]
     return operations
 
@@ -214,7 +224,7 @@ class _Peaks:
         return self.passing[first, first:last] + self.gradient[last]
 
 
-class _Leanest:
+class _LeastBytesTable:
     """The least bytes for each segment, whatever the time."""
 
     def __init__(self, chain: ChainCost):
@@ -236,7 +246,7 @@ class _Leanest:
         return np.array([all_kept, *split])
 
 
-class _Fastest:
+class _LeastTimeTable:
     """The least time for each segment and each number of slots, and what to do first for it."""
 
     def __init__(self, chain: ChainCost, unit: int, slots: int):

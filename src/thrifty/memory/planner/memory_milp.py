@@ -15,9 +15,16 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from thrifty.memory.op_trace import INPUT
-from thrifty.memory.planner.memory_plan import BlockCosts, Compression, Link, MemoryPlan, Way, peak_of_ways
-from thrifty.memory.planner.milp_variables import BlockColumns, Offers
-from thrifty.memory.planner.solver_stdout import silence
+from thrifty.memory.planner.memory_plan import (
+    BlockCosts,
+    CompressionOption,
+    MemoryPlan,
+    OffloadLink,
+    TensorAction,
+    peak_of_ways,
+)
+from thrifty.memory.planner.milp_variables import BlockColumns, MilpOptions
+from thrifty.memory.planner.solver_stdout import suppress_stdout
 
 SECONDS, NODES = 20.0, 200
 """How long the search goes on at most, and where plans must be the same again, how far."""
@@ -28,9 +35,9 @@ INFEASIBLE = 2
 def fastest_plan(
     blocks: Sequence[BlockCosts],
     budget: float,
-    compression: Compression | None = None,
-    link: Link | None = None,
-    ways: Sequence[Way] = tuple(Way),
+    compression: CompressionOption | None = None,
+    link: OffloadLink | None = None,
+    ways: Sequence[TensorAction] = tuple(TensorAction),
     gap: float = 0.005,
 ) -> MemoryPlan | None:
     """The plan with the least extra seconds whose peak is within the budget; None where there is none.
@@ -53,11 +60,11 @@ class _Program:
     def __init__(
         self,
         blocks: Sequence[BlockCosts],
-        compression: Compression | None,
-        link: Link | None,
-        ways: Sequence[Way],
+        compression: CompressionOption | None,
+        link: OffloadLink | None,
+        ways: Sequence[TensorAction],
     ):
-        self.offers = Offers(compression, link, [way for way in Way if way in ways])
+        self.offers = MilpOptions(compression, link, [way for way in TensorAction if way in ways])
         self.bits = compression.bits if compression else 0.0
         self.blocks = [BlockColumns(self.offers, block) for block in blocks]
         self.waits = [self.offers.column(1.0), self.offers.column(1.0)] if link else []
@@ -65,7 +72,7 @@ class _Program:
         self.lower: list[float] = []
         self.upper: list[float] = []
 
-    def solve(self, budget: float, gap: float) -> tuple[list[dict[int, Way]], float, float] | None:
+    def solve(self, budget: float, gap: float) -> tuple[list[dict[int, TensorAction]], float, float] | None:
         for block in self.blocks:
             self._needs(block)
             self._modes(block)
@@ -84,7 +91,7 @@ class _Program:
             "bounds": Bounds(np.zeros(count), upper),
         }
         end = {"node_limit": NODES} if self.offers.compression else {"time_limit": SECONDS}
-        with silence():
+        with suppress_stdout():
             found = milp(**problem, options={"mip_rel_gap": gap} | end)
             if found.x is None and found.status != INFEASIBLE:  # cut off before it found any: then the first there is
                 found = milp(**problem, options={"mip_rel_gap": np.inf})
@@ -101,15 +108,15 @@ class _Program:
             held = dict.fromkeys(ways.values(), 1.0)
             self._row(held | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
             if item.saved:
-                self._row({ways[Way.KEEP]: 1.0, block.planned: 1.0} | elsewhere | whole, 1.0, np.inf)
+                self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0} | elsewhere | whole, 1.0, np.inf)
             if not item.storable:  # autograd itself can keep it, where nothing is planned
-                self._row({ways[Way.KEEP]: 1.0, block.planned: 1.0}, 0.0, 1.0)
-            if Way.RECOMPUTE not in ways:
+                self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0}, 0.0, 1.0)
+            if TensorAction.RECOMPUTE not in ways:
                 continue
             for source in item.reads:
                 # made from codes it would not be the expectation of anything
-                exact = {column: 1.0 for way, column in block.ways[source].items() if way is not Way.COMPRESS}
-                self._row({**exact, ways[Way.RECOMPUTE]: -1.0}, 0.0, np.inf)
+                exact = {column: 1.0 for way, column in block.ways[source].items() if way is not TensorAction.COMPRESS}
+                self._row({**exact, ways[TensorAction.RECOMPUTE]: -1.0}, 0.0, np.inf)
 
     def _modes(self, block: BlockColumns) -> None:
         """A block is streamed, planned, made again as a whole, or none of these; its input is moved in one way."""

@@ -5,14 +5,23 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from thrifty.memory.op_trace import INPUT, Item
-from thrifty.memory.planner.memory_plan import BlockCosts, Compression, Link, Way, saved_items, stored_bytes
+from thrifty.memory.op_trace import INPUT, OpOutput
+from thrifty.memory.planner.memory_plan import (
+    BlockCosts,
+    CompressionOption,
+    OffloadLink,
+    TensorAction,
+    saved_items,
+    stored_bytes,
+)
 
 
-class Offers:
+class MilpOptions:
     """What may happen to items, and the columns made so far with their costs in seconds."""
 
-    def __init__(self, compression: Compression | None, link: Link | None, allowed: Sequence[Way]):
+    def __init__(
+        self, compression: CompressionOption | None, link: OffloadLink | None, allowed: Sequence[TensorAction]
+    ):
         self.compression, self.link, self.allowed = compression, link, allowed
         self.cost: list[float] = []
 
@@ -20,35 +29,35 @@ class Offers:
         self.cost.append(cost)
         return len(self.cost) - 1
 
-    def ways_of(self, item: Item) -> dict[Way, int]:
-        compression, cost = self.compression, {Way.KEEP: 0.0}
+    def ways_of(self, item: OpOutput) -> dict[TensorAction, int]:
+        compression, cost = self.compression, {TensorAction.KEEP: 0.0}
         if item.repeatable:
-            cost[Way.RECOMPUTE] = item.seconds
+            cost[TensorAction.RECOMPUTE] = item.seconds
         if item.storable and self.link:
-            cost[Way.OFFLOAD] = 0.0
+            cost[TensorAction.OFFLOAD] = 0.0
         if item.storable and item.codable and compression:
-            cost[Way.COMPRESS] = compression.seconds_per_byte * item.bytes
-        allowed = [way for way in cost if way in self.allowed or way is Way.KEEP]
+            cost[TensorAction.COMPRESS] = compression.seconds_per_byte * item.bytes
+        allowed = [way for way in cost if way in self.allowed or way is TensorAction.KEEP]
         return {way: self.column(cost[way]) for way in allowed}
 
-    def ways_elsewhere(self, sizes: Mapping[Way, int]) -> dict[Way, int]:
+    def ways_elsewhere(self, sizes: Mapping[TensorAction, int]) -> dict[TensorAction, int]:
         cost = {}
-        if self.link and Way.OFFLOAD in self.allowed:
-            cost[Way.OFFLOAD] = 0.0
-        if self.compression and Way.COMPRESS in self.allowed and Way.COMPRESS in sizes:
-            cost[Way.COMPRESS] = self.compression.seconds_per_byte * sizes[Way.COMPRESS]
+        if self.link and TensorAction.OFFLOAD in self.allowed:
+            cost[TensorAction.OFFLOAD] = 0.0
+        if self.compression and TensorAction.COMPRESS in self.allowed and TensorAction.COMPRESS in sizes:
+            cost[TensorAction.COMPRESS] = self.compression.seconds_per_byte * sizes[TensorAction.COMPRESS]
         return {way: self.column(each) for way, each in cost.items()}
 
 
 class BlockColumns:
     """The columns of one block."""
 
-    def __init__(self, offers: Offers, block: BlockCosts):
+    def __init__(self, offers: MilpOptions, block: BlockCosts):
         self.costs, self.tape = block, block.tape
         self.ways = {n: offers.ways_of(item) for n, item in self.tape.items.items()}
         self.planned = offers.column(block.overhead)
         """Whether it follows a plan at all."""
-        may_be_whole = block.whole is not None and Way.RECOMPUTE in offers.allowed
+        may_be_whole = block.whole is not None and TensorAction.RECOMPUTE in offers.allowed
         self.whole = {offers.column(block.whole or 0.0): 1.0} if may_be_whole else {}
         """Whether it is made again as a whole."""
         self.away = {n: offers.ways_elsewhere(sizes) for n, sizes in block.movable.items()}
@@ -78,7 +87,7 @@ class BlockColumns:
     def moments(self) -> list[tuple[dict[int, float], float]]:
         """For each moment at which its peak may be, bytes beside what is stored: by column, and in any case."""
         tape, handed = self.tape, self.tape.handed
-        again = {self.ways[n][Way.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
+        again = {self.ways[n][TensorAction.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
         back = {} if self.input is None else {self.input: float(tape.movable_input)}
         absent: dict[int, float] = {}  # counted with all that is not kept, though it is elsewhere
         for number, ways in self.away.items():
@@ -93,12 +102,12 @@ class BlockColumns:
             row = dict(again | back | absent)
             for place in moment.here:
                 for way, column in self.away.get(handed[place].owner, {}).items():
-                    if way is Way.OFFLOAD or not handed[place].is_small:
+                    if way is TensorAction.OFFLOAD or not handed[place].is_small:
                         row[column] = row.get(column, 0.0) + handed[place].bytes
             found.append((row, always + moment.bytes))
             nearer: list[int] = []
             for place in moment.next:
-                carried = self.away.get(handed[place].owner, {}).get(Way.OFFLOAD)
+                carried = self.away.get(handed[place].owner, {}).get(TensorAction.OFFLOAD)
                 if carried is None or carried in nearer:
                     continue
                 if place not in moment.here:  # underway, if none that is nearer is carried
@@ -113,20 +122,26 @@ class BlockColumns:
     def coming(self) -> dict[int, float]:
         """By column, bytes that may come back while the block behind it is still at work."""
         found = {
-            ways[Way.OFFLOAD]: float(self.tape.items[n].bytes) for n, ways in self.ways.items() if Way.OFFLOAD in ways
+            ways[TensorAction.OFFLOAD]: float(self.tape.items[n].bytes)
+            for n, ways in self.ways.items()
+            if TensorAction.OFFLOAD in ways
         }
         return found if self.input is None else found | {self.input: float(self.tape.movable_input)}
 
     def moved(self) -> dict[int, float]:
         """By column, bytes that go over the link."""
-        away = [(ways[Way.OFFLOAD], self.costs.movable[n]) for n, ways in self.away.items() if Way.OFFLOAD in ways]
-        return self.coming() | {column: float(sizes[Way.OFFLOAD]) for column, sizes in away}
+        away = [
+            (ways[TensorAction.OFFLOAD], self.costs.movable[n])
+            for n, ways in self.away.items()
+            if TensorAction.OFFLOAD in ways
+        ]
+        return self.coming() | {column: float(sizes[TensorAction.OFFLOAD]) for column, sizes in away}
 
-    def chosen(self, x: np.ndarray) -> dict[int, Way]:
+    def chosen(self, x: np.ndarray) -> dict[int, TensorAction]:
         """The ways that a solution stands for."""
-        moved = {INPUT: Way.OFFLOAD} if self.input is not None and x[self.input] > 0.5 else {}
+        moved = {INPUT: TensorAction.OFFLOAD} if self.input is not None and x[self.input] > 0.5 else {}
         if any(x[column] > 0.5 for column in self.whole):
-            return dict.fromkeys(self.tape.items, Way.RECOMPUTE) | moved
+            return dict.fromkeys(self.tape.items, TensorAction.RECOMPUTE) | moved
         needed = self.tape.items if x[self.planned] > 0.5 else saved_items(self.tape)
         columns = [*((n, self.ways[n]) for n in needed), *self.away.items()]
         return {n: way for n, ways in columns for way, column in ways.items() if x[column] > 0.5} | moved

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from thrifty.memory.op_trace import INPUT, Item
-from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, Way, is_whole, peak_when_kept
+from thrifty.memory.op_trace import INPUT, OpOutput
+from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, TensorAction, is_whole, peak_when_kept
 
 
 def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
@@ -61,10 +61,10 @@ def _span(names: Sequence[str]) -> str:
     return f"{stem}.{ranges}" + (f" ({len(names)} blocks)" if len(names) > 1 else "")
 
 
-def _decision(item: Item, way: Way) -> str:
+def _decision(item: OpOutput, way: TensorAction) -> str:
     what = f"{item.where} {item.name}".strip() + f", {item.bytes / 1e6:.2f} MB"
     again = f"{item.seconds * 1e3:.2f} ms"
-    if way is Way.RECOMPUTE:
+    if way is TensorAction.RECOMPUTE:
         reason = f"costs {again}" if item.saved else f"others are made from it; costs {again}"
     else:
         reason = f"would cost {again} to make again" + ("" if item.saved else "; others are made from it")

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.randomness import seed_of
 from thrifty.kernels.quantization_ranges import GROUP
-from thrifty.kernels.quantized_tensors import encode, encode_mask
-from thrifty.memory.host_tier import Ticket, Tier, Where, tier_for
-from thrifty.memory.planner.memory_plan import BlockCosts, Way, Ways, is_streamed
-from thrifty.memory.selective_recompute import BlockPlan, Store, keep, large_alone
-from thrifty.memory.simulated_tier import Simulated
+from thrifty.kernels.quantized_tensors import pack_mask, quantize_tensor
+from thrifty.memory.host_tier import OffloadHandle, StorageTier, Where, tier_for
+from thrifty.memory.planner.memory_plan import BlockCosts, TensorAction, Ways, is_streamed
+from thrifty.memory.selective_recompute import BlockPlan, Store, keep_tensor, store_large_only
+from thrifty.memory.simulated_tier import SimulatedTier
 
 Bits = Literal[0, 2, 4, 8]
 
@@ -26,15 +26,15 @@ TRIED = 2**22
 """Numbers of the tensor by which a link is measured."""
 
 
-class OnTier:
+class TierStore:
     """One forward pass's tensors on a tier, by the block that stored them. A block's transfers may take as long as the
     next block computes; when those of the next are asked for, they are sent for."""
 
-    def __init__(self, tier: Tier):
+    def __init__(self, tier: StorageTier):
         self.tier = tier
         # tickets live as long as the graph that holds them
-        self.sent: dict[int, list[weakref.ref[Ticket]]] = defaultdict(list)
-        self.streams: dict[int, list[weakref.ref[Ticket]]] = defaultdict(list)
+        self.sent: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
+        self.streams: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
 
     def settle(self, block: int) -> None:
         """From here on the memory of what this block sent is free."""
@@ -82,34 +82,34 @@ class OnTier:
         if last := line[-1]() if line else None:
             last.settle()
 
-    def of(self, block: int) -> list[Ticket]:
+    def of(self, block: int) -> list[OffloadHandle]:
         return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
 
 
-def block_plan(block: BlockCosts, ways: Ways, elsewhere: Store, bits: int, key: str) -> BlockPlan:
+def build_block_plan(block: BlockCosts, ways: Ways, elsewhere: Store, bits: int, key: str) -> BlockPlan:
     """What a block with these ways follows: what is offloaded goes elsewhere, and codes are drawn by the key."""
     items, stored = block.tape.items, dict[int, Store]()
     for number, way in ways.items():
-        if way is Way.KEEP:
-            stored[number] = keep
-        elif way is Way.OFFLOAD:
+        if way is TensorAction.KEEP:
+            stored[number] = keep_tensor
+        elif way is TensorAction.OFFLOAD:
             stored[number] = elsewhere
-        elif way is Way.COMPRESS:
-            stored[number] = coded(bits, f"{key}/{number}", number in items and items[number].drawn)
+        elif way is TensorAction.COMPRESS:
+            stored[number] = quantizing_store(bits, f"{key}/{number}", number in items and items[number].drawn)
             if number in items and is_streamed(block, ways):
-                stored[number] = large_alone(stored[number], items[number].bytes)
+                stored[number] = store_large_only(stored[number], items[number].bytes)
     return BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys()))
 
 
-def coded(bits: int, key: str, mask: bool) -> Store:
+def quantizing_store(bits: int, key: str, mask: bool) -> Store:
     """Few bits for each number, rounded by chance as the key says; a mask of zeros and one other value exactly, with
     one bit."""
 
     def code(tensor: Tensor) -> Callable[[], Tensor]:
         if mask:
-            codes = encode_mask(tensor, (0.0, _other_value(tensor)))
+            codes = pack_mask(tensor, (0.0, _other_value(tensor)))
         else:
-            codes = encode(tensor, bits, seed_of(key), zeros=True)
+            codes = quantize_tensor(tensor, bits, seed_of(key), zeros=True)
         return (lambda: tensor) if codes is None else codes.decode
 
     return code
@@ -130,7 +130,7 @@ def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
     with _disable_current_modes(), unset_fake_temporarily():
         tensor = torch.arange(TRIED, dtype=torch.float32, device=device)  # nothing drawn: this may be amid a step
         tier = tier_for(where, tensor, folder)
-        if isinstance(tier, Simulated):
+        if isinstance(tier, SimulatedTier):
             return tier.clock.link.bandwidth
 
         def there_and_back() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def silence() -> Iterator[None]:
+def suppress_stdout() -> Iterator[None]:
     """HiGHS prints some lines whatever it is told; standard output may be one JSON document."""
     libc = ctypes.CDLL(None)
     sys.stdout.flush()

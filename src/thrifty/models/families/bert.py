@@ -8,10 +8,18 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number
-from thrifty.models.model_config import Shape
+from thrifty.models.families.model_family import (
+    ACTIVATION,
+    READ,
+    SPELLED,
+    Config,
+    ModelFamily,
+    ParameterPacking,
+    number,
+)
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder
 from thrifty.models.transformer_blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
 
@@ -30,7 +38,7 @@ _BLOCK = {
 }
 
 
-class Bert(Family):
+class Bert(ModelFamily):
     style, model_type, architecture, task = "bert", "bert", "BertForMaskedLM", "masked_token"
     read = frozenset({
         "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size",
@@ -51,7 +59,7 @@ class Bert(Family):
     aliases: ClassVar = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
     left_out = r"^(bert\.)?pooler\.|^cls\.seq_relationship\.|\.position_ids$"
 
-    def assemble(self, shape: Shape) -> Encoder:
+    def assemble(self, shape: ModelConfig) -> Encoder:
         def norm() -> nn.LayerNorm:
             return nn.LayerNorm(shape.width, eps=shape.norm_eps)
 
@@ -67,9 +75,9 @@ class Bert(Family):
             nn.Linear(shape.width, shape.vocabulary),
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         heads = number(config, "num_attention_heads", int)
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=number(config, "num_hidden_layers", int),
             width=number(config, "hidden_size", int),
@@ -84,9 +92,11 @@ class Bert(Family):
             token_types=number(config, "type_vocab_size", int, 2),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
-            raise Refused("BERT's head is tied to its token embedding, this one is free", fix="train with model.tied")
+            raise RefusedError(
+                "BERT's head is tied to its token embedding, this one is free", fix="train with model.tied"
+            )
         return {
             "num_hidden_layers": shape.depth,
             "hidden_size": shape.width,
@@ -100,18 +110,18 @@ class Bert(Family):
             "attention_probs_dropout_prob": 0.0,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in _EMBEDDING.items():
-            yield Packing(f"embedding.{ours}.weight", (f"bert.embeddings.{theirs}.weight",))
-        yield Packing("embedding.norm.bias", ("bert.embeddings.LayerNorm.bias",))
+            yield ParameterPacking(f"embedding.{ours}.weight", (f"bert.embeddings.{theirs}.weight",))
+        yield ParameterPacking("embedding.norm.bias", ("bert.embeddings.LayerNorm.bias",))
         for index in range(shape.depth):
             ours, theirs = f"blocks.{index}", f"bert.encoder.layer.{index}"
             for kind in ("weight", "bias"):
                 qkv = tuple(f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-                yield Packing(f"{ours}.attention.qkv.{kind}", qkv, rows=(shape.width,) * 3)
+                yield ParameterPacking(f"{ours}.attention.qkv.{kind}", qkv, rows=(shape.width,) * 3)
                 for mine, yours in _BLOCK.items():
-                    yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+                    yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
         for kind in ("weight", "bias"):
-            yield Packing(f"transform.dense.{kind}", (f"cls.predictions.transform.dense.{kind}",))
-            yield Packing(f"transform.norm.{kind}", (f"cls.predictions.transform.LayerNorm.{kind}",))
-        yield Packing("head.bias", ("cls.predictions.bias",))
+            yield ParameterPacking(f"transform.dense.{kind}", (f"cls.predictions.transform.dense.{kind}",))
+            yield ParameterPacking(f"transform.norm.{kind}", (f"cls.predictions.transform.LayerNorm.{kind}",))
+        yield ParameterPacking("head.bias", ("cls.predictions.bias",))

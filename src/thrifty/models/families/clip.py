@@ -10,13 +10,22 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.attention_layers import Attention, causal_attention, full_attention
 from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
+from thrifty.models.families.model_family import (
+    ACTIVATION,
+    READ,
+    SPELLED,
+    Config,
+    ModelFamily,
+    ParameterPacking,
+    number,
+    side,
+)
 from thrifty.models.init_laws import clip_normal
-from thrifty.models.model_config import Shape
-from thrifty.models.transformer_blocks import Block, Embedding, FeedForward
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.transformer_blocks import FeedForward, TokenEmbedding, TransformerBlock
 from thrifty.models.vision_transformer import PatchEmbedding
 
 _ACTIVATION = ACTIVATION | {"quick_gelu": QuickGELU}
@@ -43,8 +52,8 @@ _TABLES = {
 }
 
 
-def _block(shape: Shape, activation: str, core: Any) -> Block:
-    return Block(
+def _block(shape: ModelConfig, activation: str, core: Any) -> TransformerBlock:
+    return TransformerBlock(
         nn.LayerNorm(shape.width, eps=shape.norm_eps),
         Attention(shape.width, shape.heads, bias=True, core=core),
         nn.LayerNorm(shape.width, eps=shape.norm_eps),
@@ -52,7 +61,7 @@ def _block(shape: Shape, activation: str, core: Any) -> Block:
     )
 
 
-class Clip(Family):
+class CLIP(ModelFamily):
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrast"
     sections = ("text_config", "vision_config")
     read = frozenset({
@@ -67,7 +76,7 @@ class Clip(Family):
     token, head = "text_model.embeddings.token_embedding.weight", ""
     left_out = r"\.position_ids$"
 
-    def assemble(self, shape: Shape) -> ContrastiveModel:
+    def assemble(self, shape: ModelConfig) -> ContrastiveModel:
         text = shape.caption_tower()
         image = ImageTower(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool, bias=False),  # type: ignore[arg-type]
@@ -78,7 +87,7 @@ class Clip(Family):
             shape.pool,  # type: ignore[arg-type]
         )
         captions = TextTower(
-            Embedding(text.vocabulary, text.width, position=nn.Embedding(text.length, text.width)),
+            TokenEmbedding(text.vocabulary, text.width, position=nn.Embedding(text.length, text.width)),
             [_block(text, shape.activation, causal_attention) for _ in range(text.depth)],
             nn.LayerNorm(text.width, eps=text.norm_eps),
             nn.Linear(text.width, shape.space, bias=False),
@@ -87,14 +96,14 @@ class Clip(Family):
             image, captions, partial(clip_normal, depths={"image": shape.depth, "text": text.depth})
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         text, vision = (_section(config, name) for name in self.sections)
         heads = number(vision, "num_attention_heads", int, 12)
         activation, eps = (
             _common(text, vision, key, default)
             for key, default in (("hidden_act", "quick_gelu"), ("layer_norm_eps", 1e-5))
         )
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=number(vision, "num_hidden_layers", int, 12),
             width=number(vision, "hidden_size", int, 768),
@@ -116,9 +125,9 @@ class Clip(Family):
             space=number(config, "projection_dim", int, 512),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
-            raise Refused(
+            raise RefusedError(
                 "a CLIP of transformers answers by its class token, and this model by the mean of its patches",
                 fix='train with model.pool = "class" what is to be exported',
             )
@@ -156,20 +165,24 @@ class Clip(Family):
         """Raises Refused for a tokenizer in which transformers would not find the end of a caption."""
         end = special.get("eos_token_id")
         if end is None:
-            raise Refused("transformers reads a caption off at its end of text, and no token is known to be one")
+            raise RefusedError("transformers reads a caption off at its end of text, and no token is known to be one")
         if end == 2:  # CLIPTextModel then takes the token with the highest number, as for its first published folders
-            raise Refused("transformers does not look for an end of text that is token 2, but for the highest number")
+            raise RefusedError(
+                "transformers does not look for an end of text that is token 2, but for the highest number"
+            )
         return config | {"text_config": config["text_config"] | special}
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in _TABLES.items():
-            yield Packing(f"{ours}.weight", (f"{theirs}.weight",))
-        yield Packing("image.embedding.class_token", ("vision_model.embeddings.class_embedding",), ahead=2)
-        yield Packing("image.embedding.position", ("vision_model.embeddings.position_embedding.weight",), ahead=1)
-        yield Packing("logit_scale", ("logit_scale",), ahead=1)
+            yield ParameterPacking(f"{ours}.weight", (f"{theirs}.weight",))
+        yield ParameterPacking("image.embedding.class_token", ("vision_model.embeddings.class_embedding",), ahead=2)
+        yield ParameterPacking(
+            "image.embedding.position", ("vision_model.embeddings.position_embedding.weight",), ahead=1
+        )
+        yield ParameterPacking("logit_scale", ("logit_scale",), ahead=1)
         for kind in ("weight", "bias"):
             for ours, theirs in _ENDS.items():
-                yield Packing(f"{ours}.{kind}", (f"{theirs}.{kind}",))
+                yield ParameterPacking(f"{ours}.{kind}", (f"{theirs}.{kind}",))
         towers = (
             ("image", "vision_model", shape.depth, shape.width),
             ("text", "text_model", shape.text_depth, shape.text_width),
@@ -179,12 +192,12 @@ class Clip(Family):
                 yield from _block_table(f"{mine}.blocks.{index}", f"{yours}.encoder.layers.{index}", width)
 
 
-def _block_table(ours: str, theirs: str, width: int) -> Iterator[Packing]:
+def _block_table(ours: str, theirs: str, width: int) -> Iterator[ParameterPacking]:
     for kind in ("weight", "bias"):
         qkv = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
-        yield Packing(f"{ours}.attention.qkv.{kind}", qkv, rows=(width,) * 3)
+        yield ParameterPacking(f"{ours}.attention.qkv.{kind}", qkv, rows=(width,) * 3)
         for mine, yours in _BLOCK.items():
-            yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+            yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
 
 
 def _section(config: Config, name: str) -> Config:
@@ -198,5 +211,7 @@ def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
     """What both towers must have alike."""
     values = [section.get(key, default) for section in (text, vision)]
     if values[0] != values[1]:
-        raise Refused(f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, not imported")
+        raise RefusedError(
+            f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, not imported"
+        )
     return values[0]

@@ -5,13 +5,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention
-from thrifty.models.families.model_family import ACTIVATION, Config, Family, Packing, flag, number
-from thrifty.models.init_laws import normal
-from thrifty.models.model_config import Shape
+from thrifty.models.families.model_family import ACTIVATION, Config, ModelFamily, ParameterPacking, flag, number
+from thrifty.models.init_laws import normal_init
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Transformer
-from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, PostNormBlock
+from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, TokenEmbedding, TransformerBlock
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -23,11 +23,11 @@ _BLOCK = {
 }
 
 
-def _embedding(shape: Shape) -> Embedding:
-    return Embedding(shape.vocabulary, shape.width, position=nn.Embedding(shape.length, shape.width))
+def _embedding(shape: ModelConfig) -> TokenEmbedding:
+    return TokenEmbedding(shape.vocabulary, shape.width, position=nn.Embedding(shape.length, shape.width))
 
 
-def _block(kind: type[Block], shape: Shape) -> Block:
+def _block(kind: type[TransformerBlock], shape: ModelConfig) -> TransformerBlock:
     return kind(
         nn.LayerNorm(shape.width, eps=shape.norm_eps),
         Attention(shape.width, shape.heads, bias=True),
@@ -36,7 +36,7 @@ def _block(kind: type[Block], shape: Shape) -> Block:
     )
 
 
-class GPT1(Family):
+class GPT1(ModelFamily):
     """Radford et al. 2018, Improving Language Understanding by Generative Pre-Training: a post-norm decoder."""
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
@@ -49,18 +49,18 @@ class GPT1(Family):
     body, token = "transformer.", "transformer.tokens_embed.weight"
     left_out = r"\.attn\.bias$|\.position_ids$"
 
-    def assemble(self, shape: Shape) -> Transformer:
+    def assemble(self, shape: ModelConfig) -> Transformer:
         return Transformer(
             _embedding(shape),
             [_block(PostNormBlock, shape) for _ in range(shape.depth)],
             nn.Identity(),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
-            law=normal,
+            law=normal_init,
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         width, heads = number(config, "n_embd", int), number(config, "n_head", int)
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=number(config, "n_layer", int),
             width=width,
@@ -73,9 +73,9 @@ class GPT1(Family):
             norm_eps=number(config, "layer_norm_epsilon", float, 1e-5),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.hidden != 4 * shape.width:
-            raise Refused(
+            raise RefusedError(
                 f"GPT-1 has an inner width of 4 times the width, this model {shape.hidden} for {shape.width}",
                 fix="train without model.hidden to export to this format",
             )
@@ -91,9 +91,9 @@ class GPT1(Family):
             "resid_pdrop": 0.0,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
-        yield Packing("embedding.token.weight", (self.token,))
-        yield Packing("embedding.position.weight", ("transformer.positions_embed.weight",))
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
+        yield ParameterPacking("embedding.token.weight", (self.token,))
+        yield ParameterPacking("embedding.position.weight", ("transformer.positions_embed.weight",))
         yield from _blocks_table(shape)
 
 
@@ -108,15 +108,15 @@ class GPT2(GPT1):
     token = "transformer.wte.weight"  # noqa: S105 (no password)
     left_out = r"\.attn\.(bias|masked_bias)$"
 
-    def assemble(self, shape: Shape) -> Transformer:
+    def assemble(self, shape: ModelConfig) -> Transformer:
         return Transformer(
             _embedding(shape),
-            [_block(Block, shape) for _ in range(shape.depth)],
+            [_block(TransformerBlock, shape) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         return {
             "n_layer": shape.depth,
             "n_embd": shape.width,
@@ -130,17 +130,19 @@ class GPT2(GPT1):
             "resid_pdrop": 0.0,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
-        yield Packing("embedding.token.weight", (self.token,))
-        yield Packing("embedding.position.weight", ("transformer.wpe.weight",))
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
+        yield ParameterPacking("embedding.token.weight", (self.token,))
+        yield ParameterPacking("embedding.position.weight", ("transformer.wpe.weight",))
         yield from _blocks_table(shape)
-        yield Packing("norm.weight", ("transformer.ln_f.weight",))
-        yield Packing("norm.bias", ("transformer.ln_f.bias",))
+        yield ParameterPacking("norm.weight", ("transformer.ln_f.weight",))
+        yield ParameterPacking("norm.bias", ("transformer.ln_f.bias",))
 
 
-def _blocks_table(shape: Shape) -> Iterator[Packing]:
+def _blocks_table(shape: ModelConfig) -> Iterator[ParameterPacking]:
     for index in range(shape.depth):
         for ours, theirs in _BLOCK.items():
             prefix = f"transformer.h.{index}.{theirs}"
-            yield Packing(f"blocks.{index}.{ours}.weight", (f"{prefix}.weight",), transposed="norm" not in ours)
-            yield Packing(f"blocks.{index}.{ours}.bias", (f"{prefix}.bias",))
+            yield ParameterPacking(
+                f"blocks.{index}.{ours}.weight", (f"{prefix}.weight",), transposed="norm" not in ours
+            )
+            yield ParameterPacking(f"blocks.{index}.{ours}.bias", (f"{prefix}.bias",))

@@ -6,26 +6,26 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.kernels.rotary_embedding import rotary_frequencies
-from thrifty.models.attention_layers import Attention, Rotary
-from thrifty.models.families.model_family import Config, Family, Packing, flag, number
-from thrifty.models.model_config import Shape
+from thrifty.models.attention_layers import Attention, RotaryPositions
+from thrifty.models.families.model_family import Config, ModelFamily, ParameterPacking, flag, number
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.scaled_rotary import Llama3Scaling
 from thrifty.models.transformer import Transformer
-from thrifty.models.transformer_blocks import Block, Embedding, GatedFeedForward
+from thrifty.models.transformer_blocks import GatedFeedForward, TokenEmbedding, TransformerBlock
 
 
-def _rotary(shape: Shape) -> Rotary:
+def _rotary(shape: ModelConfig) -> RotaryPositions:
     # values even where the weights have none yet: the table follows from the shape, no file brings it
     frequencies = rotary_frequencies(shape.head_width, shape.rope_base, torch.device("cpu"))
     if shape.rope_scaling is not None:
         frequencies = shape.rope_scaling.slowed(frequencies)
-    return Rotary(frequencies, shape.length)
+    return RotaryPositions(frequencies, shape.length)
 
 
-def _block(shape: Shape, position: Rotary) -> Block:
-    return Block(
+def _block(shape: ModelConfig, position: RotaryPositions) -> TransformerBlock:
+    return TransformerBlock(
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
         Attention(shape.width, shape.heads, shape.kv_heads, position=position, head_width=shape.head_width),
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
@@ -33,7 +33,7 @@ def _block(shape: Shape, position: Rotary) -> Block:
     )
 
 
-class Llama(Family):
+class Llama(ModelFamily):
     style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
     free_heads = True
     read = frozenset({
@@ -46,23 +46,23 @@ class Llama(Family):
     body, token = "model.", "model.embed_tokens.weight"
     left_out = r"\.rotary_emb\.inv_freq$"
 
-    def assemble(self, shape: Shape) -> Transformer:
+    def assemble(self, shape: ModelConfig) -> Transformer:
         position = _rotary(shape)  # one table for all blocks
         return Transformer(
-            Embedding(shape.vocabulary, shape.width),
+            TokenEmbedding(shape.vocabulary, shape.width),
             [_block(shape, position) for _ in range(shape.depth)],
             nn.RMSNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         heads, width = number(config, "num_attention_heads", int), number(config, "hidden_size", int)
         head_width = number(config, "head_dim", int, width // heads)
         is_narrower = config.get("head_dim") is not None and head_width * heads < width  # heads were taken out
         if head_width * heads != width and not is_narrower:
-            raise Refused(f"config.json: {heads} heads of head_dim {head_width} do not make up the width {width}")
+            raise RefusedError(f"config.json: {heads} heads of head_dim {head_width} do not make up the width {width}")
         base, scaling = _rope(config)
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=number(config, "num_hidden_layers", int),
             width=width,
@@ -78,7 +78,7 @@ class Llama(Family):
             rope_scaling=scaling,
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_type": "default"}
         if shape.rope_scaling is not None:
             rope = {
@@ -105,20 +105,20 @@ class Llama(Family):
             "rope_scaling": None if shape.rope_scaling is None else rope,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
-        yield Packing("embedding.token.weight", (self.token,))
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
+        yield ParameterPacking("embedding.token.weight", (self.token,))
         heads = tuple(each * shape.head_width for each in (shape.heads, shape.kv_heads, shape.kv_heads))
         for index in range(shape.depth):
             ours, theirs = f"blocks.{index}", f"model.layers.{index}"
             qkv = tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
             gated = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
-            yield Packing(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
-            yield Packing(f"{ours}.attention.qkv.weight", qkv, rows=heads)
-            yield Packing(f"{ours}.attention.out.weight", (f"{theirs}.self_attn.o_proj.weight",))
-            yield Packing(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
-            yield Packing(f"{ours}.mlp.up.weight", gated, rows=(shape.hidden, shape.hidden))
-            yield Packing(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight",))
-        yield Packing("norm.weight", ("model.norm.weight",))
+            yield ParameterPacking(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
+            yield ParameterPacking(f"{ours}.attention.qkv.weight", qkv, rows=heads)
+            yield ParameterPacking(f"{ours}.attention.out.weight", (f"{theirs}.self_attn.o_proj.weight",))
+            yield ParameterPacking(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
+            yield ParameterPacking(f"{ours}.mlp.up.weight", gated, rows=(shape.hidden, shape.hidden))
+            yield ParameterPacking(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight",))
+        yield ParameterPacking("norm.weight", ("model.norm.weight",))
 
 
 def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
@@ -128,11 +128,13 @@ def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
     base = number(rope, "rope_theta", float, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise Refused("config.json rotates only a part of each head (partial_rotary_factor), which is not imported")
+        raise RefusedError(
+            "config.json rotates only a part of each head (partial_rotary_factor), which is not imported"
+        )
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise Refused(f"config.json has rotary positions of type {kind!r}; default and llama3 are imported")
+        raise RefusedError(f"config.json has rotary positions of type {kind!r}; default and llama3 are imported")
     scaling = Llama3Scaling(
         factor=number(rope, "factor", float),
         low=number(rope, "low_freq_factor", float),

@@ -6,12 +6,21 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
-from thrifty.models.model_config import Shape
-from thrifty.models.transformer import EncoderDecoder, Stack
-from thrifty.models.transformer_blocks import Embedding, FeedForward, PostNormBlock, Sinusoids
+from thrifty.models.families.model_family import (
+    ACTIVATION,
+    READ,
+    SPELLED,
+    Config,
+    ModelFamily,
+    ParameterPacking,
+    flag,
+    number,
+)
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.transformer import BlockStack, EncoderDecoder
+from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, SinusoidalPositions, TokenEmbedding
 
 _ATTENTION = {"attention": "self_attn", "cross_attention": "encoder_attn"}
 _BLOCK = {
@@ -26,7 +35,7 @@ _BLOCK = {
 }
 
 
-def _block(shape: Shape, decoder: bool) -> PostNormBlock:
+def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:
     def norm() -> nn.LayerNorm:
         return nn.LayerNorm(shape.width, eps=shape.norm_eps)
 
@@ -41,7 +50,7 @@ def _block(shape: Shape, decoder: bool) -> PostNormBlock:
     )
 
 
-class Marian(Family):
+class Marian(ModelFamily):
     style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"
     read = frozenset({
         "d_model", "vocab_size", "decoder_vocab_size", "max_position_embeddings", "encoder_layers", "decoder_layers",
@@ -64,17 +73,17 @@ class Marian(Family):
     aliases: ClassVar = {"model.encoder.embed_tokens.weight": token, "model.decoder.embed_tokens.weight": token}
     left_out = r"\.embed_positions\.weight$"
 
-    def assemble(self, shape: Shape) -> EncoderDecoder:
-        positions = Sinusoids(shape.length, shape.width)
+    def assemble(self, shape: ModelConfig) -> EncoderDecoder:
+        positions = SinusoidalPositions(shape.length, shape.width)
         scale = shape.width**0.5 if shape.scaled_embedding else 1.0
         return EncoderDecoder(
-            Embedding(shape.vocabulary, shape.width, positions, scale),
-            Stack([_block(shape, decoder=False) for _ in range(shape.depth)], nn.Identity()),
-            Stack([_block(shape, decoder=True) for _ in range(shape.decoder_blocks)], nn.Identity()),
+            TokenEmbedding(shape.vocabulary, shape.width, positions, scale),
+            BlockStack([_block(shape, decoder=False) for _ in range(shape.depth)], nn.Identity()),
+            BlockStack([_block(shape, decoder=True) for _ in range(shape.decoder_blocks)], nn.Identity()),
             nn.Linear(shape.width, shape.vocabulary),
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         depth, heads = number(config, "encoder_layers", int), number(config, "encoder_attention_heads", int)
         hidden, vocabulary = number(config, "encoder_ffn_dim", int), number(config, "vocab_size", int)
         for key, same in (
@@ -83,9 +92,9 @@ class Marian(Family):
             ("decoder_vocab_size", vocabulary),
         ):
             if number(config, key, int, same) != same:
-                raise Refused(f"config.json sets {key} = {config[key]}, unlike the encoder's {same}; not imported")
+                raise RefusedError(f"config.json sets {key} = {config[key]}, unlike the encoder's {same}; not imported")
         decoder_depth = number(config, "decoder_layers", int)
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=depth,
             width=number(config, "d_model", int),
@@ -100,11 +109,11 @@ class Marian(Family):
             scaled_embedding=flag(config, "scale_embedding", False),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
-            raise Refused("Marian's head is tied to its embedding, this one is free", fix="train with model.tied")
+            raise RefusedError("Marian's head is tied to its embedding, this one is free", fix="train with model.tied")
         if shape.norm_eps != 1e-5:
-            raise Refused(f"Marian's norms have an epsilon of 1e-5, these {shape.norm_eps}")
+            raise RefusedError(f"Marian's norms have an epsilon of 1e-5, these {shape.norm_eps}")
         sides = {
             f"{side}_{key}": value
             for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks))
@@ -124,22 +133,22 @@ class Marian(Family):
             "activation_dropout": 0.0,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
-        yield Packing("embedding.token.weight", (self.token,))
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
+        yield ParameterPacking("embedding.token.weight", (self.token,))
         for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks)):
             for index in range(depth):
                 for kind in ("weight", "bias"):
                     prefixes = (f"{side}.blocks.{index}", f"model.{side}.layers.{index}")
                     yield from _block_table(shape, *prefixes, kind, cross=side == "decoder")
-        yield Packing("head.bias", ("final_logits_bias",), as_row=True)
+        yield ParameterPacking("head.bias", ("final_logits_bias",), as_row=True)
 
 
-def _block_table(shape: Shape, ours: str, theirs: str, kind: str, cross: bool) -> Iterator[Packing]:
+def _block_table(shape: ModelConfig, ours: str, theirs: str, kind: str, cross: bool) -> Iterator[ParameterPacking]:
     for fused, parts in (("attention.qkv", "qkv"), ("cross_attention.kv", "kv")):
         attention = _ATTENTION[fused.partition(".")[0]]
         if cross or attention == "self_attn":
             names = tuple(f"{theirs}.{attention}.{part}_proj.{kind}" for part in parts)
-            yield Packing(f"{ours}.{fused}.{kind}", names, rows=(shape.width,) * len(parts))
+            yield ParameterPacking(f"{ours}.{fused}.{kind}", names, rows=(shape.width,) * len(parts))
     for mine, yours in _BLOCK.items():
         if cross or not mine.startswith("cross"):
-            yield Packing(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+            yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer
 from thrifty.models.vision_transformer import VisionTransformer
 
@@ -30,7 +30,7 @@ READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True)
-class Packing:
+class ParameterPacking:
     """Our parameter is their tensors stacked along its rows (`rows` of each; none for a single tensor)."""
 
     ours: str
@@ -54,7 +54,7 @@ class Packing:
         return dict(zip(self.theirs, parts, strict=True))
 
 
-class Family:
+class ModelFamily:
     """One architecture of transformers. `read` are the settings that `shape` looks at, `only` those with values it can
     live with, `ignored` those that change nothing here."""
 
@@ -90,15 +90,15 @@ class Family:
     """Pattern of tensors that are no part of the model: masks and tables that follow from the architecture, and heads
     for other tasks."""
 
-    def assemble(self, shape: Shape) -> Model:
+    def assemble(self, shape: ModelConfig) -> Model:
         """The model, its values not yet initialised; a tied head is tied by the caller."""
         raise NotImplementedError
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         """Raises Refused for what the model does not compute, UsageError for what is missing or malformed."""
         raise NotImplementedError
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         """The settings of config.json that are the family's own. Raises Refused for what it has no word for."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class Family:
         the model cannot be used without."""
         return config | special
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         """Which of their tensors make up which of ours, a free head apart."""
         raise NotImplementedError
 
@@ -136,7 +136,7 @@ def side(config: Config, key: str, default: int) -> int:
     value = config.get(key)
     if isinstance(value, list):
         if len(set(value)) != 1:
-            raise Refused(f"config.json: {key} is {value}, and images and patches are square here")
+            raise RefusedError(f"config.json: {key} is {value}, and images and patches are square here")
         config = {**config, key: value[0]}
     pixels = number(config, key, int, default)
     if pixels > 1 << 16:

@@ -10,19 +10,28 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, CrossAttention, RelativePositions, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, flag, number
+from thrifty.models.families.model_family import (
+    ACTIVATION,
+    READ,
+    SPELLED,
+    Config,
+    ModelFamily,
+    ParameterPacking,
+    flag,
+    number,
+)
 from thrifty.models.init_laws import t5_normal
-from thrifty.models.model_config import Shape
-from thrifty.models.transformer import EncoderDecoder, Stack
-from thrifty.models.transformer_blocks import Block, Embedding, FeedForward, GatedFeedForward
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.transformer import BlockStack, EncoderDecoder
+from thrifty.models.transformer_blocks import FeedForward, GatedFeedForward, TokenEmbedding, TransformerBlock
 
 _GATED = "gated-"
 _unscaled = partial(full_attention, scale=1.0)
 
 
-def _block(shape: Shape, cross: bool) -> Block:
+def _block(shape: ModelConfig, cross: bool) -> TransformerBlock:
     def norm() -> nn.RMSNorm:
         return nn.RMSNorm(shape.width, eps=shape.norm_eps)
 
@@ -33,18 +42,18 @@ def _block(shape: Shape, cross: bool) -> Block:
         mlp: nn.Module = GatedFeedForward(shape.width, shape.hidden, activation)
     else:
         mlp = FeedForward(shape.width, shape.hidden, activation, bias=False)
-    return Block(norm(), Attention(shape.width, shape.heads, **sizes), norm(), mlp, *over_memory)
+    return TransformerBlock(norm(), Attention(shape.width, shape.heads, **sizes), norm(), mlp, *over_memory)
 
 
-def _stack(shape: Shape, depth: int, decoder: bool) -> Stack:
-    return Stack(
+def _stack(shape: ModelConfig, depth: int, decoder: bool) -> BlockStack:
+    return BlockStack(
         [_block(shape, cross=decoder) for _ in range(depth)],
         nn.RMSNorm(shape.width, eps=shape.norm_eps),
         RelativePositions(shape.heads, shape.buckets, shape.distance, causal=decoder),
     )
 
 
-class T5(Family):
+class T5(ModelFamily):
     style, model_type, architecture, task = "t5", "t5", "T5ForConditionalGeneration", "sequence_to_sequence"
     bounded = False
     read = frozenset({
@@ -58,9 +67,9 @@ class T5(Family):
     aliases: ClassVar = {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}
     left_out = r"\.EncDecAttention\.relative_attention_bias\.weight$"
 
-    def assemble(self, shape: Shape) -> EncoderDecoder:
+    def assemble(self, shape: ModelConfig) -> EncoderDecoder:
         return EncoderDecoder(
-            Embedding(shape.vocabulary, shape.width),
+            TokenEmbedding(shape.vocabulary, shape.width),
             _stack(shape, shape.depth, decoder=False),
             _stack(shape, shape.decoder_blocks, decoder=True),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
@@ -68,11 +77,11 @@ class T5(Family):
             law=partial(t5_normal, width=shape.width, head_width=shape.head_width),
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         depth, width = number(config, "num_layers", int), number(config, "d_model", int)
         heads, head_width = number(config, "num_heads", int), number(config, "d_kv", int)
         decoder_depth = number(config, "num_decoder_layers", int, depth)
-        return Shape(
+        return ModelConfig(
             style=self.style,
             depth=depth,
             width=width,
@@ -90,7 +99,7 @@ class T5(Family):
             distance=number(config, "relative_attention_max_distance", int, 128),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         gated = shape.activation.startswith(_GATED)
         activation = SPELLED[shape.activation.removeprefix(_GATED)]
         return {
@@ -112,17 +121,17 @@ class T5(Family):
             "dropout_rate": 0.0,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
-        yield Packing("embedding.token.weight", (self.token,))
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
+        yield ParameterPacking("embedding.token.weight", (self.token,))
         for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks)):
             for index in range(depth):
                 yield from _block_table(shape, f"{side}.blocks.{index}", f"{side}.block.{index}.layer")
             scores = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-            yield Packing(f"{side}.relative.scores.weight", (scores,))
-            yield Packing(f"{side}.norm.weight", (f"{side}.final_layer_norm.weight",))
+            yield ParameterPacking(f"{side}.relative.scores.weight", (scores,))
+            yield ParameterPacking(f"{side}.norm.weight", (f"{side}.final_layer_norm.weight",))
 
 
-def _block_table(shape: Shape, ours: str, theirs: str) -> Iterator[Packing]:
+def _block_table(shape: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterPacking]:
     heads, decoder = shape.heads * shape.head_width, ours.startswith("decoder")
     mlp = f"{theirs}.{2 if decoder else 1}"
     up, rows = (f"{mlp}.DenseReluDense.wi.weight",), ()
@@ -130,19 +139,21 @@ def _block_table(shape: Shape, ours: str, theirs: str) -> Iterator[Packing]:
         up = (f"{mlp}.DenseReluDense.wi_0.weight", f"{mlp}.DenseReluDense.wi_1.weight")
         rows = (shape.hidden, shape.hidden)
     inside, across = f"{theirs}.0.SelfAttention", f"{theirs}.1.EncDecAttention"
-    yield Packing(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",))
-    yield Packing(f"{ours}.attention.qkv.weight", tuple(f"{inside}.{part}.weight" for part in "qkv"), rows=(heads,) * 3)
-    yield Packing(f"{ours}.attention.out.weight", (f"{inside}.o.weight",))
+    yield ParameterPacking(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",))
+    yield ParameterPacking(
+        f"{ours}.attention.qkv.weight", tuple(f"{inside}.{part}.weight" for part in "qkv"), rows=(heads,) * 3
+    )
+    yield ParameterPacking(f"{ours}.attention.out.weight", (f"{inside}.o.weight",))
     if decoder:
-        yield Packing(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",))
-        yield Packing(f"{ours}.cross_attention.q.weight", (f"{across}.q.weight",))
-        yield Packing(
+        yield ParameterPacking(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",))
+        yield ParameterPacking(f"{ours}.cross_attention.q.weight", (f"{across}.q.weight",))
+        yield ParameterPacking(
             f"{ours}.cross_attention.kv.weight", tuple(f"{across}.{part}.weight" for part in "kv"), rows=(heads,) * 2
         )
-        yield Packing(f"{ours}.cross_attention.out.weight", (f"{across}.o.weight",))
-    yield Packing(f"{ours}.mlp_norm.weight", (f"{mlp}.layer_norm.weight",))
-    yield Packing(f"{ours}.mlp.up.weight", up, rows=rows)
-    yield Packing(f"{ours}.mlp.down.weight", (f"{mlp}.DenseReluDense.wo.weight",))
+        yield ParameterPacking(f"{ours}.cross_attention.out.weight", (f"{across}.o.weight",))
+    yield ParameterPacking(f"{ours}.mlp_norm.weight", (f"{mlp}.layer_norm.weight",))
+    yield ParameterPacking(f"{ours}.mlp.up.weight", up, rows=rows)
+    yield ParameterPacking(f"{ours}.mlp.down.weight", (f"{mlp}.DenseReluDense.wo.weight",))
 
 
 def _tied(config: Config) -> bool:
@@ -151,7 +162,7 @@ def _tied(config: Config) -> bool:
     tied = flag(config, "tie_word_embeddings", True)
     scaled = flag(config, "scale_decoder_outputs", tied)
     if scaled and not tied:
-        raise Refused("config.json sets scale_decoder_outputs = True for a free head, which is not imported")
+        raise RefusedError("config.json sets scale_decoder_outputs = True for a free head, which is not imported")
     return scaled
 
 
@@ -162,5 +173,5 @@ def _activation(config: Config) -> str:
     name = "gelu_new" if word == "gated-gelu" else name  # T5 1.1 means the approximation by tanh
     said = config.get("dense_act_fn", name)
     if name not in READ or READ.get(said) != READ[name] or config.get("is_gated_act", gated) != gated:
-        raise Refused(f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {said!r}, not imported")
+        raise RefusedError(f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {said!r}, not imported")
     return (_GATED if gated else "") + READ[name]

@@ -9,11 +9,20 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, Family, Packing, number, side
-from thrifty.models.model_config import Shape
-from thrifty.models.transformer_blocks import Block, FeedForward
+from thrifty.models.families.model_family import (
+    ACTIVATION,
+    READ,
+    SPELLED,
+    Config,
+    ModelFamily,
+    ParameterPacking,
+    number,
+    side,
+)
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.transformer_blocks import FeedForward, TransformerBlock
 from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
 
 EMBEDDING = {
@@ -31,7 +40,7 @@ _BLOCK = {
 }
 
 
-class ViT(Family):
+class ViT(ModelFamily):
     style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classify"
     bounded = False
     read = frozenset({
@@ -46,7 +55,7 @@ class ViT(Family):
     head = "classifier.weight"
     left_out = r"^(vit\.)?pooler\.|embeddings\.mask_token$"
 
-    def assemble(self, shape: Shape) -> VisionTransformer:
+    def assemble(self, shape: ModelConfig) -> VisionTransformer:
         return VisionTransformer(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool),  # type: ignore[arg-type]
             [pre_norm_block(shape, shape.width, shape.heads, shape.hidden) for _ in range(shape.depth)],
@@ -55,39 +64,41 @@ class ViT(Family):
             shape.pool,  # type: ignore[arg-type]
         )
 
-    def shape(self, config: Config) -> Shape:
+    def shape(self, config: Config) -> ModelConfig:
         labels = config.get("id2label")
         # transformers leaves labels out where there are two without names
         count = len(labels) if labels else number(config, "num_labels", int, 2)
-        return Shape(style=self.style, vocabulary=count, **encoder_sizes(config))
+        return ModelConfig(style=self.style, vocabulary=count, **encoder_sizes(config))
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
-            raise Refused(
+            raise RefusedError(
                 "a ViT of transformers answers by its class token, and this model by the mean of its patches",
                 fix='train with model.pool = "class" what is to be exported',
             )
         return encoder_config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in EMBEDDING.items():
             if ours != "class_token" or shape.pool != "mean":
-                yield Packing(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
+                yield ParameterPacking(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
         yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
         for kind in ("weight", "bias"):
-            yield Packing(f"norm.{kind}", (f"vit.layernorm.{kind}",))
-        yield Packing("head.bias", ("classifier.bias",))
+            yield ParameterPacking(f"norm.{kind}", (f"vit.layernorm.{kind}",))
+        yield ParameterPacking("head.bias", ("classifier.bias",))
 
 
-def pre_norm_block(shape: Shape, width: int, heads: int, hidden: int) -> Block:
+def pre_norm_block(shape: ModelConfig, width: int, heads: int, hidden: int) -> TransformerBlock:
     """A block of these sizes, with the shape's activation and norms."""
     norms = (nn.LayerNorm(width, eps=shape.norm_eps) for _ in range(2))
     attention = Attention(width, heads, bias=True, core=full_attention)
-    return Block(next(norms), attention, next(norms), FeedForward(width, hidden, ACTIVATION[shape.activation]()))
+    return TransformerBlock(
+        next(norms), attention, next(norms), FeedForward(width, hidden, ACTIVATION[shape.activation]())
+    )
 
 
 def encoder_sizes(config: Config) -> dict[str, Any]:
-    """What config.json says of a ViT without a head, as fields of its `Shape`."""
+    """What config.json says of a ViT without a head, as fields of its `ModelConfig`."""
     heads = number(config, "num_attention_heads", int)
     return {
         "depth": number(config, "num_hidden_layers", int),
@@ -105,7 +116,7 @@ def encoder_sizes(config: Config) -> dict[str, Any]:
     }
 
 
-def encoder_config(shape: Shape) -> dict[str, Any]:
+def encoder_config(shape: ModelConfig) -> dict[str, Any]:
     """The same the other way round."""
     return {
         "num_hidden_layers": shape.depth,
@@ -123,11 +134,11 @@ def encoder_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[Packing]:
+def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:
     """Which of their tensors make up those of so many blocks, listed under these names."""
     for index in range(depth):
         for kind in ("weight", "bias"):
             parts = (f"{theirs}.{index}.attention.attention.{part}.{kind}" for part in ("query", "key", "value"))
-            yield Packing(f"{ours}.{index}.attention.qkv.{kind}", tuple(parts), rows=(width,) * 3)
+            yield ParameterPacking(f"{ours}.{index}.attention.qkv.{kind}", tuple(parts), rows=(width,) * 3)
             for mine, yours in _BLOCK.items():
-                yield Packing(f"{ours}.{index}.{mine}.{kind}", (f"{theirs}.{index}.{yours}.{kind}",))
+                yield ParameterPacking(f"{ours}.{index}.{mine}.{kind}", (f"{theirs}.{index}.{yours}.{kind}",))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.image_patches import sinusoids_2d
-from thrifty.models.families.model_family import READ, Config, Family, Packing, number
+from thrifty.models.families.model_family import READ, Config, ModelFamily, ParameterPacking, number
 from thrifty.models.families.vit import (
     EMBEDDING,
     encoder_config,
@@ -22,7 +22,7 @@ from thrifty.models.families.vit import (
     pre_norm_block,
 )
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, PatchDecoder
-from thrifty.models.model_config import Shape
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.vision_transformer import PatchEmbedding
 
 _DECODER = {
@@ -36,7 +36,7 @@ _DECODER = {
 }
 
 
-class ViTMAE(Family):
+class ViTMAE(ModelFamily):
     style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "reconstruct"
     bounded = False
     read = frozenset({
@@ -50,7 +50,7 @@ class ViTMAE(Family):
     head = "decoder.decoder_pred.weight"
     renamed: ClassVar = {"decoder.decoder_encoder.layer.": "decoder.decoder_layers."}
 
-    def assemble(self, shape: Shape) -> MaskedAutoencoder:
+    def assemble(self, shape: ModelConfig) -> MaskedAutoencoder:
         sizes = shape.decoder_width, shape.decoder_heads, shape.decoder_hidden
         return MaskedAutoencoder(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, fixed=_positions(shape, shape.width)),
@@ -65,8 +65,8 @@ class ViTMAE(Family):
             nn.Linear(shape.decoder_width, shape.vocabulary),
         )
 
-    def shape(self, config: Config) -> Shape:
-        return Shape(
+    def shape(self, config: Config) -> ModelConfig:
+        return ModelConfig(
             style=self.style,
             vocabulary=0,
             decoder_depth=number(config, "decoder_num_hidden_layers", int, 8),
@@ -76,7 +76,7 @@ class ViTMAE(Family):
             **encoder_sizes(config),
         )
 
-    def config(self, shape: Shape) -> dict[str, Any]:
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
         return encoder_config(shape) | {
             "decoder_num_hidden_layers": shape.decoder_blocks,
             "decoder_hidden_size": shape.decoder_width,
@@ -84,18 +84,18 @@ class ViTMAE(Family):
             "decoder_intermediate_size": shape.decoder_hidden,
         }
 
-    def table(self, shape: Shape) -> Iterator[Packing]:
+    def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in EMBEDDING.items():
-            yield Packing(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
+            yield ParameterPacking(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
         yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
         for kind in ("weight", "bias"):
-            yield Packing(f"norm.{kind}", (f"vit.layernorm.{kind}",))
+            yield ParameterPacking(f"norm.{kind}", (f"vit.layernorm.{kind}",))
         for ours, theirs in _DECODER.items():
-            yield Packing(ours, (f"decoder.{theirs}",))
+            yield ParameterPacking(ours, (f"decoder.{theirs}",))
         yield from packed_blocks("decoder.blocks", "decoder.decoder_layers", shape.decoder_blocks, shape.decoder_width)
 
 
-def encoder_shape(shape: Shape, pool: str, labels: int) -> Shape:
+def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
     """Of the Vision Transformer that a MAE begins with, told to tell so many labels apart.
 
     Raises UsageError for a `pool` of models that have no class token, as this one does.
@@ -107,10 +107,10 @@ def encoder_shape(shape: Shape, pool: str, labels: int) -> Shape:
         )
     shared = ("depth", "width", "heads", "kv_heads", "hidden", "norm_eps", "activation", "image", "patch", "channels")
     sizes = {name: getattr(shape, name) for name in shared}
-    return Shape("vit", vocabulary=labels, length=0, tied=False, pool=pool, **sizes)
+    return ModelConfig("vit", vocabulary=labels, length=0, tied=False, pool=pool, **sizes)
 
 
-def _positions(shape: Shape, width: int) -> Tensor:
+def _positions(shape: ModelConfig, width: int) -> Tensor:
     """(1, 1 + t, width): none for the class token."""
     rows = shape.image // shape.patch
     return torch.cat((torch.zeros(1, width, device="cpu"), sinusoids_2d(rows, rows, width)))[None]

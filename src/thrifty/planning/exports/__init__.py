@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 
-CONFIGURATIONS: Mapping[str, tuple[str, Callable[[Elsewhere], str]]] = {
+CONFIGURATIONS: Mapping[str, tuple[str, Callable[[PortableRecipe], str]]] = {
     "accelerate": ("accelerate.yaml", accelerate.configuration),
     "deepspeed": ("deepspeed.json", lambda run: json.dumps(deepspeed.configuration(run), indent=1) + "\n"),
     "torchtitan": ("torchtitan.toml", torchtitan.configuration),
@@ -16,11 +16,11 @@ CONFIGURATIONS: Mapping[str, tuple[str, Callable[[Elsewhere], str]]] = {
 """What each is called beside the plan, and what is in it."""
 
 
-def write_configuration(name: str, run: Elsewhere, plan: Path) -> Path:
+def write_configuration(name: str, run: PortableRecipe, plan: Path) -> Path:
     """Writes `plan-accelerate.yaml` and the like beside plan.toml. Raises Refused where it is there already."""
     ending, text = CONFIGURATIONS[name]
     path = plan.with_name(f"{plan.stem}-{ending}")
     if path.exists():
-        raise Refused(f"{path} is there already", fix="remove it, or give --out another name")
+        raise RefusedError(f"{path} is there already", fix="remove it, or give --out another name")
     path.write_text(text(run), encoding="utf-8")
     return path

@@ -4,12 +4,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def configuration(run: Elsewhere) -> str:
+def configuration(run: PortableRecipe) -> str:
     """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it.
     Raises Refused for axes of a mesh that it has no word for."""
     run.refuse_other_axes("accelerate")

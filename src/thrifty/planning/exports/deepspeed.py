@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from thrifty.core.errors import Refused
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.core.errors import RefusedError
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
-def configuration(run: Elsewhere) -> dict[str, Any]:
+def configuration(run: PortableRecipe) -> dict[str, Any]:
     """A table. Raises Refused where the effective batch cannot be cut evenly, which DeepSpeed asks for, and for axes of
     a mesh that it has no word for."""
     run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts
     if run.batch % pieces:
-        raise Refused(
+        raise RefusedError(
             f"deepspeed: an effective batch of {run.batch} in {pieces} equal parts is no whole number of examples",
             fix=f"data.batch={run.batch - run.batch % pieces or pieces}",
         )
@@ -38,7 +38,7 @@ def configuration(run: Elsewhere) -> dict[str, Any]:
     return values
 
 
-def _schedule(run: Elsewhere) -> dict[str, Any]:
+def _schedule(run: PortableRecipe) -> dict[str, Any]:
     if run.schedule == "cosine":
         shape = {"warmup_num_steps": run.warmup, "total_num_steps": run.until, "cos_min_ratio": run.floor}
         # its warm-up is logarithmic unless said otherwise

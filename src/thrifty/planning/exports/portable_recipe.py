@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Numerics, Technique
 
@@ -17,7 +17,7 @@ SAID = {
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class PortableRecipe:
     """A run in the words of others. Steps are counted, rates are those at the peak."""
 
     name: str
@@ -103,7 +103,7 @@ class Elsewhere:
         """Raises Refused where ranks compute layers together, or blocks after one another."""
         for axis in ("tensor", "pipeline"):
             if self.mesh.get(axis, 1) > 1:
-                raise Refused(
+                raise RefusedError(
                     f"{trainer}: its configuration has no word for ranks along {axis}",
                     fix="--export torchtitan, which has",
                 )

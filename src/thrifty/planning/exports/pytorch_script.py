@@ -1,7 +1,7 @@
 """A plain PyTorch script: the same model, data, order and update, with nothing of ours imported."""
 
-from thrifty.core.errors import Refused
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.core.errors import RefusedError
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 TEMPLATE = '''"""{name}, in plain PyTorch. Beside this file: the model with its first weights, and the tokens.
 
@@ -87,16 +87,16 @@ if __name__ == "__main__":
 '''
 
 
-def script(run: Elsewhere, permutation: str, file: str) -> str:
+def script(run: PortableRecipe, permutation: str, file: str) -> str:
     """The program. `permutation` is the source of the function that orders examples. Raises Refused where a technique
     is lost without which it would be another algorithm, or the number format needs a loss scale."""
     if run.lost:
-        raise Refused(
+        raise RefusedError(
             f"script: plain PyTorch has no {', '.join(run.lost)}, and without it is another algorithm",
             fix=" ".join(f"--without {name}" for name in run.lost),
         )
     if run.lr == 0.0 or run.dtype == "float16" or run.ranks > 1:
-        raise Refused(
+        raise RefusedError(
             "script: it is written for AdamW on one device, in float32 or bfloat16",
             fix="--with optimizers.adamw, --set techniques.precision.mixed.format=bfloat16, and no mesh",
         )

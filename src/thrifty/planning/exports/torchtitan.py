@@ -2,12 +2,12 @@
 
 import tomli_w
 
-from thrifty.planning.exports.portable_recipe import Elsewhere
+from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 AGAIN = {"none": "none", "every": "full", "selective": "selective"}
 
 
-def configuration(run: Elsewhere) -> str:
+def configuration(run: PortableRecipe) -> str:
     """TOML in the words of torchtitan's job files; its models have sizes of their own: `model` is to be filled in."""
     values = {
         "job": {"description": run.name},

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory, Module, Setting, Station
-from thrifty.simulators.accelerator.designs import Design, find_design
+from thrifty.simulators.accelerator.accelerator_spec import (
+    AcceleratorMemory,
+    AcceleratorSpec,
+    ChipModule,
+    PipelineStation,
+    Setting,
+)
+from thrifty.simulators.accelerator.designs import AcceleratorDesign, find_design
 
 _KEYS = ("design", "clock", "node", "copies", "source", "grade", "about", "settings", "stations", "memories", "modules")
 _MODULE = {"area_mm2": ("area", 1.0), "dynamic_mw": ("dynamic", 1e-3), "static_mw": ("static", 1e-3)}
@@ -28,7 +34,7 @@ def machine_names(workload: str | None = None) -> list[str]:
     return [name for name in names if find_design(find_machine(name).design).workload == workload]
 
 
-def find_machine(name: str) -> Machine:
+def find_machine(name: str) -> AcceleratorSpec:
     """A machine of the package by its name, or a TOML file by its path. Raises UsageError with what is wrong with
     it."""
     if name.endswith(".toml"):
@@ -39,12 +45,12 @@ def find_machine(name: str) -> Machine:
 
 
 @cache
-def _packaged(name: str) -> Machine:
+def _packaged(name: str) -> AcceleratorSpec:
     text = (files("thrifty.simulators.accelerator") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
     return machine_from(name, tomllib.loads(text))
 
 
-def read_machine(path: Path) -> Machine:
+def read_machine(path: Path) -> AcceleratorSpec:
     """A machine of a file. Raises UsageError with what is wrong with it."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -53,7 +59,7 @@ def read_machine(path: Path) -> Machine:
     return machine_from(path.stem, content)
 
 
-def machine_from(name: str, content: Mapping[str, Any]) -> Machine:
+def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
     """A machine of what a file says. Raises UsageError for anything unknown, missing or impossible."""
     _known(name, "", content, _KEYS)
     for key in ("design", "clock", "source", "grade"):
@@ -74,7 +80,7 @@ def machine_from(name: str, content: Mapping[str, Any]) -> Machine:
         name, content, "memories", ("bytes", "banks", "ports", "bandwidth", "latency", "outstanding", "burst")
     )
     modules = _parts(name, content, "modules", ("active", "source", "grade", "count", *_MODULE))
-    return Machine(
+    return AcceleratorSpec(
         name=name,
         design=design.name,
         clock=_number(name, "clock", content["clock"]),
@@ -83,14 +89,20 @@ def machine_from(name: str, content: Mapping[str, Any]) -> Machine:
         source=content["source"],
         grade=content["grade"],
         about=content.get("about", ""),
-        stations={key: Station(key, **_numbers(name, f"stations.{key}", stations[key])) for key in design.stations},
-        memories={key: Memory(key, **_numbers(name, f"memories.{key}", part)) for key, part in memories.items()},
+        stations={
+            key: PipelineStation(key, **_numbers(name, f"stations.{key}", stations[key])) for key in design.stations
+        },
+        memories={
+            key: AcceleratorMemory(key, **_numbers(name, f"memories.{key}", part)) for key, part in memories.items()
+        },
         modules={key: _module(name, key, part, content, design) for key, part in modules.items()},
         settings=_settings(name, content.get("settings", {}), design),
     )
 
 
-def _module(machine: str, name: str, part: Mapping[str, Any], content: Mapping[str, Any], design: Design) -> Module:
+def _module(
+    machine: str, name: str, part: Mapping[str, Any], content: Mapping[str, Any], design: AcceleratorDesign
+) -> ChipModule:
     active = str(part.get("active", ""))
     _known(machine, f"modules.{name}", [active], (*design.stations, *design.activities), "station or activity")
     count = _number(machine, f"modules.{name}.count", part.get("count", 1))
@@ -99,10 +111,10 @@ def _module(machine: str, name: str, part: Mapping[str, Any], content: Mapping[s
         for word, (key, scale) in _MODULE.items()
     }
     source, grade = (str(part.get(key, content[key])) for key in ("source", "grade"))
-    return Module(name, active, clock=float(content["clock"]), source=source, grade=grade, **values)
+    return ChipModule(name, active, clock=float(content["clock"]), source=source, grade=grade, **values)
 
 
-def _settings(machine: str, given: Mapping[str, Any], design: Design) -> dict[str, Setting]:
+def _settings(machine: str, given: Mapping[str, Any], design: AcceleratorDesign) -> dict[str, Setting]:
     _known(machine, "settings", given, design.settings)
     return {**design.settings, **{key: _setting(machine, key, given[key], design.settings[key]) for key in given}}
 

@@ -10,40 +10,44 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
-from thrifty.simulators.accelerator.design_stream import Design, Operation, Stream, add_up
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, PricedOperation, add_up
 from thrifty.simulators.accelerator.designs import find_design
 from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, find_table
-from thrifty.simulators.accelerator.event_engine import Place, play
+from thrifty.simulators.accelerator.event_engine import StationUnit, play
 from thrifty.simulators.accelerator.scan_engine import bound, scan
-from thrifty.simulators.accelerator.simulation_result import LayerResult, Result, StationTime
-from thrifty.simulators.accelerator.spgemm_workload import Phase, Product
-from thrifty.simulators.accelerator.station_timeline import Timeline
+from thrifty.simulators.accelerator.simulation_result import LayerResult, SimulationResult, StationTime
+from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmProduct
+from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 ENGINES = ("scan", "event")
 
 
 @dataclass(frozen=True)
-class Work:
+class LoweredWork:
     """What was lowered of a layer, and what it is measured by."""
 
     name: str
-    stream: Stream
+    stream: ItemStream
     dense_macs: float
     """Multiply-accumulate operations without selection."""
     density: float
 
 
 def simulate(
-    machine: Machine, trace: AttentionTrace, engine: str = "scan", table: str = "horowitz-45nm", draw: bool = False
-) -> Result:
+    machine: AcceleratorSpec,
+    trace: AttentionTrace,
+    engine: str = "scan",
+    table: str = "horowitz-45nm",
+    draw: bool = False,
+) -> SimulationResult:
     """What `machine` makes of `trace`. `engine` "scan" knows the outer memory by its bandwidth only, "event" also by
     its latency, banks and limit of requests; `table` prices counted actions; `draw` keeps a timeline of each layer's
     first unit."""
     lower = _computing(machine, "attention").lower
     work = [
-        Work(
+        LoweredWork(
             layer.name,
             lower(layer, machine),
             2 * float((layer.unit_queries * layer.unit_keys).sum()) * layer.width,
@@ -54,18 +58,20 @@ def simulate(
     return run(machine, work, trace.name, engine, table, draw)
 
 
-def simulate_product(machine: Machine, product: Product, table: str = "horowitz-45nm", draw: bool = False) -> Result:
+def simulate_product(
+    machine: AcceleratorSpec, product: SpgemmProduct, table: str = "horowitz-45nm", draw: bool = False
+) -> SimulationResult:
     """What `machine` makes of a product of sparse matrices, phase after phase; see `simulate`."""
     lower = _computing(machine, "spgemm").lower
     whole = {"multiply": product.dense_macs, "merge": 0.0}
     work = [
-        Work(name, lower(Phase(product, name), machine), dense_macs, product.density)
+        LoweredWork(name, lower(SpgemmPhase(product, name), machine), dense_macs, product.density)
         for name, dense_macs in whole.items()
     ]
     return run(machine, work, product.name, table=table, draw=draw)
 
 
-def _computing(machine: Machine, workload: str) -> Design:
+def _computing(machine: AcceleratorSpec, workload: str) -> AcceleratorDesign:
     design = find_design(machine.design)
     if design.workload != workload:
         raise UsageError(
@@ -75,13 +81,13 @@ def _computing(machine: Machine, workload: str) -> Design:
 
 
 def run(
-    machine: Machine,
-    work: Sequence[Work],
+    machine: AcceleratorSpec,
+    work: Sequence[LoweredWork],
     name: str,
     engine: str = "scan",
     table: str = "horowitz-45nm",
     draw: bool = False,
-) -> Result:
+) -> SimulationResult:
     """The result of streams, whatever they were lowered from; see `simulate`."""
     if engine not in ENGINES:
         raise UsageError(f"there is no engine {engine!r}", fix=did_you_mean(engine, ENGINES))
@@ -93,12 +99,12 @@ def run(
     energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
     kept = tuple(energy for energy in energies if energy is not None)
     notes = dict.fromkeys(note for each in work for note in each.stream.notes)
-    return Result(machine, name, engine, multipliers, layers, kept, tuple(notes))
+    return SimulationResult(machine, name, engine, multipliers, layers, kept, tuple(notes))
 
 
-def within(
-    machine: Machine, multipliers: int | None = None, clock: float | None = None, bandwidth: float | None = None
-) -> Machine:
+def limit_resources(
+    machine: AcceleratorSpec, multipliers: int | None = None, clock: float | None = None, bandwidth: float | None = None
+) -> AcceleratorSpec:
     """The machine under a budget: at most so many multipliers, this clock in Hz, an outer memory of so many bytes/s
     for all its copies together."""
     if multipliers is not None:
@@ -108,7 +114,7 @@ def within(
     return machine if bandwidth is None else machine.with_bandwidth(bandwidth / machine.copies)
 
 
-def _layer(work: Work, machine: Machine, engine: str, draw: bool) -> LayerResult:
+def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool) -> LayerResult:
     stream = work.stream
     by_events = stream.needs_events or (engine == "event" and stream.transfers)
     played = _played(stream, machine) if by_events else scan(stream.service, stream.buffers)
@@ -136,26 +142,26 @@ def _layer(work: Work, machine: Machine, engine: str, draw: bool) -> LayerResult
         written=float(stream.written.sum()),
         macs=stream.macs,
         dense_macs=work.dense_macs,
-        operations=add_up(stream.operations, {Operation("dram", 8): outer}),
+        operations=add_up(stream.operations, {PricedOperation("dram", 8): outer}),
         active={**{name: time.busy for name, time in stations.items()}, **stream.active},
         density=work.density,
         example=_first(played) if draw else None,
     )
 
 
-def _played(stream: Stream, machine: Machine) -> Timeline:
+def _played(stream: ItemStream, machine: AcceleratorSpec) -> StationTimeline:
     """Units one by one through the event engine."""
     memories, parts = list(machine.memories.values()), []
     for unit in range(stream.service.shape[1]):
         places = [_place(stream, number, unit) for number in range(len(stream.stations))]
         parts.append(play(places, memories, machine.clock))
     start, end, free = (np.concatenate([getattr(p, k) for p in parts], axis=1) for k in ("start", "end", "free"))
-    return Timeline(start, end, free, parts[0].servers)
+    return StationTimeline(start, end, free, parts[0].servers)
 
 
-def _place(stream: Stream, number: int, unit: int) -> Place:
+def _place(stream: ItemStream, number: int, unit: int) -> StationUnit:
     name, service = stream.stations[number], stream.service[number, unit]
-    place = Place(service, (*stream.buffers, 0)[number], stream.servers.get(name, 1), stream.windows.get(name, 1))
+    place = StationUnit(service, (*stream.buffers, 0)[number], stream.servers.get(name, 1), stream.windows.get(name, 1))
     moved = stream.transfers.get(name)
     if moved is None:
         return place
@@ -163,7 +169,9 @@ def _place(stream: Stream, number: int, unit: int) -> Place:
     return replace(place, service=service * 0, memory=moved.memory, bytes=moved.bytes[unit], banks=banks)
 
 
-def _with_memory(units: np.ndarray, stream: Stream, memory: Memory, machine: Machine, engine: str) -> tuple[int, int]:
+def _with_memory(
+    units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, machine: AcceleratorSpec, engine: str
+) -> tuple[int, int]:
     """Cycles of all units with their operands coming and going, of the slowest copy; and of the transfers alone."""
     per_byte = machine.clock / memory.bandwidth
     read, written = (_dealt(moved, machine.copies) for moved in (stream.read, stream.written))
@@ -177,9 +185,9 @@ def _with_memory(units: np.ndarray, stream: Stream, memory: Memory, machine: Mac
     cycles = [
         play(
             [
-                Place(idle, 1, memory=memory.name, bytes=read[copy]),
-                Place(working[copy], 1),
-                Place(idle, memory=memory.name, bytes=written[copy]),
+                StationUnit(idle, 1, memory=memory.name, bytes=read[copy]),
+                StationUnit(working[copy], 1),
+                StationUnit(idle, memory=memory.name, bytes=written[copy]),
             ],
             [memory],
             machine.clock,
@@ -196,9 +204,9 @@ def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
     return np.pad(units, (0, -len(units) % copies)).reshape(-1, copies).T
 
 
-def _first(timeline: Timeline) -> Timeline:
+def _first(timeline: StationTimeline) -> StationTimeline:
     one = slice(0, 1)
-    return Timeline(timeline.start[:, one], timeline.end[:, one], timeline.free[:, one], timeline.servers)
+    return StationTimeline(timeline.start[:, one], timeline.end[:, one], timeline.free[:, one], timeline.servers)
 
 
 def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -16,7 +16,7 @@ GRADES = ("P", "R", "X", "S", "M")
 
 
 @dataclass(frozen=True)
-class Station:
+class PipelineStation:
     """A stage of the pipeline that serves one item at a time."""
 
     name: str
@@ -27,7 +27,7 @@ class Station:
 
 
 @dataclass(frozen=True)
-class Memory:
+class AcceleratorMemory:
     """A memory, reached through a crossbar of `ports` by `banks`."""
 
     name: str
@@ -46,7 +46,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Module:
+class ChipModule:
     """What a part of the chip takes."""
 
     name: str
@@ -65,7 +65,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Machine:
+class AcceleratorSpec:
     """An accelerator with all its parameters. `copies` of it share the work, each with memories of its own."""
 
     name: str
@@ -78,9 +78,9 @@ class Machine:
     node: float = 0.0
     """nm; 0 where it means nothing."""
     copies: int = 1
-    stations: Mapping[str, Station] = field(default_factory=dict)
-    memories: Mapping[str, Memory] = field(default_factory=dict)
-    modules: Mapping[str, Module] = field(default_factory=dict)
+    stations: Mapping[str, PipelineStation] = field(default_factory=dict)
+    memories: Mapping[str, AcceleratorMemory] = field(default_factory=dict)
+    modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Machine:
             raise UsageError(f"{self.name}: memories.{memory}.bytes is not said", fix="give its size in bytes")
         return int(self.memories[memory].bytes)
 
-    def replaced(self, path: str, value: object) -> "Machine":
+    def replaced(self, path: str, value: object) -> "AcceleratorSpec":
         """The machine with one value changed: `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or a setting
         by its name. Raises UsageError for an unknown path or a value of another kind."""
         first, *rest = path.split(".")
@@ -131,12 +131,12 @@ class Machine:
         known += [f"memories.{name}.bandwidth" for name in self.memories]
         raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
 
-    def with_bandwidth(self, bandwidth: float) -> "Machine":
+    def with_bandwidth(self, bandwidth: float) -> "AcceleratorSpec":
         """The machine behind an outer memory, "dram", of so many bytes/s."""
-        dram = replace(self.memories.get("dram", Memory("dram")), bandwidth=bandwidth)
+        dram = replace(self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth)
         return replace(self, memories={**self.memories, "dram": dram})
 
-    def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, Module]:
+    def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, ChipModule]:
         """The modules with area and power in proportion, by what they are active with; an assumption, as any is."""
         return {
             name: replace(
@@ -177,7 +177,7 @@ _ENDLESS = {"bytes", "bandwidth"}
 """What may be infinite."""
 
 
-def _check_parts(machine: Machine) -> None:
+def _check_parts(machine: AcceleratorSpec) -> None:
     for setting, value in machine.settings.items():
         if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
             raise UsageError(f"{machine.name}: {setting} is {value:g}", fix="it must be above zero, and finite")

@@ -15,7 +15,7 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer, Atten
 
 
 @dataclass(frozen=True)
-class Cost:
+class AttentionError:
     """Over all queries of a trace."""
 
     softmax_kept: float
@@ -32,7 +32,7 @@ def computed_pairs(layer: AttentionLayer) -> np.ndarray:
     return kept.reshape(layer.examples, layer.heads, layer.queries, layer.keys)
 
 
-def attention_cost(before: AttentionTrace, after: AttentionTrace) -> Cost:
+def attention_cost(before: AttentionTrace, after: AttentionTrace) -> AttentionError:
     """Of the masks in `after`, where `before` tells what is visible, and has queries and keys. A query that computes
     nothing gives zeros. Raises UsageError for traces without queries and keys."""
     share, queries, wrong, whole = 0.0, 0, 0.0, 0.0
@@ -49,4 +49,4 @@ def attention_cost(before: AttentionTrace, after: AttentionTrace) -> Cost:
             outputs = exact @ v
             wrong += float((seen_softmax(scores, kept) @ v - outputs).square().sum())
             whole += float(outputs.square().sum())
-    return Cost(share / queries, (wrong / whole) ** 0.5 if whole else None)
+    return AttentionError(share / queries, (wrong / whole) ** 0.5 if whole else None)

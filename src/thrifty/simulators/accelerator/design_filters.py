@@ -23,7 +23,7 @@ from thrifty.kernels.attention_filters import (
     vitcod_filter,
 )
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, seen_softmax, with_one
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_error import attention_cost
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
@@ -34,7 +34,7 @@ REDUCTION = 0.2
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
+class LayerHeads:
     """A layer's tensors: q (e, h, t, k), k (e, h, s, k), what is visible (e, h, t, s), the share to keep, and which
     layer of how many it is."""
 
@@ -65,7 +65,7 @@ def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
     return with_one(scores >= threshold, scores, visible)
 
 
-def _elsa(heads: Heads) -> Found:
+def _elsa(heads: LayerHeads) -> Found:
     sizes = elsa_filter.factor_sizes(heads.q.shape[-1])
     factors = [torch.tensor(factor) for factor in elsa_filter.seeded_factors(sizes, 0)]
     similarity = elsa_filter.elsa_similarity(heads.q, heads.k, factors, elsa_filter.angle_bias(sizes))
@@ -73,7 +73,7 @@ def _elsa(heads: Heads) -> Found:
     return highest(similarity / largest, heads.visible, heads.density), {}
 
 
-def _a3(heads: Heads, searched: float = 0.5) -> Found:
+def _a3(heads: LayerHeads, searched: float = 0.5) -> Found:
     """Candidates of the conservative search, then as many of them as the share allows. A search that finds fewer is
     made twice as long, up to LONGEST."""
     candidates = a3_filter.a3_candidates(heads.q, heads.k, searched, heads.visible)
@@ -87,14 +87,14 @@ def _a3(heads: Heads, searched: float = 0.5) -> Found:
     return keep, {"candidates": _whole(candidates.sum(-1)), "iterations": _whole(rounds)}
 
 
-def _sanger(heads: Heads) -> Found:
+def _sanger(heads: LayerHeads) -> Found:
     largest = tuple(float(sanger_filter.unit_rows(x)[0].abs().amax()) for x in (heads.q, heads.k))
     scores = sanger_filter.predicted_scores(heads.q, heads.k, 4, (largest[0], largest[1]))
     predicted = scores.masked_fill(~heads.visible, float("-inf")).softmax(-1).nan_to_num(0.0)
     return highest(predicted, heads.visible, heads.density), {}
 
 
-def _dota(heads: Heads) -> Found:
+def _dota(heads: LayerHeads) -> Found:
     """By queries and keys through a random projection, in place of a trained detector; as many keys for each query, or
     all that it sees."""
     width, count = heads.q.shape[-1], heads.visible.shape[-1]
@@ -107,7 +107,7 @@ def _dota(heads: Heads) -> Found:
     return dota_filter.keep_of(dota_filter.balanced_keys(scores, int(counts.max()), heads.visible, counts), count), {}
 
 
-def _vitcod(heads: Heads) -> Found:
+def _vitcod(heads: LayerHeads) -> Found:
     """One mask for all examples, of the average of their maps; the share of information is searched for."""
     average = heads.probabilities.mean(0)
     low, high = 0.0, 1.0
@@ -119,7 +119,7 @@ def _vitcod(heads: Heads) -> Found:
     return with_one(keep, heads.probabilities, heads.visible), {}
 
 
-FILTERS: dict[str, Callable[[Heads], Found]] = {
+FILTERS: dict[str, Callable[[LayerHeads], Found]] = {
     "elsa": _elsa,
     "a3": _a3,
     "sanger": _sanger,
@@ -133,19 +133,19 @@ SELECTIVE = (*FILTERS, "spatten")
 """Designs that can leave pairs out; others compute all of them."""
 
 
-def leaves_out(machine: Machine) -> bool:
+def uses_masks(machine: AcceleratorSpec) -> bool:
     """Whether masks are of any use to it: to no design without a filter, nor to one whose `approximate` is off."""
     return machine.design in SELECTIVE and bool(machine.settings.get("approximate", True))
 
 
-def filtered(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
+def apply_design_filter(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
     """The trace with the masks of a design's own filter, or of EXACT scores, near a density of what is visible in it;
     as it is for a design without one. Its provenance tells the "filter", "softmax kept" and, where values were
     recorded, "output error". Raises UsageError for a trace without queries and keys."""
     return _told(trace, _masked(trace, design, density))
 
 
-def within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
+def filter_within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
     """The same at the lowest density in hundredths, found by halving, at which the output error is no more than
     `error`; at density 1, and "within allowed" told as "no", where even that has more. Raises UsageError for a trace
     without values too."""
@@ -198,20 +198,20 @@ def _told(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
     return replace(after, provenance=about)
 
 
-def _exact(heads: Heads) -> Found:
+def _exact(heads: LayerHeads) -> Found:
     return highest(heads.probabilities, heads.visible, heads.density), {}
 
 
-def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> Heads:
+def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> LayerHeads:
     assert layer.q is not None and layer.k is not None
     shape = (layer.examples, layer.heads, layer.queries, layer.keys)
     visible = torch.from_numpy(layer.kept().reshape(shape))
-    return Heads(
+    return LayerHeads(
         *(torch.from_numpy(x.astype(np.float32)) for x in (layer.q, layer.k)), visible, density, number, layers
     )
 
 
-def _cascaded(heads: list[Heads]) -> list[Found]:
+def _cascaded(heads: list[LayerHeads]) -> list[Found]:
     """SpAtten's, with the average share of dropped tokens searched for. Its first layers drop none, so that few layers
     cannot keep little."""
     pairs = sum(int(each.visible.sum()) for each in heads)
@@ -223,7 +223,7 @@ def _cascaded(heads: list[Heads]) -> list[Found]:
     return _dropping(heads, high)
 
 
-def _dropping(heads: list[Heads], average: float) -> list[Found]:
+def _dropping(heads: list[LayerHeads], average: float) -> list[Found]:
     """Tokens that mattered least so far go, more and more of them. A dropped query keeps one pair, as a trace needs,
     which "alive" says is not computed. No values are dropped for one query alone."""
     found: list[Found] = []

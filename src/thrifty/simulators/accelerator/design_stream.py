@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Setting
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec, Setting
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 
 
-class Operation(NamedTuple):
+class PricedOperation(NamedTuple):
     """An action that an energy table prices."""
 
     kind: str
@@ -24,7 +24,7 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Stream:
+class ItemStream:
     """A layer's work for one design. Cycles are whole numbers.
 
     Units with fewer items than others end in items that take no time.
@@ -45,11 +45,11 @@ class Stream:
     """(u,) bytes to the outer memory after it."""
     active: Mapping[str, float] = field(default_factory=dict)
     """Cycles in which modules are at work, all units together, where that is not a station's service."""
-    operations: Mapping[Operation, float] = field(default_factory=dict)
+    operations: Mapping[PricedOperation, float] = field(default_factory=dict)
     overlapped: bool = False
     """Whether `read` and `written` happen within the items' cycles, so that the outer memory adds none."""
     notes: tuple[str, ...] = ()
-    transfers: Mapping[str, "Transfer"] = field(default_factory=dict)
+    transfers: Mapping[str, "ItemTransfer"] = field(default_factory=dict)
     """Stations whose service is a transfer, by name: the event engine asks the memory how long each takes."""
     servers: Mapping[str, int] = field(default_factory=dict)
     """Items that a station serves at a time, where that is not one; such streams are played by events."""
@@ -63,7 +63,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class ItemTransfer:
     """Items that are fetched, or written, at a station."""
 
     memory: str
@@ -74,22 +74,22 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Design:
+class AcceleratorDesign:
     """An accelerator's rules. `lower` is called once for each layer of attention, or phase of a sparse product."""
 
     name: str
     stations: tuple[str, ...]
     """In the order in which items pass them."""
-    lower: Callable[[Any, Machine], Stream]
+    lower: Callable[[Any, AcceleratorSpec], ItemStream]
     """Of an `AttentionLayer`, or of what else `workload` names."""
-    multipliers: Callable[[Machine], int]
+    multipliers: Callable[[AcceleratorSpec], int]
     """Multipliers of scores and values in one copy: what a budget of multipliers counts."""
-    scaled: Callable[[Machine, int], Machine]
+    scaled: Callable[[AcceleratorSpec, int], AcceleratorSpec]
     """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """What a machine may set besides its stations, with the defaults."""
     activities: tuple[str, ...] = ()
-    """Names in `Stream.active` that modules may go by, besides the stations."""
+    """Names in `ItemStream.active` that modules may go by, besides the stations."""
     workload: str = "attention"
     """Or "spgemm": phases of products of sparse matrices."""
 
@@ -112,15 +112,15 @@ def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.nd
     return (queries + 2 * keys) * each, queries * each
 
 
-def add_up(*counted: Mapping[Operation, float]) -> dict[Operation, float]:
+def add_up(*counted: Mapping[PricedOperation, float]) -> dict[PricedOperation, float]:
     """Operations together; none that do not occur."""
-    total: dict[Operation, float] = {}
+    total: dict[PricedOperation, float] = {}
     for part in counted:
         for operation, count in part.items():
             total[operation] = total.get(operation, 0.0) + float(count)
     return {operation: count for operation, count in total.items() if count}
 
 
-def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> dict[Operation, float]:
+def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> dict[PricedOperation, float]:
     """`count` products of whole numbers of so many bits, each added up in twice the bits unless said otherwise."""
-    return {Operation("int_multiply", bits): count, Operation("int_add", accumulator or 2 * bits): count}
+    return {PricedOperation("int_multiply", bits): count, PricedOperation("int_add", accumulator or 2 * bits): count}

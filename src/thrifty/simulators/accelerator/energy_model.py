@@ -11,8 +11,8 @@ from functools import cache
 from importlib.resources import files
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import Machine
-from thrifty.simulators.accelerator.design_stream import Operation
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
+from thrifty.simulators.accelerator.design_stream import PricedOperation
 
 PICOJOULE = 1e-12
 _GROWTH = {"int_multiply": 2.0, "float_multiply": 2.0, "sram": 0.5}
@@ -21,7 +21,7 @@ an assumption."""
 
 
 @dataclass(frozen=True)
-class Energy:
+class EnergyEstimate:
     """An energy in J, and how it was found."""
 
     mode: str
@@ -36,7 +36,7 @@ class Energy:
 
 
 @dataclass(frozen=True)
-class Table:
+class EnergyTable:
     """Energies of actions in pJ."""
 
     name: str
@@ -47,7 +47,7 @@ class Table:
     unit_bits: Mapping[str, int] = field(default_factory=dict)
     """Bits that a point of "sram" is for."""
 
-    def picojoules(self, operation: Operation) -> float | None:
+    def picojoules(self, operation: PricedOperation) -> float | None:
         """Of one action, between the points on a logarithmic scale; None where the table has none of its kind."""
         points = self.points.get(operation.kind)
         if points is None:
@@ -74,7 +74,7 @@ def table_names() -> list[str]:
 
 
 @cache
-def find_table(name: str, end: str = "points") -> Table:
+def find_table(name: str, end: str = "points") -> EnergyTable:
     """A table by its name; `end` is "low" or "high" for the ends of what is published as a range."""
     if name not in table_names():
         raise UsageError(f"there is no energy table {name!r}", fix=did_you_mean(name, table_names()))
@@ -86,10 +86,10 @@ def find_table(name: str, end: str = "points") -> Table:
         kind: {int(at): float(pj) for at, pj in part.get(end, part["points"]).items()} for kind, part in kinds.items()
     }
     unit = {kind: part["bits"] for kind, part in kinds.items() if "bits" in part}
-    return Table(name, content["source"], content["grade"], points, unit)
+    return EnergyTable(name, content["source"], content["grade"], points, unit)
 
 
-def by_activity(machine: Machine, active: Mapping[str, float], cycles: float) -> Energy | None:
+def by_activity(machine: AcceleratorSpec, active: Mapping[str, float], cycles: float) -> EnergyEstimate | None:
     """Each module's power while at work, and all static power for all `cycles`; None where no power is published.
 
     `active` is cycles of all copies together, by station or activity; `cycles` is how long all copies are on.
@@ -101,10 +101,10 @@ def by_activity(machine: Machine, active: Mapping[str, float], cycles: float) ->
         # a cycle of work takes the same energy at any clock
         parts[name] = module.dynamic * active.get(module.active, 0.0) / module.clock
         parts[name] += module.static * cycles * machine.copies / machine.clock
-    return Energy("activity", "published modules", sum(parts.values()), parts)
+    return EnergyEstimate("activity", "published modules", sum(parts.values()), parts)
 
 
-def by_actions(operations: Mapping[Operation, float], table: Table) -> Energy:
+def by_actions(operations: Mapping[PricedOperation, float], table: EnergyTable) -> EnergyEstimate:
     """Counted actions by a table."""
     parts: dict[str, float] = {}
     unpriced = set()
@@ -114,10 +114,10 @@ def by_actions(operations: Mapping[Operation, float], table: Table) -> Energy:
             unpriced.add(operation.kind)
         else:
             parts[operation.kind] = parts.get(operation.kind, 0.0) + count * each * PICOJOULE
-    return Energy("actions", table.name, sum(parts.values()), parts, tuple(sorted(unpriced)))
+    return EnergyEstimate("actions", table.name, sum(parts.values()), parts, tuple(sorted(unpriced)))
 
 
-def by_tables(operations: Mapping[Operation, float]) -> list[Energy]:
+def by_tables(operations: Mapping[PricedOperation, float]) -> list[EnergyEstimate]:
     """How much the choice of a table decides: every table, and both ends of ranges."""
     found = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
@@ -125,5 +125,5 @@ def by_tables(operations: Mapping[Operation, float]) -> list[Energy]:
             table = find_table(name, end)
             if table.points != find_table(name).points:
                 energy = by_actions(operations, table)
-                found.append(Energy("actions", f"{name}, {end}", energy.total, energy.parts, energy.unpriced))
+                found.append(EnergyEstimate("actions", f"{name}, {end}", energy.total, energy.parts, energy.unpriced))
     return found

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Memory
-from thrifty.simulators.accelerator.station_timeline import Timeline
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory
+from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StationUnit:
     """A station for one unit."""
 
     service: np.ndarray
@@ -37,15 +37,17 @@ class Place:
     """(i,) bank of an item's first burst; bursts follow each other over the banks where not given."""
 
 
-def play(places: Sequence[Place], memories: Sequence[Memory] = (), clock: float = 1.0) -> Timeline:
+def play(
+    places: Sequence[StationUnit], memories: Sequence[AcceleratorMemory] = (), clock: float = 1.0
+) -> StationTimeline:
     """Times of all items of one unit, in cycles of `clock` Hz; stations by server times are (s, 1, i)."""
     if not places or any(len(place.service) != len(places[0].service) for place in places):
         raise UsageError("all stations need the service of all items", fix="give items that pass by a service of 0")
-    return _Play(places, memories, clock).run()
+    return _UnitPlay(places, memories, clock).run()
 
 
-class _Play:
-    def __init__(self, places: Sequence[Place], memories: Sequence[Memory], clock: float):
+class _UnitPlay:
+    def __init__(self, places: Sequence[StationUnit], memories: Sequence[AcceleratorMemory], clock: float):
         self.places = places
         self.channels = {memory.name: _Channel(memory, clock, self._at) for memory in memories}
         for place in places:
@@ -68,13 +70,13 @@ class _Play:
         self.number += 1
         heapq.heappush(self.queue, (time, self.number, action))
 
-    def run(self) -> Timeline:
+    def run(self) -> StationTimeline:
         self._at(0, lambda time: self._begin(0, 0))
         while self.queue:
             time, _, action = heapq.heappop(self.queue)
             action(time)
         servers = np.array([place.servers for place in self.places], dtype=np.int64)
-        return Timeline(self.start, self.end, self.free, servers)
+        return StationTimeline(self.start, self.end, self.free, servers)
 
     def _begin(self, station: int, time: int) -> None:
         """Begin whatever can begin at a station, and what that gives room for before it."""
@@ -130,7 +132,7 @@ class _Play:
 class _Channel:
     """A memory behind its crossbar: requests of a burst each, first come, first served at port and bank."""
 
-    def __init__(self, memory: Memory, clock: float, at: Callable[[float, Callable[[float], None]], None]):
+    def __init__(self, memory: AcceleratorMemory, clock: float, at: Callable[[float, Callable[[float], None]], None]):
         self.memory, self.at = memory, at
         self.per_byte = memory.banks * clock / memory.bandwidth
         """Cycles that a bank takes for a byte."""

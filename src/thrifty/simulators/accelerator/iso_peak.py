@@ -6,7 +6,7 @@ share of its multipliers the one keeps busy, over what share the other does.
 
 from dataclasses import dataclass
 
-from thrifty.simulators.accelerator.simulation_result import Result
+from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class IsoPeak:
         return self.omitted * self.utilisation / self.other_utilisation
 
 
-def iso_peak(result: Result, other: Result) -> IsoPeak:
+def iso_peak(result: SimulationResult, other: SimulationResult) -> IsoPeak:
     """The ratio of times at equal peak, and what it is made of. Exact for the two results as simulated."""
     own, others = (sum(layer.macs for layer in each.layers) for each in (result, other))
     return IsoPeak(others / own, result.utilisation, other.utilisation)

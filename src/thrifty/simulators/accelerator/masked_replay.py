@@ -15,14 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.simulators.accelerator.attention_error import computed_pairs
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
-from thrifty.simulators.accelerator.trace_recorder import Core, attention_arguments, followed, swapped
+from thrifty.simulators.accelerator.trace_recorder import (
+    Core,
+    attention_arguments,
+    replace_attention,
+    track_running_modules,
+)
 
 
 @contextmanager
-def replayed(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
+def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
     """Within it, forward passes of `model` on the examples of the trace, in their order, attend to the trace's pairs
     only; a query that keeps none gets zeros.
 
@@ -30,10 +35,10 @@ def replayed(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
     torch's scaled_dot_product_attention nor in a core.
     """
     replay = _Replay({layer.name: layer for layer in trace.layers})
-    with followed(model, replay.running), swapped(model, replay.plain), replay:
+    with track_running_modules(model, replay.running), replace_attention(model, replay.plain), replay:
         yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
-        raise Refused(
+        raise RefusedError(
             f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention or a core",
             fix="trace a run with plain attention",
         )

@@ -24,7 +24,7 @@ AT_A_TIME = 2**13
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
-def fastest(work: Callable[[], object], times: int) -> float:
+def fastest_seconds(work: Callable[[], object], times: int) -> float:
     """Seconds of the fastest of so many."""
     took = []
     for _ in range(times):
@@ -49,7 +49,7 @@ def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3
             torch.cuda.synchronize()
 
     attend()
-    return fastest(attend, times)
+    return fastest_seconds(attend, times)
 
 
 def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
@@ -62,7 +62,7 @@ def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
         q, k, v = (x.flatten(0, 1).numpy() for x in _operands(layer))
         for unit, kept in enumerate(layer.kept()):
             work = partial(sparse_attention, q[unit], k[unit], v[unit], sparse.csr_array(kept))
-            total += fastest(work, 2)
+            total += fastest_seconds(work, 2)
     return total
 
 

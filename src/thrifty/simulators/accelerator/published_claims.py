@@ -10,18 +10,18 @@ from importlib.resources import files
 import numpy as np
 
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_simulation import simulate, simulate_product, within
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate, simulate_product
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.designs.outerspace import traffic
 from thrifty.simulators.accelerator.designs.sanger import released_seconds
 from thrifty.simulators.accelerator.published_elsa import elsa_bars
 from thrifty.simulators.accelerator.spgemm_workload import uniform
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.vitcod_released import linear_cycles
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedClaim:
     """A published figure and ours."""
 
     name: str
@@ -39,20 +39,20 @@ class Claim:
         return OURS[self.name]()
 
 
-def claims() -> list[Claim]:
+def claims() -> list[PublishedClaim]:
     """All of them, as they stand in the files."""
     text = (files("thrifty.simulators.accelerator") / "published.toml").read_text(encoding="utf-8")
     bars = [
-        Claim(bar.name, "ELSA (ISCA 2021)", bar.place, bar.quantity, bar.published, "P", bar.gap, bar.figure)
+        PublishedClaim(bar.name, "ELSA (ISCA 2021)", bar.place, bar.quantity, bar.published, "P", bar.gap, bar.figure)
         for bar in elsa_bars()
     ]
-    return [Claim(name, **row) for name, row in tomllib.loads(text).items()] + bars
+    return [PublishedClaim(name, **row) for name, row in tomllib.loads(text).items()] + bars
 
 
 def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float:
     """Cycles over those of 528 multipliers that always have something to do, without preprocessing."""
     machine = find_machine("elsa").replaced("approximate", approximate)
-    found = simulate(machine, synthesised(pattern, density, heads=1, tokens=tokens))
+    found = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
     before = 3 * (tokens + 1) if approximate else 0
     return (found.cycles - before) / (2 * tokens**2 * 64 / 528)
 
@@ -60,7 +60,7 @@ def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float
 def _a3(of: Callable[[int, int], float]) -> float:
     """Of the cycles of one query and of 320 over 320 keys."""
     machine = find_machine("a3").replaced("approximate", False)
-    found = simulate(machine, synthesised("uniform", 0.5, heads=1, tokens=320), draw=True)
+    found = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
     example = found.layers[0].example
     assert example is not None
     return of(int(example.latency[0]), found.cycles)
@@ -68,7 +68,7 @@ def _a3(of: Callable[[int, int], float]) -> float:
 
 def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
     """Cycles from one query to the next in the steady state, with the published share of candidates."""
-    plain = synthesised("balanced", 0.04, heads=1, tokens=tokens).layers[0]
+    plain = synthetic_trace("balanced", 0.04, heads=1, tokens=tokens).layers[0]
     counts = {"candidates": np.full((1, 1, tokens), round(candidates * tokens))}
     trace = AttentionTrace("bert", (plain.masked(plain.kept()[None], counts),))
     found = simulate(find_machine("a3").replaced("iterations", iterations), trace, draw=True)
@@ -80,8 +80,8 @@ def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
 
 def _rate(design: str) -> float:
     """Gop/s as if all pairs were computed, of one mask, at 128 multipliers and 1 GHz."""
-    machine = within(find_machine(design), multipliers=128, clock=1e9)
-    return simulate(machine, synthesised("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
+    machine = limit_resources(find_machine(design), multipliers=128, clock=1e9)
+    return simulate(machine, synthetic_trace("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
 
 
 def _area(design: str) -> float:

@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from thrifty.simulators.accelerator.accelerator_file import find_machine
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
-from thrifty.simulators.accelerator.synthetic_traces import synthesised
+from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 BASE, MODES = "base", ("conservative", "moderate", "aggressive")
 P = (0.5, 1, 2, 4)
@@ -21,7 +21,7 @@ COPIES, WATTS, MULTIPLIERS = 12, 250, 528
 
 
 @dataclass(frozen=True)
-class Bar:
+class PublishedBar:
     """One bar of figure 11b or 13a."""
 
     workload: str
@@ -58,7 +58,7 @@ class Bar:
 
     def simulate(self) -> float:
         """Cycles over those of an ideal accelerator without preprocessing, or the ratio of energies."""
-        elsa, trace = find_machine("elsa"), synthesised("runs", self.kept, heads=1, tokens=self.tokens)
+        elsa, trace = find_machine("elsa"), synthetic_trace("runs", self.kept, heads=1, tokens=self.tokens)
         base = simulate(elsa.replaced("approximate", False), trace)
         found = base if self.mode == BASE else simulate(elsa, trace)
         if self.speedup is None:
@@ -69,7 +69,7 @@ class Bar:
 
 
 @cache
-def elsa_bars() -> tuple[Bar, ...]:
+def elsa_bars() -> tuple[PublishedBar, ...]:
     """All bars: latency in three modes, energy of the base and in two modes."""
     text = (files("thrifty.simulators.accelerator") / "published_elsa.toml").read_text(encoding="utf-8")
     found = []
@@ -81,5 +81,5 @@ def elsa_bars() -> tuple[Bar, ...]:
             ((BASE, *MODES[:2]), row["energy"], row["speedup"]),
         ):
             for mode, value in zip(modes, published, strict=True):
-                found.append(Bar(row["name"], mode, value, row["tokens"], *kept[mode], speedup))
+                found.append(PublishedBar(row["name"], mode, value, row["tokens"], *kept[mode], speedup))
     return tuple(found)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.simulation_result import Result, layer_rows, str_of
+from thrifty.simulators.accelerator.simulation_result import SimulationResult, layer_rows, str_of
 
 
-def write_csv(results: Sequence[Result], folder: Path) -> list[Path]:
+def write_csv(results: Sequence[SimulationResult], folder: Path) -> list[Path]:
     """SUMMARY.csv, and for each machine its COMPUTE, STATION and ACTION reports and its action counts as YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [write_rows(folder / "SUMMARY.csv", [result.row() for result in results])]
@@ -29,7 +29,7 @@ def write_csv(results: Sequence[Result], folder: Path) -> list[Path]:
     return written
 
 
-def compute_rows(result: Result) -> list[dict[str, Any]]:
+def compute_rows(result: SimulationResult) -> list[dict[str, Any]]:
     """A line for each layer. Stall cycles are those that the outer memory adds."""
     return [
         {
@@ -63,7 +63,7 @@ def file_name(machine: str) -> str:
 _ACTIONS = {"sram": "access", "dram": "access", "register": "access"}
 
 
-def action_counts(result: Result) -> str:
+def action_counts(result: SimulationResult) -> str:
     """Counted actions as YAML: a component for each kind and size."""
     lines = ["action_counts:", "  version: 0.4", "  local:"]
     for operation, count in result.operations.items():
@@ -81,7 +81,7 @@ def action_counts(result: Result) -> str:
     return "\n".join(lines) + "\n"
 
 
-def perfetto(results: Sequence[Result]) -> dict[str, Any]:
+def perfetto(results: Sequence[SimulationResult]) -> dict[str, Any]:
     """Chrome's trace event format: a process for each machine, a row for each station, with the items of each layer's
     first unit, layer after layer. Raises UsageError for results without timelines."""
     events: list[dict[str, Any]] = []
@@ -104,7 +104,7 @@ def perfetto(results: Sequence[Result]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ns"}
 
 
-def write_perfetto(results: Sequence[Result], path: Path) -> None:
+def write_perfetto(results: Sequence[SimulationResult], path: Path) -> None:
     path.write_text(json.dumps(perfetto(results), separators=(",", ":")), encoding="utf-8")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.designs.systolic import DATAFLOWS, folds, reported_cycles
 from thrifty.simulators.accelerator.result_export import write_rows
 
@@ -23,7 +23,7 @@ MOST = 10**17
 
 
 @dataclass(frozen=True)
-class Gemm:
+class GemmShape:
     """(m, k) x (k, n)."""
 
     name: str
@@ -32,7 +32,7 @@ class Gemm:
     k: int
 
 
-def read_cfg(path: Path) -> Machine:
+def read_cfg(path: Path) -> AcceleratorSpec:
     """The array of a .cfg: its height, width and dataflow, and its bandwidth in words a cycle where that is given."""
     parser = configparser.ConfigParser()
     try:
@@ -63,7 +63,7 @@ def read_cfg(path: Path) -> Machine:
     return machine
 
 
-def read_topology(path: Path) -> list[Gemm]:
+def read_topology(path: Path) -> list[GemmShape]:
     """Matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the line that is wrong."""
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
@@ -83,17 +83,17 @@ def read_topology(path: Path) -> list[Gemm]:
             raise UsageError(f"{path}, line {number}: {','.join(line)!r} is no layer", fix="NAME,M,N,K from 1 on")
         if math.prod(map(int, words[1:])) > MOST:
             raise UsageError(f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"M·N·K up to {MOST:.0e}")
-        found.append(Gemm(words[0], *map(int, words[1:])))
+        found.append(GemmShape(words[0], *map(int, words[1:])))
     if not found:
         raise UsageError(f"{path} has no layers", fix="a line NAME,M,N,K for each")
     return found
 
 
-def compute_report(layers: Sequence[Gemm], machine: Machine) -> list[dict[str, Any]]:
+def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> list[dict[str, Any]]:
     """A line for each matrix product, in SCALE-Sim's columns."""
     rows, columns = int(machine.number("rows")), int(machine.number("columns"))
     dataflow = str(machine.settings["dataflow"])
-    per_byte = machine.clock / machine.memories.get("dram", Memory("dram")).bandwidth
+    per_byte = machine.clock / machine.memories.get("dram", AcceleratorMemory("dram")).bandwidth
     report = []
     for number, layer in enumerate(layers):
         cycles = int(reported_cycles(layer.m, layer.n, layer.k, rows, columns, dataflow))

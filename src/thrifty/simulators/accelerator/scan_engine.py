@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.station_timeline import Timeline
+from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
-def scan(service: np.ndarray, buffers: Sequence[int]) -> Timeline:
+def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
     """Times of all items, from `service` (s, u, i) in whole cycles and the (s - 1,) items that fit between a station
     and the next, 0 for no limit."""
     check_service(service, buffers)
@@ -24,7 +24,7 @@ def scan(service: np.ndarray, buffers: Sequence[int]) -> Timeline:
     end = start + service
     free = np.zeros_like(start)
     free[:, :, 1:] = end[:, :, :-1]
-    return Timeline(start, end, free, np.ones(len(service), dtype=np.int64))
+    return StationTimeline(start, end, free, np.ones(len(service), dtype=np.int64))
 
 
 def check_service(service: np.ndarray, buffers: Sequence[int]) -> None:

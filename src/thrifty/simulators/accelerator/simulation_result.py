@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
-from thrifty.simulators.accelerator.design_stream import Operation
-from thrifty.simulators.accelerator.energy_model import Energy
-from thrifty.simulators.accelerator.station_timeline import Timeline
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
+from thrifty.simulators.accelerator.design_stream import PricedOperation
+from thrifty.simulators.accelerator.energy_model import EnergyEstimate
+from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
 @dataclass(frozen=True)
@@ -40,24 +40,24 @@ class LayerResult:
     macs: float
     dense_macs: float
     """What all pairs would have taken, padding left out."""
-    operations: Mapping[Operation, float]
+    operations: Mapping[PricedOperation, float]
     active: Mapping[str, float]
     density: float
-    example: Timeline | None = field(default=None, repr=False, compare=False)
+    example: StationTimeline | None = field(default=None, repr=False, compare=False)
     """Of its first unit, to draw."""
 
 
 @dataclass(frozen=True)
-class Result:
+class SimulationResult:
     """One design on one trace."""
 
-    machine: Machine
+    machine: AcceleratorSpec
     trace: str
     engine: str
     multipliers: int
     """Of scores and values, all copies together."""
     layers: tuple[LayerResult, ...]
-    energies: tuple[Energy, ...]
+    energies: tuple[EnergyEstimate, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -98,8 +98,8 @@ class Result:
         return moved
 
     @property
-    def operations(self) -> dict[Operation, float]:
-        total: dict[Operation, float] = {}
+    def operations(self) -> dict[PricedOperation, float]:
+        total: dict[PricedOperation, float] = {}
         for layer in self.layers:
             for operation, count in layer.operations.items():
                 total[operation] = total.get(operation, 0.0) + count
@@ -113,7 +113,7 @@ class Result:
             for name in names
         }
 
-    def energy(self, mode: str) -> Energy | None:
+    def energy(self, mode: str) -> EnergyEstimate | None:
         """The energy found in a mode, "activity" or "actions"; None where there is none."""
         return next((energy for energy in self.energies if energy.mode == mode), None)
 
@@ -158,13 +158,13 @@ class Result:
 _STALLS = ("busy", "starved", "blocked")
 
 
-def str_of(operation: Operation) -> str:
+def str_of(operation: PricedOperation) -> str:
     """ "sram, 576 bits of 36864 bytes"."""
     size = f" of {operation.capacity} bytes" if operation.capacity else ""
     return f"{operation.kind}, {operation.bits} bits{size}"
 
 
-def layer_rows(result: Result) -> list[dict[str, Any]]:
+def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
     """A line for each layer."""
     return [
         {
@@ -183,7 +183,7 @@ def layer_rows(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def frame(results: list[Result]) -> Any:
+def frame(results: list[SimulationResult]) -> Any:
     """Results as a pandas DataFrame, a line each. Raises UsageError where pandas, which is optional, is not there."""
     try:
         import pandas

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import io, sparse
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.simulators.accelerator.measured_attention import fastest
+from thrifty.simulators.accelerator.measured_attention import fastest_seconds
 
 DENSE_LIMIT = 2 * 1500**3
 """Operations of a dense product beyond which it is not timed."""
@@ -20,7 +20,7 @@ MOST = 10**8
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class SpgemmProduct:
     """A (m, k) times B (k, n), in any of scipy's sparse formats; numbers at one place are taken together."""
 
     name: str
@@ -94,25 +94,25 @@ def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class SpgemmPhase:
     """A part of a product that must be over before the next begins."""
 
-    product: Product
+    product: SpgemmProduct
     name: str
     """ "multiply" or "merge"."""
 
 
-def uniform(size: int, density: float, seed: int = 0) -> Product:
+def uniform(size: int, density: float, seed: int = 0) -> SpgemmProduct:
     """A square matrix with numbers anywhere, times itself. Raises UsageError for what leaves it empty."""
     if size < 1 or not 0 < density <= 1:
         raise UsageError(f"{size} rows at density {density:g} are no matrix", fix="give a density in (0, 1]")
     if (numbers := size**2 * density) > MOST:
         raise UsageError(f"{numbers:.1e} numbers are more than can be drawn here", fix=f"up to {MOST:.0e}")
     drawn = sparse.random_array((size, size), density=density, rng=np.random.default_rng(seed), format="csr")
-    return Product(f"{size} at density {density:g}", drawn, drawn)
+    return SpgemmProduct(f"{size} at density {density:g}", drawn, drawn)
 
 
-def read_matrix(path: Path) -> Product:
+def read_matrix(path: Path) -> SpgemmProduct:
     """The square of a matrix of a Matrix Market file, or A times its transpose where that is not square. Raises
     UsageError for a file that is none, IntegrityError for one that is cut short or damaged."""
     if not path.is_file():
@@ -133,14 +133,14 @@ def read_matrix(path: Path) -> Product:
     if not np.isfinite(matrix.data).all():
         raise IntegrityError(f"{path} holds what is no number")
     square = matrix.shape[0] == matrix.shape[1]
-    return Product(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
+    return SpgemmProduct(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
 
 
-def measured(product: Product, times: int = 3) -> dict[str, float | None]:
+def measured(product: SpgemmProduct, times: int = 3) -> dict[str, float | None]:
     """Seconds of the product on this machine: row by row (Gustavson's, one thread) by scipy, and as a dense one by
     numpy where that is no more than DENSE_LIMIT operations. The fastest of so many."""
-    gustavson = fastest(lambda: product.a @ product.b, times)
+    gustavson = fastest_seconds(lambda: product.a @ product.b, times)
     if 2 * product.dense_macs > DENSE_LIMIT:
         return {"gustavson": gustavson, "dense": None}
     a, b = product.a.toarray(), product.b.toarray()
-    return {"gustavson": gustavson, "dense": fastest(lambda: a @ b, times)}
+    return {"gustavson": gustavson, "dense": fastest_seconds(lambda: a @ b, times)}

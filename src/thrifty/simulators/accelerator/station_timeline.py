@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Timeline:
+class StationTimeline:
     """Times in cycles from the start of a unit."""
 
     start: np.ndarray

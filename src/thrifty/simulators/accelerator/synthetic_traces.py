@@ -76,7 +76,7 @@ PATTERNS: dict[str, Drawing] = {
 }
 
 
-def synthesised(
+def synthetic_trace(
     pattern: str,
     density: float,
     layers: int = 1,

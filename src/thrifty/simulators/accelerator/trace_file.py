@@ -78,7 +78,7 @@ def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
     return AttentionTrace(path.stem, layers, {"file": path.name, "polarity": "True is pruned in the file"})
 
 
-def lighter(trace: AttentionTrace, dtype: str) -> AttentionTrace:
+def with_dtype(trace: AttentionTrace, dtype: str) -> AttentionTrace:
     """The trace with its numbers in "float16" or "float32"."""
     layers = []
     for layer in trace.layers:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -29,7 +29,7 @@ CORES = ("core", "thrifty_core")
 
 
 @dataclass
-class _Call:
+class _AttentionCall:
     """Attention computed once, by whichever module was running."""
 
     q: Tensor
@@ -43,7 +43,7 @@ class _Call:
 class _Recorder(TorchFunctionMode):
     """Notes calls of torch's attention by the name of the innermost module that runs."""
 
-    calls: dict[str, list[_Call]] = field(default_factory=dict)
+    calls: dict[str, list[_AttentionCall]] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,19 +56,19 @@ class _Recorder(TorchFunctionMode):
             if given.get("scale") is not None:  # a trace is read with the usual one
                 q = q * (given["scale"] * q.shape[-1] ** 0.5)
             kept = _visible(given.get("attn_mask"), bool(given.get("is_causal")), q, k)
-            self.note(_Call(q, k, v, kept))
+            self.note(_AttentionCall(q, k, v, kept))
         return func(*args, **(kwargs or {}))
 
     @property
     def seen(self) -> int:
         return sum(map(len, self.calls.values()))
 
-    def note(self, call: _Call) -> None:
+    def note(self, call: _AttentionCall) -> None:
         name = self.running[-1] if self.running else "attention"
         self.calls.setdefault(name, []).append(call)
 
 
-def record(
+def record_attention(
     model: nn.Module,
     batches: Iterable[Any],
     forward: Callable[[nn.Module, Any], Any] | None = None,
@@ -85,14 +85,18 @@ def record(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), followed(model, recorder.running), swapped(model, lambda core: _asked(core, recorder)):
+        with (
+            torch.no_grad(),
+            track_running_modules(model, recorder.running),
+            replace_attention(model, lambda core: _asked(core, recorder)),
+        ):
             for batch in batches:
                 with recorder:
                     forward(model, batch) if forward else model(batch)
     finally:
         model.train(was_training)
     if not recorder.calls:
-        raise Refused(
+        raise RefusedError(
             f"no attention of {type(model).__name__} went through torch's scaled_dot_product_attention or a core",
             fix='load a transformers model with attn_implementation="sdpa"',
         )
@@ -107,7 +111,7 @@ def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[s
 
 
 @contextmanager
-def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
+def track_running_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
     """Keeps `running` the names of the modules that are at work, the innermost last."""
     hooks = []
     for name, module in model.named_modules():
@@ -127,7 +131,7 @@ def followed(model: nn.Module, running: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def swapped(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
+def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
     """Within it the model has, in place of each of its cores, what `other` makes of that."""
     cores = []
     for module, name in product(model.modules(), CORES):
@@ -164,7 +168,7 @@ def _asked(core: Core, recorder: _Recorder) -> Core:
                 relay.standing = handed
             return core(*given, **named)
 
-        recorder.note(_Call(q, k, v, probabilities_of(again, q, k, *rest, **named) > 0))
+        recorder.note(_AttentionCall(q, k, v, probabilities_of(again, q, k, *rest, **named) > 0))
         if relay is not None:
             relay.standing = left
         return output
@@ -193,7 +197,7 @@ def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor 
     return None
 
 
-def _layer(name: str, calls: list[_Call]) -> AttentionLayer:
+def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
     """All calls of a module as examples of one layer, padded to the longest."""
     queries, keys = (max(getattr(call, kind).shape[2] for call in calls) for kind in ("q", "k"))
     heads = calls[0].q.shape[1]

@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 @dataclass(frozen=True)
-class Rules:
+class ReleasedRules:
     """The released simulator's as they are; each may be set right."""
 
     every_head: bool = False
@@ -56,7 +56,7 @@ class LayerCycles:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedCycles:
     """Of a network's attention."""
 
     layers: tuple[LayerCycles, ...]
@@ -75,10 +75,10 @@ class Counted:
         return sum(layer.scores + layer.values for layer in self.layers)
 
 
-def attention_cycles(trace: AttentionTrace, rules: Rules | None = None) -> Counted:
+def attention_cycles(trace: AttentionTrace, rules: ReleasedRules | None = None) -> CountedCycles:
     """Cycles of the attention of fixed masks; the first example's. Raises UsageError for heads of another width or for
     heads that no line is left for."""
-    rules = rules or Rules()
+    rules = rules or ReleasedRules()
     layers = []
     for layer in trace.layers:
         if layer.width != WIDTH or layer.heads > LINES * LINE:
@@ -89,8 +89,8 @@ def attention_cycles(trace: AttentionTrace, rules: Rules | None = None) -> Count
         each = [head_cycles(tokens, layer.heads, dense, sparse, rules) for dense, sparse in heads]
         layers.append(_mean(each))
     if rules.within_layers:
-        return Counted(tuple(layers), sum(max(layer.load, layer.work) for layer in layers))
-    return Counted(tuple(layers), max(sum(layer.load for layer in layers), sum(layer.work for layer in layers)))
+        return CountedCycles(tuple(layers), sum(max(layer.load, layer.work) for layer in layers))
+    return CountedCycles(tuple(layers), max(sum(layer.load for layer in layers), sum(layer.work for layer in layers)))
 
 
 def _mean(each: Sequence[LayerCycles]) -> LayerCycles:
@@ -99,7 +99,7 @@ def _mean(each: Sequence[LayerCycles]) -> LayerCycles:
     return LayerCycles(*values.mean(0).tolist())
 
 
-def head_cycles(tokens: int, heads: int, dense: int, sparse: int, rules: Rules) -> LayerCycles:
+def head_cycles(tokens: int, heads: int, dense: int, sparse: int, rules: ReleasedRules) -> LayerCycles:
     """Of `dense` global tokens and `sparse` other pairs, with all heads alike."""
     code = heads * 2 / 3
     decoding = math.ceil(code * WIDTH / (LINES * rules.line // heads))
@@ -126,7 +126,7 @@ def head_cycles(tokens: int, heads: int, dense: int, sparse: int, rules: Rules) 
     return LayerCycles(load, decode, max(scores), max(values))
 
 
-def _cycles(size: float, rules: Rules) -> float:
+def _cycles(size: float, rules: ReleasedRules) -> float:
     cycles = size / (76.8 * (1e9 if rules.decimal else 2**30)) * CLOCK
     return cycles if rules.fluid else math.ceil(cycles)
 
@@ -149,10 +149,10 @@ FIXES = {
 }
 
 
-def fixes(trace: AttentionTrace) -> dict[str, Counted]:
+def fixes(trace: AttentionTrace) -> dict[str, CountedCycles]:
     """As released, with each quirk set right alone, and with all of them."""
     every = {key: value for changes in FIXES.values() for key, value in changes.items()}
     return {
-        name: attention_cycles(trace, replace(Rules(), **changes))
+        name: attention_cycles(trace, replace(ReleasedRules(), **changes))
         for name, changes in {**FIXES, "all of these": every}.items()
     }

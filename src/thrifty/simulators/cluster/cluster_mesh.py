@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from thrifty.core.errors import Infeasible, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.setting_bounds import Positive, check_bounds
-from thrifty.simulators.cluster.network_topology import Cluster, Group
-from thrifty.simulators.cluster.workload import Part, Recompute, Workload
+from thrifty.simulators.cluster.network_topology import Cluster, RankGroup
+from thrifty.simulators.cluster.workload import Recompute, Workload, WorkloadPart
 
 
 @dataclass(frozen=True)
-class Mesh:
+class ClusterMesh:
     """Sizes of the axes. Ranks are counted along tensor first, then shard, replicate, pipeline, so that the ranks of a
     tensor group are neighbours and stages far apart, as in Megatron-LM."""
 
@@ -37,7 +37,7 @@ class Mesh:
     def stages(self) -> int:
         return self.pipeline * self.chunks
 
-    def groups(self, cluster: Cluster) -> dict[str, Group]:
+    def groups(self, cluster: Cluster) -> dict[str, RankGroup]:
         """Ranks that talk to each other: along each axis, "data" being shard and replicate together; and of the
         pipeline "neighbours" and both "ends"."""
         stride = self.tensor * self.data
@@ -53,7 +53,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Settings:
+class StepSettings:
     """How a step is run."""
 
     batch: int
@@ -77,7 +77,7 @@ class Settings:
     """Whether chains of elementwise operations run as one kernel."""
 
 
-def micro_batches(mesh: Mesh, settings: Settings) -> int:
+def micro_batches(mesh: ClusterMesh, settings: StepSettings) -> int:
     """How many go through a pipeline in a step; UsageError where the effective batch is no multiple of them."""
     together = mesh.data * settings.micro_batch
     if min(settings.batch, settings.micro_batch) < 1 or settings.batch % together:
@@ -91,10 +91,10 @@ def micro_batches(mesh: Mesh, settings: Settings) -> int:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SimulatedStage:
     """Consecutive parts of the model, on one pipeline rank."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WorkloadPart, ...]
 
     @cached_property
     def entry(self) -> float:
@@ -105,7 +105,7 @@ class Stage:
         return sum(part.parameters.per_rank(tensor) for part in self.parts)
 
 
-def cut(workload: Workload, stages: int) -> list[Stage]:
+def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
     """The model in so many stages: the same number of blocks in each; or, where they do not divide, embedding and head
     counted as a block each (as Llama 3 2024 does, section 3.3.2); or as even as possible, more in the middle.
 
@@ -113,7 +113,7 @@ def cut(workload: Workload, stages: int) -> list[Stage]:
     """
     depth = len(workload.blocks)
     if stages > depth + 2 or (stages > depth and stages != depth + 2):
-        raise Infeasible(
+        raise InfeasibleError(
             f"{depth} blocks cannot make {stages} stages", fix=f"use {depth} stages or fewer (pipeline times chunks)"
         )
     if depth % stages == 0:
@@ -130,10 +130,10 @@ def cut(workload: Workload, stages: int) -> list[Stage]:
     parts = [[next(blocks) for _ in range(count)] for count in counts]
     parts[0].insert(0, workload.embedding)
     parts[-1].append(workload.head)
-    return [Stage(tuple(each)) for each in parts]
+    return [SimulatedStage(tuple(each)) for each in parts]
 
 
-def check_ranks(mesh: Mesh, cluster: Cluster) -> None:
+def check_ranks(mesh: ClusterMesh, cluster: Cluster) -> None:
     """UsageError where the mesh has not as many ranks as the cluster."""
     if mesh.ranks != cluster.ranks:
         apart = mesh.ranks // mesh.replicate

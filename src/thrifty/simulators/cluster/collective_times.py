@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.cluster.network_topology import Group, Link
+from thrifty.simulators.cluster.network_topology import NetworkLink, RankGroup
 
 Algorithm = Callable[[int, float, float, float], float]
 """Seconds for n ranks, a size in bytes, a latency and a bandwidth."""
@@ -119,12 +119,12 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
 }
 
 
-def seconds(kind: str, size: float, group: Group) -> float:
+def seconds(kind: str, size: float, group: RankGroup) -> float:
     """Seconds of the fastest algorithm for a collective among a group; 0 for a group of one."""
     return fastest(kind, size, group)[1]
 
 
-def fastest(kind: str, size: float, group: Group) -> tuple[str, float]:
+def fastest(kind: str, size: float, group: RankGroup) -> tuple[str, float]:
     """The fastest algorithm and its seconds. Raises UsageError for an unknown kind."""
     if kind not in ALGORITHMS:
         raise UsageError(f"unknown collective {kind!r}", fix=did_you_mean(kind, ALGORITHMS))
@@ -133,7 +133,7 @@ def fastest(kind: str, size: float, group: Group) -> tuple[str, float]:
     return name, times[name]
 
 
-def algorithms(kind: str, size: float, group: Group) -> dict[str, float]:
+def algorithms(kind: str, size: float, group: RankGroup) -> dict[str, float]:
     """Seconds of each algorithm that a group can use."""
     if group.size == 1:
         return {"none": 0.0}
@@ -149,7 +149,7 @@ def algorithms(kind: str, size: float, group: Group) -> dict[str, float]:
     return times
 
 
-def _over(kind: str, n: int, size: float, link: Link) -> dict[str, float]:
+def _over(kind: str, n: int, size: float, link: NetworkLink) -> dict[str, float]:
     return {name: time(n, size, link.latency, link.bandwidth) for name, time in ALGORITHMS[kind].items()}
 
 
@@ -161,7 +161,7 @@ _RINGS: Mapping[str, Algorithm] = {
 }
 
 
-def _around(group: Group) -> tuple[float, float]:
+def _around(group: RankGroup) -> tuple[float, float]:
     """Latency, averaged over its steps, and bandwidth of rings through all ranks, one for each rank of a node, so that
     all network ports carry some of it (as NCCL builds them)."""
     crossing = (group.nodes - 1) / (group.size - 1)
@@ -169,14 +169,14 @@ def _around(group: Group) -> tuple[float, float]:
     return latency, min(group.inside.bandwidth, group.per_node * group.between.bandwidth)
 
 
-def _with_each(size: float, group: Group) -> float:
+def _with_each(size: float, group: RankGroup) -> float:
     """All to all with one partner after another, on the node and off it."""
     neighbours, share = group.per_node - 1, size / group.size
     away = group.size - group.per_node
     return neighbours * group.inside.seconds(share) + away * group.between.seconds(share)
 
 
-def _in_two_levels(kind: str, size: float, group: Group) -> float:
+def _in_two_levels(kind: str, size: float, group: RankGroup) -> float:
     """Inside nodes, where each rank gets its share, between nodes with the ranks of the same place, inside again."""
 
     def inside(kind: str) -> float:

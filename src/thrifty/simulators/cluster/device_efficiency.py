@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from thrifty.simulators.cluster.device_specs import Device
-from thrifty.simulators.cluster.workload import Work
+from thrifty.simulators.cluster.device_specs import DeviceSpec
+from thrifty.simulators.cluster.workload import PassWork
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceEfficiency:
     """What a training step gets of the rates that are published. One set for every device, model and cluster."""
 
     products: float = 0.73
@@ -24,10 +24,10 @@ class Rates:
 
 
 def seconds(
-    work: Work,
+    work: PassWork,
     examples: float,
-    device: Device,
-    rates: Rates,
+    device: DeviceSpec,
+    rates: DeviceEfficiency,
     *,
     number_format: str,
     tensor: int = 1,

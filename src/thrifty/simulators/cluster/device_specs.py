@@ -10,7 +10,7 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     """One accelerator or processor."""
 
     name: str
@@ -32,18 +32,18 @@ class Device:
         return self.flops[number_format]
 
 
-def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: float, source: str) -> Device:
+def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: float, source: str) -> DeviceSpec:
     """A device from numbers that were measured, by a probe of this machine for one: FLOP/s, bytes, bytes/s."""
     if min([memory, bandwidth, *flops.values()], default=0.0) <= 0 or not flops:
         raise UsageError(f"{name} must have rates and a memory above zero", fix="measure again on a quiet machine")
-    return Device(name, flops, memory, bandwidth, dict.fromkeys(("flops", "memory", "bandwidth"), source))
+    return DeviceSpec(name, flops, memory, bandwidth, dict.fromkeys(("flops", "memory", "bandwidth"), source))
 
 
-def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> Device:
+def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> DeviceSpec:
     """A row of the table, from the units of datasheets: TFLOP/s, GiB, GB/s."""
     flops = {number_format: 1e12 * value for number_format, value in tera.items()}
     sources = dict.fromkeys(("flops", "memory", "bandwidth"), source)
-    return Device(name, flops, gib * GIB, 1e9 * gigabytes, sources)
+    return DeviceSpec(name, flops, gib * GIB, 1e9 * gigabytes, sources)
 
 
 _VOLTA = {"float32": 15.7, "float16": 125.0}
@@ -58,7 +58,7 @@ _B200 = "NVIDIA DGX B200 datasheet by 8, halved where given with 2:4 sparsity: 4
 _MI300X = "AMD Instinct MI300X data sheet: 1,307.4 TFLOP/s dense in 16 bits, 192 GB at 5.3 TB/s (rates from memory)"
 _CPU = "the best of some timings on a busy box with 2 cores, rounded; `measured` makes one of another machine's"
 
-DEVICES: Mapping[str, Device] = {
+DEVICES: Mapping[str, DeviceSpec] = {
     device.name: device
     for device in (
         _published("v100-16gb", _VOLTA, 16, 900, _V100),
@@ -87,7 +87,7 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str) -> DeviceSpec:
     """A device of the table; UsageError with the nearest name where there is none."""
     if name not in DEVICES:
         raise UsageError(f"unknown device {name!r}", fix=did_you_mean(name, DEVICES))

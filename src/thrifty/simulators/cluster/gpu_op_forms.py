@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @contextmanager
-def as_on_gpus(flash: bool) -> Iterator[None]:
+def use_gpu_ops(flash: bool) -> Iterator[None]:
     """Dropout with a mask of bytes, RMS norms in one kernel, and attention that keeps its scores only where it is not
     `flash`, for whatever calls them through `torch.nn.functional` inside the block."""
     kernel = F.scaled_dot_product_attention

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.cluster.device_specs import DEVICES, Device
+from thrifty.simulators.cluster.device_specs import DEVICES, DeviceSpec
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """A way from one device to another: a message of n bytes takes `latency` + n / `bandwidth`."""
 
     name: str
@@ -24,18 +24,18 @@ class Link:
         return self.latency + size / self.bandwidth
 
 
-def _nvlink(generation: int, links: int, wire: float, arriving: float) -> Link:
+def _nvlink(generation: int, links: int, wire: float, arriving: float) -> NetworkLink:
     source = (
         f"{links} links of {wire:g} GB/s in each direction, of which NCCL counts {arriving:g} (src/graph/topo.h); "
         "latency of a ring step with the LL128 protocol (src/graph/tuning.cc)"
     )
-    return Link(f"nvlink{generation}", 1.9e-6, links * arriving * 1e9, source)
+    return NetworkLink(f"nvlink{generation}", 1.9e-6, links * arriving * 1e9, source)
 
 
-def _network(name: str, gigabits: float, devices: int = 1, latency: float = 4.0e-6) -> Link:
+def _network(name: str, gigabits: float, devices: int = 1, latency: float = 4.0e-6) -> NetworkLink:
     shared = f", one port for {devices} devices" if devices > 1 else ""
     source = f"{gigabits:g} Gb/s as named{shared}; latency of a ring step over a network (NCCL, src/graph/tuning.cc)"
-    return Link(name, latency, gigabits / 8 / devices * 1e9, source)
+    return NetworkLink(name, latency, gigabits / 8 / devices * 1e9, source)
 
 
 _PCIE = (
@@ -44,30 +44,30 @@ _PCIE = (
 _XGMI = "7 links of 64 GB/s in each direction (AMD Instinct MI300X data sheet); latency as NVLink's (unverified)"
 _LOOPBACK = "gloo between two processes of one busy box with 2 cores, messages there and back, measured"
 
-LINKS: Mapping[str, Link] = {
+LINKS: Mapping[str, NetworkLink] = {
     link.name: link
     for link in (
         _nvlink(2, 6, 25.0, 20.0),
         _nvlink(3, 12, 25.0, 20.0),
         _nvlink(4, 18, 25.0, 20.6),
         _nvlink(5, 18, 50.0, 40.1),
-        Link("infinity-fabric", 1.9e-6, 448e9, _XGMI),
-        Link("pcie3", 2.5e-6, 12e9, _PCIE),
-        Link("pcie4", 2.5e-6, 24e9, _PCIE),
-        Link("pcie5", 2.5e-6, 48e9, _PCIE),
+        NetworkLink("infinity-fabric", 1.9e-6, 448e9, _XGMI),
+        NetworkLink("pcie3", 2.5e-6, 12e9, _PCIE),
+        NetworkLink("pcie4", 2.5e-6, 24e9, _PCIE),
+        NetworkLink("pcie5", 2.5e-6, 48e9, _PCIE),
         _network("infiniband-edr", 100),
         _network("infiniband-hdr", 200),
         _network("infiniband-ndr", 400),
         _network("roce-400", 400),
         _network("ethernet-10", 10, latency=30e-6),
         _network("ethernet-100", 100, latency=15e-6),
-        Link("gloo-loopback", 60e-6, 3.5e9, _LOOPBACK),
+        NetworkLink("gloo-loopback", 60e-6, 3.5e9, _LOOPBACK),
     )
 }
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks that talk to each other, and how they stand on nodes.
 
     The other groups of their axis do the same at the same time, each over its own ranks' share of a node's ports.
@@ -78,8 +78,8 @@ class Group:
     """How many of them share a node, on the fullest one."""
     nodes: int
     """How many nodes they stand on."""
-    inside: Link
-    between: Link
+    inside: NetworkLink
+    between: NetworkLink
 
     @property
     def even(self) -> bool:
@@ -91,18 +91,18 @@ class Group:
 class Cluster:
     """Equal nodes of equal devices. Ranks are counted node by node."""
 
-    device: Device
+    device: DeviceSpec
     per_node: int
     nodes: int
-    inside: Link
-    between: Link
+    inside: NetworkLink
+    between: NetworkLink
     """Bandwidth for each device, where a node's devices share its ports."""
 
     @property
     def ranks(self) -> int:
         return self.per_node * self.nodes
 
-    def group(self, size: int, stride: int = 1) -> Group:
+    def group(self, size: int, stride: int = 1) -> RankGroup:
         """The ranks {0, stride, 2 stride, …}, `size` of them; each other group of the same axis is placed alike.
 
         Raises UsageError where the cluster has fewer ranks.
@@ -117,9 +117,9 @@ class Cluster:
         occupied: dict[int, int] = {}
         for rank in range(0, size * stride, stride):
             occupied[rank // self.per_node] = occupied.get(rank // self.per_node, 0) + 1
-        return Group(size, max(occupied.values()), len(occupied), self.inside, self.between)
+        return RankGroup(size, max(occupied.values()), len(occupied), self.inside, self.between)
 
-    def link(self, first: int, second: int) -> Link:
+    def link(self, first: int, second: int) -> NetworkLink:
         """The link between two ranks."""
         return self.inside if first // self.per_node == second // self.per_node else self.between
 

@@ -6,42 +6,42 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from thrifty.simulators.cluster.pipeline_schedules import Action, Result, placement, walk
+from thrifty.simulators.cluster.pipeline_schedules import Result, ScheduleAction, placement, walk
 
 
-class Event(NamedTuple):
+class ActionEvent(NamedTuple):
     """An action on its rank, from `start` to `end` seconds."""
 
     rank: int
-    action: Action
+    action: ScheduleAction
     start: float
     end: float
 
 
-class Transfer(NamedTuple):
+class StageTransfer(NamedTuple):
     """What an action made, on its way from rank to rank."""
 
     source: int
     target: int
-    action: Action
+    action: ScheduleAction
     start: float
     end: float
 
 
 @dataclass(frozen=True)
-class Timeline:
+class PipelineTimeline:
     """One step of a pipeline."""
 
-    by_rank: list[list[Event]]
+    by_rank: list[list[ActionEvent]]
     """Each rank's events in order."""
-    transfers: list[Transfer]
+    transfers: list[StageTransfer]
 
     @property
     def ranks(self) -> int:
         return len(self.by_rank)
 
     @cached_property
-    def events(self) -> list[Event]:
+    def events(self) -> list[ActionEvent]:
         """All events, rank by rank."""
         return list(chain.from_iterable(self.by_rank))
 
@@ -84,11 +84,11 @@ class Timeline:
 
 
 def play(
-    orders: Sequence[Sequence[Action]],
-    seconds: Callable[[Action], float],
+    orders: Sequence[Sequence[ScheduleAction]],
+    seconds: Callable[[ScheduleAction], float],
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
     overlap: bool = True,
-) -> Timeline:
+) -> PipelineTimeline:
     """Play a schedule: each rank does its actions in order, each as soon as what it needs has arrived.
 
     `seconds(action)` is how long an action takes, `transfer(source, target)` how long what it made is on its way to
@@ -97,15 +97,15 @@ def play(
     """
     places = placement(orders)
     stages = len(places)
-    by_rank: list[list[Event]] = [[] for _ in orders]
-    transfers: list[Transfer] = []
+    by_rank: list[list[ActionEvent]] = [[] for _ in orders]
+    transfers: list[StageTransfer] = []
     free = [0.0] * len(orders)
     carrying: dict[tuple[int, int], float] = {}
     arrived: dict[Result | None, float] = {None: 0.0}
     for rank, action, needed, made in walk(orders):
         start = max(free[rank], arrived[needed])
         end = start + seconds(action)
-        by_rank[rank].append(Event(rank, action, start, end))
+        by_rank[rank].append(ActionEvent(rank, action, start, end))
         free[rank] = end
         if made is None:
             continue
@@ -114,6 +114,6 @@ def play(
         if 0 <= neighbour < stages and (target := places[neighbour]) != rank:
             start = max(end, carrying.get((rank, target), 0.0))
             arrived[made] = carrying[rank, target] = start + transfer(rank, target)
-            transfers.append(Transfer(rank, target, action, start, arrived[made]))
+            transfers.append(StageTransfer(rank, target, action, start, arrived[made]))
             free[rank] = end if overlap else arrived[made]
-    return Timeline(by_rank, transfers)
+    return PipelineTimeline(by_rank, transfers)

@@ -13,7 +13,7 @@ from thrifty.core.errors import UsageError, did_you_mean
 Kind = Literal["F", "B", "I", "W"]
 
 
-class Action(NamedTuple):
+class ScheduleAction(NamedTuple):
     """One piece of a rank's work."""
 
     kind: Kind
@@ -24,7 +24,7 @@ class Action(NamedTuple):
     """Which micro-batch."""
 
 
-Order = list[Action]
+Order = list[ScheduleAction]
 
 
 def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
@@ -46,14 +46,14 @@ def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
 
 def _gpipe(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     """All forward, then all backward, the last first, so that its activations need not wait (Huang et al. 2019)."""
-    there = [Action("F", rank, part) for part in range(parts)]
-    return there + [Action("B", rank, part) for part in reversed(range(parts))]
+    there = [ScheduleAction("F", rank, part) for part in range(parts)]
+    return there + [ScheduleAction("B", rank, part) for part in reversed(range(parts))]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     """As few micro-batches alive as keep all ranks busy (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)."""
-    there = [Action("F", rank, part) for part in range(parts)]
-    return _woven(there, [[Action("B", rank, part)] for part in range(parts)], ranks - rank - 1)
+    there = [ScheduleAction("F", rank, part) for part in range(parts)]
+    return _woven(there, [[ScheduleAction("B", rank, part)] for part in range(parts)], ranks - rank - 1)
 
 
 def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
@@ -64,8 +64,10 @@ def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
             fix=f"use {parts - parts % ranks or ranks} micro-batches, or the schedule 1f1b",
         )
     rounds = [range(start, start + ranks) for start in range(0, parts, ranks)]
-    there = [Action("F", c * ranks + rank, part) for turn in rounds for c in range(chunks) for part in turn]
-    back = [Action("B", c * ranks + rank, part) for turn in rounds for c in reversed(range(chunks)) for part in turn]
+    there = [ScheduleAction("F", c * ranks + rank, part) for turn in rounds for c in range(chunks) for part in turn]
+    back = [
+        ScheduleAction("B", c * ranks + rank, part) for turn in rounds for c in reversed(range(chunks)) for part in turn
+    ]
     return _woven(there, [[action] for action in back], 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
 
 
@@ -76,9 +78,12 @@ def _zero_bubble(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     Table 2's bubble of (ranks - 1)(F + I - W) seconds holds while W takes no longer than F and I, as in Transformers
     without recompute. Beyond that it is (ranks - 1) max(F, I).
     """
-    there = [Action("F", rank, part) for part in range(parts)]
-    back = [[Action("I", rank, part)] + [Action("W", rank, part - rank)] * (part >= rank) for part in range(parts)]
-    left = [Action("W", rank, part) for part in range(max(parts - rank, 0), parts)]
+    there = [ScheduleAction("F", rank, part) for part in range(parts)]
+    back = [
+        [ScheduleAction("I", rank, part)] + [ScheduleAction("W", rank, part - rank)] * (part >= rank)
+        for part in range(parts)
+    ]
+    left = [ScheduleAction("W", rank, part) for part in range(max(parts - rank, 0), parts)]
     return _woven(there, back, ranks - rank - 1) + left
 
 
@@ -94,7 +99,7 @@ def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     def do(kinds: str, stage: int, times: int = 1) -> None:
         for _ in range(times):
             for kind in kinds:
-                order.append(Action(kind, stage, done[kind, stage]))
+                order.append(ScheduleAction(kind, stage, done[kind, stage]))
                 done[kind, stage] += 1
 
     do("F", down, 2 * (ranks - rank) - 1)
@@ -137,7 +142,7 @@ Result = tuple[str, int, int]
 """What an action leaves for others: ("output" or "gradient", stage, part)."""
 
 
-def needs(action: Action, stages: int) -> Result | None:
+def needs(action: ScheduleAction, stages: int) -> Result | None:
     """What must be there before an action can start; None for the input of the model."""
     kind, stage, part = action
     if kind == "F":
@@ -147,13 +152,13 @@ def needs(action: Action, stages: int) -> Result | None:
     return ("gradient", stage + 1, part) if stage + 1 < stages else ("output", stage, part)
 
 
-def leaves(action: Action) -> Result | None:
+def leaves(action: ScheduleAction) -> Result | None:
     """What an action makes that others need; `W` leaves nothing that is waited for."""
     kind, stage, part = action
     return None if kind == "W" else ("output" if kind == "F" else "gradient", stage, part)
 
 
-def placement(orders: Sequence[Sequence[Action]]) -> list[int]:
+def placement(orders: Sequence[Sequence[ScheduleAction]]) -> list[int]:
     """The rank of each stage. Raises UsageError where a stage stands on two ranks or on none."""
     places: dict[int, int] = {}
     for rank, order in enumerate(orders):
@@ -165,7 +170,9 @@ def placement(orders: Sequence[Sequence[Action]]) -> list[int]:
     return [places[stage] for stage in range(len(places))]
 
 
-def walk(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, Result | None, Result | None]]:
+def walk(
+    orders: Sequence[Sequence[ScheduleAction]],
+) -> Iterator[tuple[int, ScheduleAction, Result | None, Result | None]]:
     """Every action after all that it needs: its rank, the action, what it needs and what it leaves.
 
     Raises UsageError where the ranks wait for each other for ever.
@@ -197,7 +204,7 @@ def walk(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, Resu
             )
 
 
-def check(orders: Sequence[Sequence[Action]]) -> None:
+def check(orders: Sequence[Sequence[ScheduleAction]]) -> None:
     """Raise UsageError unless the orders can be run, and every stage sees every micro-batch forward and back once."""
     seen: dict[tuple[int, int], str] = {}
     for _, (kind, stage, part), _, _ in walk(orders):

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from thrifty.simulators.cluster.closed_form_workload import Sizes, transformer
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
-from thrifty.simulators.cluster.device_efficiency import Rates
+from thrifty.simulators.cluster.closed_form_workload import DecoderSizes, transformer
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
 from thrifty.simulators.cluster.network_topology import find_cluster
 from thrifty.simulators.cluster.simulated_step import StepReport, simulate
 from thrifty.simulators.cluster.workload import Workload
@@ -21,16 +21,16 @@ without; or seconds."""
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """One row of a published table."""
 
     name: str
     paper: str
     table: str
-    sizes: Sizes
+    sizes: DecoderSizes
     cluster: str
-    mesh: Mesh
-    settings: Settings
+    mesh: ClusterMesh
+    settings: StepSettings
     measure: Measure
     measured: float
     tolerance: float | None
@@ -43,20 +43,20 @@ class Run:
     def workload(self) -> Workload:
         return transformer(self.name, self.sizes)
 
-    def simulate(self, rates: Rates | None = None) -> StepReport:
+    def simulate(self, rates: DeviceEfficiency | None = None) -> StepReport:
         return simulate(self.workload, find_cluster(self.cluster).of(self.mesh.ranks), self.mesh, self.settings, rates)
 
 
-def gpt(depth: int, width: int, heads: int, length: int = 2048) -> Sizes:
+def gpt(depth: int, width: int, heads: int, length: int = 2048) -> DecoderSizes:
     """GPT as Megatron-LM trains it: 51,200 tokens of vocabulary, dropout, attention that keeps its scores."""
-    return Sizes(depth, width, heads, length, 51_200, dropout=True, flash=False)
+    return DecoderSizes(depth, width, heads, length, 51_200, dropout=True, flash=False)
 
 
 GPT3 = gpt(96, 12_288, 96)
-LLAMA_405B = Sizes(126, 16_384, 128, 8192, 128_256, kv_heads=8, hidden=53_248, gated=True, tied=False)
-LLAMA_70B = Sizes(80, 8192, 64, 8192, 128_256, kv_heads=8, hidden=28_672, gated=True, tied=False)
+LLAMA_405B = DecoderSizes(126, 16_384, 128, 8192, 128_256, kv_heads=8, hidden=53_248, gated=True, tied=False)
+LLAMA_70B = DecoderSizes(80, 8192, 64, 8192, 128_256, kv_heads=8, hidden=28_672, gated=True, tied=False)
 
-MODELS: Mapping[str, Sizes] = {
+MODELS: Mapping[str, DecoderSizes] = {
     "gpt-1t": gpt(128, 25_600, 160),
     "gpt-530b": gpt(105, 20_480, 128),
     "gpt3-175b": GPT3,
@@ -71,10 +71,16 @@ _SECOND_HAND = "table read second-hand; micro-batches and chunks from the author
 
 
 def _narayanan(
-    name: str, size: tuple[int, int, int], mesh: Mesh, batch: int, micro_batch: int, measured: float, tolerance: float
-) -> Run:
+    name: str,
+    size: tuple[int, int, int],
+    mesh: ClusterMesh,
+    batch: int,
+    micro_batch: int,
+    measured: float,
+    tolerance: float,
+) -> PublishedRun:
     """A row of table 1. Gradients overlap with the backward pass where the script takes torch's own data parallel."""
-    settings = Settings(
+    settings = StepSettings(
         batch,
         micro_batch,
         "interleaved" if mesh.chunks > 1 else "1f1b",
@@ -82,7 +88,7 @@ def _narayanan(
         overlap=mesh.pipeline == 1,
         number_format="float16",
     )
-    return Run(
+    return PublishedRun(
         f"narayanan-{name}",
         _SC21,
         "table 1",
@@ -99,17 +105,17 @@ def _narayanan(
 
 def _megatron(
     name: str, size: tuple[int, int, int], ranks: int, tensor: int, measured: float, tolerance: float | None
-) -> Run:
+) -> PublishedRun:
     """Shoeybi et al. 2019, weak scaling: 8 examples on each data rank, no accumulation."""
     data = ranks // tensor
-    return Run(
+    return PublishedRun(
         f"megatron-{name}",
         "Shoeybi et al. 2019, arXiv 1909.08053",
         "section 5.1 and abstract",
         gpt(*size, length=1024),
         "dgx2h-v100",
-        Mesh(replicate=data, tensor=tensor),
-        Settings(8 * data, 8, recompute="every", number_format="float16", fused=False),
+        ClusterMesh(replicate=data, tensor=tensor),
+        StepSettings(8 * data, 8, recompute="every", number_format="float16", fused=False),
         "hardware_flops",
         measured * 1e12,
         tolerance,
@@ -120,9 +126,9 @@ def _megatron(
 
 
 def _korthikanti(
-    name: str, size: tuple[int, int, int], mesh: Mesh, batch: int, micro_batch: int, mfu: float, tolerance: float
-) -> Run:
-    settings = Settings(
+    name: str, size: tuple[int, int, int], mesh: ClusterMesh, batch: int, micro_batch: int, mfu: float, tolerance: float
+) -> PublishedRun:
+    settings = StepSettings(
         batch,
         micro_batch,
         "interleaved" if mesh.chunks > 1 else "1f1b",
@@ -130,7 +136,7 @@ def _korthikanti(
         sequence_parallel=True,
         number_format="float16",
     )
-    return Run(
+    return PublishedRun(
         f"korthikanti-{name}",
         "Korthikanti et al. 2022, arXiv 2205.05198",
         "table 5",
@@ -145,7 +151,9 @@ def _korthikanti(
     )
 
 
-def _against_zero(ranks: int, mesh: Mesh, micro_batch: int, measured: float, tolerance: float | None) -> Run:
+def _against_zero(
+    ranks: int, mesh: ClusterMesh, micro_batch: int, measured: float, tolerance: float | None
+) -> PublishedRun:
     """Table 2: GPT-3's shape at an effective batch of 1536, once with ZeRO-3 and nothing else (DeepSpeed), once without
     (PTD-P)."""
     is_zero = mesh.shard > 1
@@ -155,7 +163,7 @@ def _against_zero(ranks: int, mesh: Mesh, micro_batch: int, measured: float, tol
         if is_zero
         else "chunks of 2 blocks assumed, as in the script of figure 18 for the same model and mesh"
     )
-    settings = Settings(
+    settings = StepSettings(
         1536,
         micro_batch,
         "1f1b" if is_zero else "interleaved",
@@ -164,7 +172,7 @@ def _against_zero(ranks: int, mesh: Mesh, micro_batch: int, measured: float, tol
         overlap=is_zero,
         number_format="float16",
     )
-    return Run(
+    return PublishedRun(
         f"narayanan-175b-{'zero' if is_zero else 'ptdp'}-{ranks}",
         _SC21,
         "table 2",
@@ -180,14 +188,14 @@ def _against_zero(ranks: int, mesh: Mesh, micro_batch: int, measured: float, tol
     )
 
 
-_MEGATRON_1_0 = Run(
+_MEGATRON_1_0 = PublishedRun(
     "megatron-1.0-1.2b",
     "Megatron-LM 1.0, announcement by its authors (nv-adlr.github.io/MegatronLMV1)",
     "table 1",
     gpt(40, 1536, 16, length=1024),
     "dgx2h-v100",
-    Mesh(),
-    Settings(8, 8, recompute="every", number_format="float16"),
+    ClusterMesh(),
+    StepSettings(8, 8, recompute="every", number_format="float16"),
     "step_seconds",
     1.288,
     0.22,
@@ -196,15 +204,15 @@ _MEGATRON_1_0 = Run(
 )
 
 
-def _llama(ranks: int, batch: int, measured: float, tolerance: float | None) -> Run:
-    return Run(
+def _llama(ranks: int, batch: int, measured: float, tolerance: float | None) -> PublishedRun:
+    return PublishedRun(
         f"llama3-405b-{ranks}",
         "Llama Team 2024, arXiv 2407.21783",
         "table 4",
         LLAMA_405B,
         "h100-roce",
-        Mesh(shard=ranks // 128, tensor=8, pipeline=16, chunks=8),
-        Settings(batch, 1, "interleaved", sequence_parallel=True, zero=1, gradient_bytes=4),
+        ClusterMesh(shard=ranks // 128, tensor=8, pipeline=16, chunks=8),
+        StepSettings(batch, 1, "interleaved", sequence_parallel=True, zero=1, gradient_bytes=4),
         "model_flops",
         measured * 1e12,
         tolerance,
@@ -214,32 +222,40 @@ def _llama(ranks: int, batch: int, measured: float, tolerance: float | None) -> 
     )
 
 
-RUNS: Mapping[str, Run] = {
+RUNS: Mapping[str, PublishedRun] = {
     run.name: run
     for run in (
-        _narayanan("1.7b", (24, 2304, 24), Mesh(replicate=32), 512, 16, 137, 0.05),
-        _narayanan("3.6b", (30, 3072, 32), Mesh(replicate=32, tensor=2), 512, 16, 138, 0.05),
-        _narayanan("7.5b", (36, 4096, 32), Mesh(replicate=32, tensor=4), 512, 16, 142, 0.05),
-        _narayanan("18b", (40, 6144, 48), Mesh(replicate=32, tensor=8), 1024, 8, 135, 0.05),
-        _narayanan("39b", (48, 8192, 64), Mesh(replicate=32, tensor=8, pipeline=2), 1536, 4, 138, 0.05),
-        _narayanan("76b", (60, 10_240, 80), Mesh(replicate=32, tensor=8, pipeline=4, chunks=3), 1792, 2, 140, 0.05),
-        _narayanan("145b", (80, 12_288, 96), Mesh(replicate=24, tensor=8, pipeline=8, chunks=2), 2304, 2, 148, 0.05),
-        _narayanan("310b", (96, 16_384, 128), Mesh(replicate=15, tensor=8, pipeline=16, chunks=2), 2160, 1, 155, 0.05),
-        _narayanan("530b", (105, 20_480, 128), Mesh(replicate=9, tensor=8, pipeline=35, chunks=3), 2520, 1, 163, 0.05),
-        _narayanan("1t", (128, 25_600, 160), Mesh(replicate=6, tensor=8, pipeline=64), 3072, 1, 163, 0.05),
-        _against_zero(384, Mesh(shard=384), 4, 144, None),
-        _against_zero(768, Mesh(shard=768), 2, 88, None),
-        _against_zero(1536, Mesh(shard=1536), 1, 44, None),
-        _against_zero(384, Mesh(replicate=4, tensor=8, pipeline=12, chunks=4), 1, 153, 0.03),
-        _against_zero(768, Mesh(replicate=8, tensor=8, pipeline=12, chunks=4), 1, 149, 0.05),
-        _against_zero(1536, Mesh(replicate=16, tensor=8, pipeline=12, chunks=4), 1, 141, 0.08),
+        _narayanan("1.7b", (24, 2304, 24), ClusterMesh(replicate=32), 512, 16, 137, 0.05),
+        _narayanan("3.6b", (30, 3072, 32), ClusterMesh(replicate=32, tensor=2), 512, 16, 138, 0.05),
+        _narayanan("7.5b", (36, 4096, 32), ClusterMesh(replicate=32, tensor=4), 512, 16, 142, 0.05),
+        _narayanan("18b", (40, 6144, 48), ClusterMesh(replicate=32, tensor=8), 1024, 8, 135, 0.05),
+        _narayanan("39b", (48, 8192, 64), ClusterMesh(replicate=32, tensor=8, pipeline=2), 1536, 4, 138, 0.05),
+        _narayanan(
+            "76b", (60, 10_240, 80), ClusterMesh(replicate=32, tensor=8, pipeline=4, chunks=3), 1792, 2, 140, 0.05
+        ),
+        _narayanan(
+            "145b", (80, 12_288, 96), ClusterMesh(replicate=24, tensor=8, pipeline=8, chunks=2), 2304, 2, 148, 0.05
+        ),
+        _narayanan(
+            "310b", (96, 16_384, 128), ClusterMesh(replicate=15, tensor=8, pipeline=16, chunks=2), 2160, 1, 155, 0.05
+        ),
+        _narayanan(
+            "530b", (105, 20_480, 128), ClusterMesh(replicate=9, tensor=8, pipeline=35, chunks=3), 2520, 1, 163, 0.05
+        ),
+        _narayanan("1t", (128, 25_600, 160), ClusterMesh(replicate=6, tensor=8, pipeline=64), 3072, 1, 163, 0.05),
+        _against_zero(384, ClusterMesh(shard=384), 4, 144, None),
+        _against_zero(768, ClusterMesh(shard=768), 2, 88, None),
+        _against_zero(1536, ClusterMesh(shard=1536), 1, 44, None),
+        _against_zero(384, ClusterMesh(replicate=4, tensor=8, pipeline=12, chunks=4), 1, 153, 0.03),
+        _against_zero(768, ClusterMesh(replicate=8, tensor=8, pipeline=12, chunks=4), 1, 149, 0.05),
+        _against_zero(1536, ClusterMesh(replicate=16, tensor=8, pipeline=12, chunks=4), 1, 141, 0.08),
         _MEGATRON_1_0,
         _megatron("1.2b", (40, 1536, 16), 1, 1, 39.0, 0.28),
         _megatron("8.3b", (72, 3072, 32), 512, 8, 15_100 / 512, 0.39),
-        _korthikanti("22b", (48, 6144, 64), Mesh(tensor=8), 4, 4, 0.415, 0.05),
-        _korthikanti("175b", (96, 12_288, 96), Mesh(tensor=8, pipeline=8, chunks=3), 64, 1, 0.514, 0.03),
-        _korthikanti("530b", (105, 20_480, 128), Mesh(tensor=8, pipeline=35, chunks=3), 280, 1, 0.560, 0.06),
-        _korthikanti("1t", (128, 25_600, 160), Mesh(tensor=8, pipeline=64), 512, 1, 0.563, 0.12),
+        _korthikanti("22b", (48, 6144, 64), ClusterMesh(tensor=8), 4, 4, 0.415, 0.05),
+        _korthikanti("175b", (96, 12_288, 96), ClusterMesh(tensor=8, pipeline=8, chunks=3), 64, 1, 0.514, 0.03),
+        _korthikanti("530b", (105, 20_480, 128), ClusterMesh(tensor=8, pipeline=35, chunks=3), 280, 1, 0.560, 0.06),
+        _korthikanti("1t", (128, 25_600, 160), ClusterMesh(tensor=8, pipeline=64), 512, 1, 0.563, 0.12),
         _llama(8192, 2048, 430, 0.23),
         _llama(16_384, 2048, 400, 0.22),
     )

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.cluster.cluster_mesh import Settings
-from thrifty.simulators.cluster.pipeline_events import Timeline
-from thrifty.simulators.cluster.workload import Part
+from thrifty.simulators.cluster.cluster_mesh import StepSettings
+from thrifty.simulators.cluster.pipeline_events import PipelineTimeline
+from thrifty.simulators.cluster.workload import WorkloadPart
 
 WEIGHT, MOMENTS = 2, 12
 """Bytes of a parameter in products, and of its float32 copy and two moments in the optimizer (Adam)."""
@@ -70,18 +70,18 @@ class RankMemory:
         return self.total <= self.limit
 
 
-def activation_bytes(parts: Sequence[Part], tensor: int, settings: Settings) -> float:
+def activation_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
     """What a stage of these parts keeps of one micro-batch between its passes, on each rank of a tensor group."""
     kept = [part.kept(settings.recompute).per_rank(tensor, settings.sequence_parallel) for part in parts]
     return sum(kept) * settings.micro_batch
 
 
-def recomputed_bytes(parts: Sequence[Part], tensor: int, settings: Settings) -> float:
+def recomputed_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
     """What a stage holds beside that while it makes one block's activations again."""
     again = [part.saved - part.kept(settings.recompute) for part in parts]
     return max(each.per_rank(tensor, settings.sequence_parallel) for each in again) * settings.micro_batch
 
 
-def over_time(timeline: Timeline, rank: int, stage_bytes: Sequence[float]) -> list[tuple[float, float]]:
+def over_time(timeline: PipelineTimeline, rank: int, stage_bytes: Sequence[float]) -> list[tuple[float, float]]:
     """(seconds, bytes of activations) from each change on; `stage_bytes` for one micro-batch on each stage."""
     return timeline.live(rank, lambda stage: stage_bytes[stage])

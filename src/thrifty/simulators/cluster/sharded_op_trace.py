@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.core.tensor_tracing import tensor_bytes
-from thrifty.simulators.cluster.workload import Divided, Work
+from thrifty.simulators.cluster.workload import DividedAmount, PassWork
 
 COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
 """Elementwise beside what torch itself tags so, or done by the same kernel as what is."""
@@ -28,7 +28,7 @@ NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 LOOKUPS = frozenset({"embedding", "index_select"})
 
 
-class Place(Enum):
+class TensorPlacement(Enum):
     """Where a tensor is among the ranks of a tensor group."""
 
     WHOLE = "on each"
@@ -38,11 +38,11 @@ class Place(Enum):
 
 
 @dataclass
-class Held:
+class TracedStorage:
     """One storage: its bytes, where it is, and who makes and reads it."""
 
     bytes: float
-    place: Place
+    place: TensorPlacement
     core: bool = False
     """Made of attention's scores, before they meet the values."""
     made_by: int | None = None
@@ -51,10 +51,10 @@ class Held:
 
 
 @dataclass
-class Operation:
+class TracedOperation:
     section: str
     flops: float
-    place: Place
+    place: TensorPlacement
     chained: bool
     """Elementwise, so that it can be one kernel with its neighbours."""
     ends_chain: bool
@@ -68,24 +68,24 @@ class Operation:
     """How many products came before: a chain of elementwise operations does not reach across one."""
 
 
-class Trace(TorchDispatchMode):
+class OperationTracer(TorchDispatchMode):
     """Writes down the operations run inside it under the name of the section they belong to; "" is not written."""
 
     def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()):
         super().__init__()
         self.section = ""
-        self.operations: list[Operation] = []
-        self.held: dict[int, Held] = {}
+        self.operations: list[TracedOperation] = []
+        self.held: dict[int, TracedStorage] = {}
         self.products = 0
         self.alive: list[Tensor] = []  # so that no storage's address is used twice
         self.saved_in: dict[str, dict[int, None]] = {}
         self.weights_read: dict[int, set[str]] = {}
         self.shapes: set[tuple[int, ...]] = set()
         for parameter in parameters:
-            self._hold(parameter, Place.WEIGHT)
+            self._hold(parameter, TensorPlacement.WEIGHT)
             self.shapes |= {tuple(parameter.shape), tuple(parameter.shape[::-1])}
         for buffer in buffers:
-            self._hold(buffer, Place.WHOLE)
+            self._hold(buffer, TensorPlacement.WHOLE)
         self.there_anyway = frozenset(self.held)
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class Trace(TorchDispatchMode):
     def given(self, tensors: Iterable[Tensor]) -> None:
         """Activations that come in from outside of a section: whole."""
         for tensor in tensors:
-            self._hold(tensor, Place.WHOLE)
+            self._hold(tensor, TensorPlacement.WHOLE)
 
     def leaves(self, tensor: Tensor) -> None:
         """A tensor leaves the section: partial sums are summed."""
         held = self.held[_key(tensor)]
-        if held.place is Place.PARTIAL and held.made_by is not None:
-            held.place = Place.WHOLE
+        if held.place is TensorPlacement.PARTIAL and held.made_by is not None:
+            held.place = TensorPlacement.WHOLE
             self.operations[held.made_by].reduced.append(held.bytes)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -126,14 +126,14 @@ class Trace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.given(given)
         sources = {_key(tensor): self.held[_key(tensor)] for tensor in given}
-        activations = [held for held in sources.values() if held.place is not Place.WEIGHT]
+        activations = [held for held in sources.values() if held.place is not TensorPlacement.WEIGHT]
         weighted = len(activations) < len(sources)
         for key, held in sources.items():
-            if held.place is Place.WEIGHT:
+            if held.place is TensorPlacement.WEIGHT:
                 self.weights_read.setdefault(key, set()).add(self.section)
         if not activations and sources:  # a weight in another format is still one
             for tensor in made:
-                self._hold(tensor, Place.WEIGHT)
+                self._hold(tensor, TensorPlacement.WEIGHT)
             return
         reduced = self._summed(name, activations)
         place = self._place(name, flops > 0 and weighted, activations, made)
@@ -143,15 +143,15 @@ class Trace(TorchDispatchMode):
         had_core = any(held.core for held in activations)
         core = had_core if flops == 0 else makes_scores and not had_core
         number = len(self.operations)
-        operation = Operation(
+        operation = TracedOperation(
             self.section,
             flops,
-            Place.SPLIT if flops else place,  # every product is divided, by columns or by rows
+            TensorPlacement.SPLIT if flops else place,  # every product is divided, by columns or by rows
             chained=torch.Tag.pointwise in func.tags or name in COPIES,
             ends_chain=name in WITHIN_A_ROW,
             core=core,
             is_gradient=is_gradient,
-            reads=[(_key(t), _seen_bytes(t)) for t in given if self.held[_key(t)].place is not Place.WEIGHT],
+            reads=[(_key(t), _seen_bytes(t)) for t in given if self.held[_key(t)].place is not TensorPlacement.WEIGHT],
             writes=[],
             reduced=reduced,
             products=self.products,
@@ -167,41 +167,45 @@ class Trace(TorchDispatchMode):
                 operation.writes.append((_key(tensor), min(_seen_bytes(tensor), held.bytes)))
         self.operations.append(operation)
 
-    def _summed(self, name: str, activations: list[Held]) -> list[float]:
+    def _summed(self, name: str, activations: list[TracedStorage]) -> list[float]:
         """Bytes of the partial sums that this operation needs summed."""
-        partial = [held for held in activations if held.place is Place.PARTIAL]
+        partial = [held for held in activations if held.place is TensorPlacement.PARTIAL]
         only_added = name in ("add", "add_") and len(partial) == len(activations)
         if not partial or only_added:
             return []
         for held in partial:
-            held.place = Place.WHOLE
+            held.place = TensorPlacement.WHOLE
         return [held.bytes for held in partial]
 
-    def _place(self, name: str, by_weight: bool, activations: list[Held], made: list[Tensor]) -> Place:
+    def _place(
+        self, name: str, by_weight: bool, activations: list[TracedStorage], made: list[Tensor]
+    ) -> TensorPlacement:
         places = {held.place for held in activations}
-        if name in LOOKUPS or Place.PARTIAL in places:
-            return Place.PARTIAL
+        if name in LOOKUPS or TensorPlacement.PARTIAL in places:
+            return TensorPlacement.PARTIAL
         if by_weight:
-            return Place.PARTIAL if Place.SPLIT in places else Place.SPLIT
+            return TensorPlacement.PARTIAL if TensorPlacement.SPLIT in places else TensorPlacement.SPLIT
         if name in NORMS and made[0].ndim <= 3:
-            return Place.WHOLE
-        return Place.SPLIT if Place.SPLIT in places else Place.WHOLE
+            return TensorPlacement.WHOLE
+        return TensorPlacement.SPLIT if TensorPlacement.SPLIT in places else TensorPlacement.WHOLE
 
-    def _hold(self, tensor: Tensor, place: Place, core: bool = False, made_by: int | None = None) -> Held:
+    def _hold(
+        self, tensor: Tensor, place: TensorPlacement, core: bool = False, made_by: int | None = None
+    ) -> TracedStorage:
         key = _key(tensor)
         if key not in self.held:
             self.alive.append(tensor)
-            self.held[key] = Held(float(tensor.untyped_storage().nbytes()), place, core, made_by)
+            self.held[key] = TracedStorage(float(tensor.untyped_storage().nbytes()), place, core, made_by)
         return self.held[key]
 
-    def work(self, section: str, only_core: bool = False) -> Work:
+    def work(self, section: str, only_core: bool = False) -> PassWork:
         """The sum over a section's operations."""
         chosen = [
             (number, op)
             for number, op in enumerate(self.operations)
             if op.section == section and (op.core or not only_core)
         ]
-        moved, unfused, flops = Divided(), Divided(), Divided()
+        moved, unfused, flops = DividedAmount(), DividedAmount(), DividedAmount()
         kernels = 0
         for number, operation in chosen:
             flops += _placed(operation.flops, operation.place)
@@ -209,12 +213,12 @@ class Trace(TorchDispatchMode):
             kernels += not (any(free) and (operation.chained or operation.ends_chain))
             for (key, size), is_free in zip(operation.reads, free, strict=True):
                 unfused += _placed(size, self.held[key].place)
-                moved += Divided() if is_free else _placed(size, self.held[key].place)
+                moved += DividedAmount() if is_free else _placed(size, self.held[key].place)
             for key, size in operation.writes:
                 unfused += _placed(size, self.held[key].place)
-                moved += Divided() if self._never_written(key, number) else _placed(size, self.held[key].place)
+                moved += DividedAmount() if self._never_written(key, number) else _placed(size, self.held[key].place)
         sums = [] if only_core else [size for _, operation in chosen for size in operation.reduced]
-        return Work(flops, moved, unfused, kernels, sum(sums), len(sums))
+        return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums))
 
     def _is_free(self, key: int, reader: int) -> bool:
         """Whether an operation finds a tensor in registers: its maker is elementwise and in the same kernel."""
@@ -230,19 +234,23 @@ class Trace(TorchDispatchMode):
         held = self.held[key]
         return bool(held.read_by) and not held.saved and all(self._is_free(key, reader) for reader in held.read_by)
 
-    def for_weights(self, section: str) -> Divided:
+    def for_weights(self, section: str) -> DividedAmount:
         """FLOPs of a section's products that make gradients of weights."""
         made = [op for op in self.operations if op.section == section and op.is_gradient]
-        return sum((_placed(op.flops, op.place) for op in made), Divided())
+        return sum((_placed(op.flops, op.place) for op in made), DividedAmount())
 
-    def saved(self, section: str, only_core: bool = False) -> Divided:
+    def saved(self, section: str, only_core: bool = False) -> DividedAmount:
         """Bytes that autograd keeps of a section."""
-        kept = [held for key in self.saved_in.get(section, {}) if (held := self.held[key]).place is not Place.WEIGHT]
-        return sum((_placed(h.bytes, h.place) for h in kept if h.core or not only_core), Divided())
+        kept = [
+            held
+            for key in self.saved_in.get(section, {})
+            if (held := self.held[key]).place is not TensorPlacement.WEIGHT
+        ]
+        return sum((_placed(h.bytes, h.place) for h in kept if h.core or not only_core), DividedAmount())
 
 
-def _placed(amount: float, place: Place) -> Divided:
-    return Divided(split=amount) if place is Place.SPLIT else Divided(whole=amount)
+def _placed(amount: float, place: TensorPlacement) -> DividedAmount:
+    return DividedAmount(split=amount) if place is TensorPlacement.SPLIT else DividedAmount(whole=amount)
 
 
 def _key(tensor: Tensor) -> int:

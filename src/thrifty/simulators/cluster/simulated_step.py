@@ -7,10 +7,17 @@ optimizer. A collective inside a block holds up its rank; messages between stage
 
 from collections.abc import Sequence
 
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, Stage, check_ranks, cut, micro_batches
-from thrifty.simulators.cluster.device_efficiency import Rates
+from thrifty.simulators.cluster.cluster_mesh import (
+    ClusterMesh,
+    SimulatedStage,
+    StepSettings,
+    check_ranks,
+    cut_stages,
+    micro_batches,
+)
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
 from thrifty.simulators.cluster.network_topology import Cluster
-from thrifty.simulators.cluster.pipeline_events import Timeline, play
+from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play
 from thrifty.simulators.cluster.pipeline_schedules import placement, schedule
 from thrifty.simulators.cluster.rank_memory import (
     MOMENTS,
@@ -20,28 +27,34 @@ from thrifty.simulators.cluster.rank_memory import (
     recomputed_bytes,
     state_bytes,
 )
-from thrifty.simulators.cluster.step_costs import Costs
-from thrifty.simulators.cluster.step_report import Seconds, StepReport
+from thrifty.simulators.cluster.step_costs import LayoutCosts
+from thrifty.simulators.cluster.step_report import StepReport, StepSeconds
 from thrifty.simulators.cluster.workload import Workload
 
 
 def simulate(
-    workload: Workload, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates | None = None
+    workload: Workload,
+    cluster: Cluster,
+    mesh: ClusterMesh,
+    settings: StepSettings,
+    rates: DeviceEfficiency | None = None,
 ) -> StepReport:
     """One step of a workload on a cluster. Raises UsageError or Infeasible for sizes that do not go together; what does
     not fit a device's memory is reported, not refused."""
     check_ranks(mesh, cluster)
-    return _Step(workload, cluster, mesh, settings, rates or Rates()).report()
+    return _Step(workload, cluster, mesh, settings, rates or DeviceEfficiency()).report()
 
 
 class _Step:
-    def __init__(self, workload: Workload, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates):
+    def __init__(
+        self, workload: Workload, cluster: Cluster, mesh: ClusterMesh, settings: StepSettings, rates: DeviceEfficiency
+    ):
         self.workload, self.mesh, self.settings, self.device = workload, mesh, settings, cluster.device
         self.parts = micro_batches(mesh, settings)
         self.orders = schedule(settings.schedule, mesh.pipeline, self.parts, mesh.chunks)
         self.places = placement(self.orders)
-        self.stages = cut(workload, mesh.stages)
-        self.costs = Costs(cluster, mesh, settings, rates)
+        self.stages = cut_stages(workload, mesh.stages)
+        self.costs = LayoutCosts(cluster, mesh, settings, rates)
         self.actions = [self.costs.actions(stage) for stage in self.stages]
 
     def report(self) -> StepReport:
@@ -59,11 +72,11 @@ class _Step:
             stage_bytes,
         )
 
-    def _play(self, transfer: float) -> Timeline:
+    def _play(self, transfer: float) -> PipelineTimeline:
         taken = [{kind: action.total for kind, action in stage.items()} for stage in self.actions]
         return play(self.orders, lambda action: taken[action.stage][action.kind], lambda source, target: transfer)
 
-    def _seconds(self, timeline: Timeline) -> Seconds:
+    def _seconds(self, timeline: PipelineTimeline) -> StepSeconds:
         busiest = max(range(self.mesh.pipeline), key=timeline.busy)
         actions = [self.actions[event.action.stage][event.action.kind] for event in timeline.by_rank[busiest]]
         computed = self._play(0.0).makespan if self.mesh.pipeline > 1 else timeline.makespan
@@ -71,7 +84,7 @@ class _Step:
         numbers = max(self._numbers(rank) for rank in range(self.mesh.pipeline))
         first = timeline.by_rank[0][0]
         hidden = first.end - first.start if self.settings.overlap else 0.0
-        return Seconds(
+        return StepSeconds(
             compute=sum(action.compute for action in actions),
             tensor=sum(action.tensor for action in actions),
             bubble=computed - timeline.busy(busiest),
@@ -82,7 +95,7 @@ class _Step:
             optimizer=self.costs.update(numbers),
         )
 
-    def _reduced(self, timeline: Timeline, rank: int) -> float:
+    def _reduced(self, timeline: PipelineTimeline, rank: int) -> float:
         """When a pipeline rank's gradients are summed over the data ranks: stage by stage, each from when the first of
         its parts has its last gradient; without overlap after everything."""
         events = timeline.by_rank[rank]
@@ -109,10 +122,10 @@ class _Step:
         numbers = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)
         return numbers + (self.workload.shared / self.mesh.tensor if has_copy else 0.0)
 
-    def _kept(self, stage: Stage) -> float:
+    def _kept(self, stage: SimulatedStage) -> float:
         return activation_bytes(stage.parts, self.mesh.tensor, self.settings)
 
-    def _memory(self, timeline: Timeline, rank: int, stage_bytes: Sequence[float]) -> RankMemory:
+    def _memory(self, timeline: PipelineTimeline, rank: int, stage_bytes: Sequence[float]) -> RankMemory:
         settings, tensor, own = self.settings, self.mesh.tensor, [self.stages[stage] for stage in self._own(rank)]
         gathered = 0.0
         if settings.zero == 3:

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from thrifty.simulators.cluster import collective_times
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings, Stage
-from thrifty.simulators.cluster.device_efficiency import Rates, seconds
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, SimulatedStage, StepSettings
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, seconds
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.rank_memory import MOMENTS, WEIGHT
-from thrifty.simulators.cluster.workload import Part, Work
+from thrifty.simulators.cluster.workload import PassWork, WorkloadPart
 
 
 @dataclass(frozen=True)
@@ -25,28 +25,28 @@ class ActionSeconds:
         return self.compute + self.tensor + self.data
 
 
-class Costs:
+class LayoutCosts:
     """Prices of one layout on one cluster; those of an action are worked out once for stages that are alike."""
 
-    def __init__(self, cluster: Cluster, mesh: Mesh, settings: Settings, rates: Rates):
+    def __init__(self, cluster: Cluster, mesh: ClusterMesh, settings: StepSettings, rates: DeviceEfficiency):
         self.mesh, self.settings, self.rates, self.device = mesh, settings, rates, cluster.device
         between = replace(cluster.between, bandwidth=cluster.between.bandwidth * rates.links)
         self.groups = mesh.groups(replace(cluster, between=between))
         self.known: dict[tuple[int, ...], dict[str, ActionSeconds]] = {}
 
-    def actions(self, stage: Stage) -> dict[str, ActionSeconds]:
+    def actions(self, stage: SimulatedStage) -> dict[str, ActionSeconds]:
         """Of each kind of action on a stage."""
         kind = tuple(map(id, stage.parts))
         if kind not in self.known:
             self.known[kind] = self._actions(stage)
         return self.known[kind]
 
-    def _actions(self, stage: Stage) -> dict[str, ActionSeconds]:
+    def _actions(self, stage: SimulatedStage) -> dict[str, ActionSeconds]:
         recompute = self.settings.recompute
         forward, forward_sums = self._passes((part, part.forward, 1) for part in stage.parts)
         again, again_sums = self._passes((part, part.again(recompute), 1) for part in stage.parts)
         backward, backward_sums = self._passes((part, part.backward, 2) for part in stage.parts)
-        weights, _ = self._passes((part, Work(flops=part.for_weights), 1) for part in stage.parts)
+        weights, _ = self._passes((part, PassWork(flops=part.for_weights), 1) for part in stage.parts)
         compute, tensor = again + backward, again_sums + backward_sums
         weights = min(weights, compute)
         gather, scatter = self._per_micro_batch(stage)
@@ -57,14 +57,14 @@ class Costs:
             "W": self._waiting(weights, 0.0, scatter),
         }
 
-    def _passes(self, passes: Iterable[tuple[Part, Work, int]]) -> tuple[float, float]:
+    def _passes(self, passes: Iterable[tuple[WorkloadPart, PassWork, int]]) -> tuple[float, float]:
         """Seconds of computing, and in the tensor group's collectives, of one micro-batch; the weights of each part are
         read or written so many times."""
-        given = [(part, work, times) for part, work, times in passes if work != Work()]
+        given = [(part, work, times) for part, work, times in passes if work != PassWork()]
         computing = sum(self._computing(*each) for each in given)
         return computing, sum(self._summing(work) for _, work, _ in given)
 
-    def _computing(self, part: Part, work: Work, touches: int) -> float:
+    def _computing(self, part: WorkloadPart, work: PassWork, touches: int) -> float:
         weights = part.parameters.per_rank(self.mesh.tensor) * WEIGHT * touches if work.flops.total else 0.0
         return seconds(
             work,
@@ -78,7 +78,7 @@ class Costs:
             fused=self.settings.fused,
         )
 
-    def _summing(self, work: Work) -> float:
+    def _summing(self, work: PassWork) -> float:
         if not work.reduces:
             return 0.0
         size = work.reduced / work.reduces * self.settings.micro_batch
@@ -89,7 +89,7 @@ class Costs:
         group = self.groups[axis]
         return collective_times.seconds(kind, size, group) if group.size > 1 and size else 0.0
 
-    def _per_micro_batch(self, stage: Stage) -> tuple[float, float]:
+    def _per_micro_batch(self, stage: SimulatedStage) -> tuple[float, float]:
         """Seconds of gathering a stage's weights for a pass, block by block, and of reducing its gradients after it."""
         zero, gather, scatter = self.settings.zero, 0.0, 0.0
         for part in stage.parts:
@@ -103,7 +103,7 @@ class Costs:
         hidden = compute + tensor if self.settings.overlap else 0.0
         return ActionSeconds(compute, tensor, max(data - hidden, 0.0))
 
-    def transfer(self, stages: Sequence[Stage]) -> float:
+    def transfer(self, stages: Sequence[SimulatedStage]) -> float:
         """Of hidden states, or their gradients, from stage to stage."""
         size = max(stage.entry for stage in stages) * self.settings.micro_batch
         if not (self.settings.scatter or self.settings.sequence_parallel):
@@ -111,7 +111,7 @@ class Costs:
         gathering = 0.0 if self.settings.sequence_parallel else self._collective("all_gather", size, "tensor")
         return self._collective("send", size / self.mesh.tensor, "neighbours") + gathering
 
-    def reduction(self, stage: Stage) -> float:
+    def reduction(self, stage: SimulatedStage) -> float:
         """Of a stage's gradients over the data ranks, as far as that is done once in a step."""
         size = stage.parameters(self.mesh.tensor) * self.settings.gradient_bytes
         if self.settings.zero == 0:

@@ -4,14 +4,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from thrifty.simulators.cluster.cluster_mesh import Mesh, Settings
-from thrifty.simulators.cluster.pipeline_events import Timeline
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
+from thrifty.simulators.cluster.pipeline_events import PipelineTimeline
 from thrifty.simulators.cluster.rank_memory import RankMemory, over_time
 from thrifty.simulators.cluster.workload import Workload
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepSeconds:
     """Of a step on the rank that computes longest. They add up to the step."""
 
     compute: float
@@ -33,15 +33,15 @@ class Seconds:
 @dataclass(frozen=True)
 class StepReport:
     workload: Workload
-    mesh: Mesh
-    settings: Settings
+    mesh: ClusterMesh
+    settings: StepSettings
     micro_batches: int
-    seconds: Seconds
+    seconds: StepSeconds
     peak: float
     """FLOP/s of the device in the number format of the run."""
     memory: tuple[RankMemory, ...]
     """Of each pipeline rank."""
-    timeline: Timeline
+    timeline: PipelineTimeline
     stage_bytes: tuple[float, ...]
     """Activations that one micro-batch leaves on each stage."""
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import altair as alt
 import vl_convert
 
-from thrifty.simulators.cluster.pipeline_events import Event, Timeline
+from thrifty.simulators.cluster.pipeline_events import ActionEvent, PipelineTimeline
 
 MICROSECOND = 1e-6
 """The unit of time of a trace, which has three digits behind it."""
@@ -24,7 +24,7 @@ MOST_LABELS = 600
 """With more events than this, micro-batches are not numbered."""
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
+def trace(timeline: PipelineTimeline) -> dict[str, Any]:
     """The timeline in Chrome's trace event format: a row a rank, an event an action, arrows for transfers, and a curve
     of how many micro-batches each rank holds."""
     events: list[dict[str, Any]] = []
@@ -40,12 +40,12 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def write_trace(timeline: Timeline, path: Path) -> None:
+def write_trace(timeline: PipelineTimeline, path: Path) -> None:
     """Write the trace as a JSON file."""
     path.write_text(json.dumps(trace(timeline), separators=(",", ":")), encoding="utf-8")
 
 
-def _slice(event: Event) -> dict[str, Any]:
+def _slice(event: ActionEvent) -> dict[str, Any]:
     rank, (kind, stage, part), start, end = event
     described = {"stage": stage, "micro-batch": part}
     return _at("X", start, rank, name=f"{kind}{part}", cat=WORDS[kind], dur=_ticks(end - start), args=described)
@@ -59,7 +59,7 @@ def _ticks(seconds: float) -> float:
     return round(seconds / MICROSECOND, 3)
 
 
-def chart(timeline: Timeline) -> alt.LayerChart:
+def chart(timeline: PipelineTimeline) -> alt.LayerChart:
     """Ranks as rows, actions as bars along the time; what is white is the bubble."""
     ranks = _chosen(timeline)
     rows = [_row(event) for rank in ranks for event in timeline.by_rank[rank]]
@@ -80,20 +80,20 @@ def chart(timeline: Timeline) -> alt.LayerChart:
     return alt.layer(*layers).properties(width=960, height=max(24 * len(ranks), 60))
 
 
-def _chosen(timeline: Timeline) -> list[int]:
+def _chosen(timeline: PipelineTimeline) -> list[int]:
     longest = max(map(len, timeline.by_rank))
     count = min(timeline.ranks, MOST_RANKS, max(MOST_BARS // max(longest, 1), 2))
     return sorted({round(place * (timeline.ranks - 1) / max(count - 1, 1)) for place in range(count)})
 
 
-def _row(event: Event) -> dict[str, Any]:
+def _row(event: ActionEvent) -> dict[str, Any]:
     rank, (kind, stage, part), start, end = event
     shade = 0.75 if part % 2 else 0.5
     place: Mapping[str, float] = {"start": start, "end": end, "middle": (start + end) / 2}
     return {"rank": rank, "kind": WORDS[kind], "stage": stage, "part": part, "shade": shade, **place}
 
 
-def picture(timeline: Timeline, title: str, kind: Literal["png", "svg"] = "svg") -> bytes:
+def picture(timeline: PipelineTimeline, title: str, kind: Literal["png", "svg"] = "svg") -> bytes:
     """The chart on white."""
     heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
     spec = {**chart(timeline).to_dict(), "padding": 20, "background": "#ffffff", "title": heading}
@@ -104,7 +104,7 @@ def picture(timeline: Timeline, title: str, kind: Literal["png", "svg"] = "svg")
     return vl_convert.vegalite_to_svg(spec, **look).encode()
 
 
-def _caption(timeline: Timeline) -> str:
+def _caption(timeline: PipelineTimeline) -> str:
     drawn = len(_chosen(timeline))
     left_out = f", {drawn} of {timeline.ranks} ranks shown" if drawn < timeline.ranks else ""
     return f"{timeline.makespan:.4g} s, bubble {timeline.bubble:.1%}{left_out}"

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
-from thrifty.simulators.cluster.gpu_op_forms import as_on_gpus
-from thrifty.simulators.cluster.sharded_op_trace import Trace
-from thrifty.simulators.cluster.workload import Divided, Part, Workload
+from thrifty.simulators.cluster.gpu_op_forms import use_gpu_ops
+from thrifty.simulators.cluster.sharded_op_trace import OperationTracer
+from thrifty.simulators.cluster.workload import DividedAmount, Workload, WorkloadPart
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 """The loss of a model on tokens (1, t)."""
@@ -37,7 +37,7 @@ def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten())
 
 
-def traced(
+def trace_workload(
     name: str,
     build: Callable[[], nn.Module],
     length: int,
@@ -56,25 +56,25 @@ def traced(
         model = build().train()
         _as_fake(model, dtype)
         tokens = torch.zeros(1, length, dtype=torch.long)
-        return _Tracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
+        return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
 
 
 @dataclass
-class _Tracing:
+class _BlockTracing:
     """A forward pass in which the first block of each kind is traced by itself, and all others only pass on what comes
     in: what is left of the pass is the embedding and the head."""
 
     model: nn.Module
     flash: bool
-    trace: Trace = field(init=False)
-    blocks: list[Part] = field(default_factory=list)
-    known: dict[Any, tuple[Part, Any]] = field(default_factory=dict)
+    trace: OperationTracer = field(init=False)
+    blocks: list[WorkloadPart] = field(default_factory=list)
+    known: dict[Any, tuple[WorkloadPart, Any]] = field(default_factory=dict)
     counted: set[int] = field(default_factory=set)
     cut: tuple[Tensor, Tensor] | None = None
     """Hidden states as the embedding gives them, and as the first block is given them."""
 
     def __post_init__(self) -> None:
-        self.trace = Trace(self.model.parameters(), self.model.buffers())
+        self.trace = OperationTracer(self.model.parameters(), self.model.buffers())
         for stack_name, stack in find_stacks(self.model).items():
             for block in stack:
                 wrap_forward(block, partial(self._run, stack_name))
@@ -86,7 +86,9 @@ class _Tracing:
             result = loss()
             trace.section = ""
             if self.cut is None:
-                raise Refused(f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one")
+                raise RefusedError(
+                    f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one"
+                )
             given, entry = self.cut
             outside = [p for p in self.model.parameters() if id(p) not in self.counted]
             of_entry = self._backward("head backward", result, [entry, *outside], torch.ones_like(result))
@@ -123,10 +125,12 @@ class _Tracing:
         numbers = list(block.parameters())
         is_repeat = bool(numbers) and all(id(p) in self.counted for p in numbers)
         self.counted |= {id(p) for p in numbers}
-        self.blocks.append(replace(part, parameters=Divided()) if is_repeat else part)
+        self.blocks.append(replace(part, parameters=DividedAmount()) if is_repeat else part)
         return (hidden, *result[1:]) if isinstance(result, tuple) else hidden
 
-    def _trace_block(self, inner: Callable[..., Any], block: nn.Module, args: tuple, kwargs: dict) -> tuple[Part, Any]:
+    def _trace_block(
+        self, inner: Callable[..., Any], block: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[WorkloadPart, Any]:
         trace, around = self.trace, self.trace.section
         name = f"block {len(self.known)}"
         trace.section = ""
@@ -139,7 +143,7 @@ class _Tracing:
         self._backward(f"{name} backward", out, wanted, torch.empty_like(out))
         trace.section = around
         entry = float(args[0].numel() * args[0].element_size())
-        parameters = sum((_division(p) for p in block.parameters()), Divided())
+        parameters = sum((_division(p) for p in block.parameters()), DividedAmount())
         return self._part(name, parameters, entry), result
 
     def _backward(self, section: str, result: Tensor, wanted: list[Tensor], gradient: Tensor | None) -> Tensor | None:
@@ -151,9 +155,9 @@ class _Tracing:
         self.trace.section = ""
         return found[0]
 
-    def _part(self, name: str, parameters: Divided, entry: float, is_block: bool = True) -> Part:
+    def _part(self, name: str, parameters: DividedAmount, entry: float, is_block: bool = True) -> WorkloadPart:
         forward, backward, trace = f"{name} forward", f"{name} backward", self.trace
-        return Part(
+        return WorkloadPart(
             name,
             parameters,
             trace.work(forward),
@@ -166,27 +170,27 @@ class _Tracing:
             is_block=is_block,
         )
 
-    def _outside(self, parameters: list[Tensor]) -> tuple[float, Divided, Divided]:
+    def _outside(self, parameters: list[Tensor]) -> tuple[float, DividedAmount, DividedAmount]:
         """Parameters of both sides of the blocks, and those that the embedding shares with the head."""
-        shared, embedding, head = 0.0, Divided(), Divided()
+        shared, embedding, head = 0.0, DividedAmount(), DividedAmount()
         for parameter in parameters:
             readers = self.trace.weights_read.get(parameter.untyped_storage()._cdata, set())
             first = "embedding forward" in readers
-            embedding += _division(parameter) if first else Divided()
-            head += Divided() if first else _division(parameter)
+            embedding += _division(parameter) if first else DividedAmount()
+            head += DividedAmount() if first else _division(parameter)
             shared += parameter.numel() if first and "head forward" in readers else 0.0
         return shared, embedding, head
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         hooks = torch.autograd.graph.saved_tensors_hooks(self.trace.save, lambda tensor: tensor)
-        with as_on_gpus(self.flash), self.trace, hooks:
+        with use_gpu_ops(self.flash), self.trace, hooks:
             yield
 
 
-def _division(parameter: Tensor) -> Divided:
+def _division(parameter: Tensor) -> DividedAmount:
     """Matrices are split; what is added or scales is small, and left whole."""
-    return Divided(split=parameter.numel()) if parameter.ndim > 1 else Divided(whole=parameter.numel())
+    return DividedAmount(split=parameter.numel()) if parameter.ndim > 1 else DividedAmount(whole=parameter.numel())
 
 
 def _learns(value: Any) -> bool:

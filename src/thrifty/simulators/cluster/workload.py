@@ -17,7 +17,7 @@ Korthikanti et al. 2022, section 5), or every block from its input."""
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedAmount:
     """An amount of which tensor parallelism divides one part among its ranks, and leaves another to each of them."""
 
     split: float = 0.0
@@ -30,25 +30,25 @@ class Divided:
     def per_rank(self, tensor: int, sequence_parallel: bool = False) -> float:
         return self.split / tensor + self.whole / (tensor if sequence_parallel else 1)
 
-    def __add__(self, other: Self) -> "Divided":
-        return Divided(self.split + other.split, self.whole + other.whole)
+    def __add__(self, other: Self) -> "DividedAmount":
+        return DividedAmount(self.split + other.split, self.whole + other.whole)
 
-    def __sub__(self, other: Self) -> "Divided":
-        return Divided(self.split - other.split, self.whole - other.whole)
+    def __sub__(self, other: Self) -> "DividedAmount":
+        return DividedAmount(self.split - other.split, self.whole - other.whole)
 
-    def __mul__(self, factor: float) -> "Divided":
-        return Divided(self.split * factor, self.whole * factor)
+    def __mul__(self, factor: float) -> "DividedAmount":
+        return DividedAmount(self.split * factor, self.whole * factor)
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """One pass of one example through a part of a model."""
 
-    flops: Divided = field(default_factory=Divided)
+    flops: DividedAmount = field(default_factory=DividedAmount)
     """Of matrix products and attention, a multiply-add counted as two, nothing taken off for a causal mask."""
-    moved: Divided = field(default_factory=Divided)
+    moved: DividedAmount = field(default_factory=DividedAmount)
     """Bytes of activations read and written where chains of elementwise operations run as one kernel each."""
-    unfused: Divided = field(default_factory=Divided)
+    unfused: DividedAmount = field(default_factory=DividedAmount)
     """The same where every operation is a kernel of its own."""
     kernels: int = 0
     reduced: float = 0.0
@@ -56,8 +56,8 @@ class Work:
     reduces: int = 0
     """In how many collectives they do."""
 
-    def __add__(self, other: Self) -> "Work":
-        return Work(
+    def __add__(self, other: Self) -> "PassWork":
+        return PassWork(
             self.flops + other.flops,
             self.moved + other.moved,
             self.unfused + other.unfused,
@@ -68,38 +68,38 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkloadPart:
     """A block, or what stands before or after all blocks."""
 
     name: str
-    parameters: Divided
+    parameters: DividedAmount
     """Numbers, not bytes."""
-    forward: Work
-    backward: Work
-    saved: Divided
+    forward: PassWork
+    backward: PassWork
+    saved: DividedAmount
     """Bytes kept from the forward for the backward pass where nothing is recomputed."""
     entry: float
     """Bytes of the hidden states that come in: sent between stages, and all that stays where a block is recomputed."""
-    for_weights: Divided = field(default_factory=Divided)
+    for_weights: DividedAmount = field(default_factory=DividedAmount)
     """FLOPs of the backward pass that make gradients of weights, which no other stage waits for."""
-    core: Work = field(default_factory=Work)
+    core: PassWork = field(default_factory=PassWork)
     """What selective recompute runs again."""
-    core_saved: Divided = field(default_factory=Divided)
+    core_saved: DividedAmount = field(default_factory=DividedAmount)
     """What selective recompute does not keep."""
     is_block: bool = True
     """Or stands before or behind all blocks, and is never recomputed."""
 
-    def again(self, recompute: Recompute) -> Work:
+    def again(self, recompute: Recompute) -> PassWork:
         """What is run a second time before the backward pass."""
         if not self.is_block:
-            return Work()
-        return {"none": Work(), "selective": self.core, "every": self.forward}[recompute]
+            return PassWork()
+        return {"none": PassWork(), "selective": self.core, "every": self.forward}[recompute]
 
-    def kept(self, recompute: Recompute) -> Divided:
+    def kept(self, recompute: Recompute) -> DividedAmount:
         """Bytes from the forward to the backward pass of one example."""
         if recompute == "none" or not self.is_block:
             return self.saved
-        return Divided(whole=self.entry) if recompute == "every" else self.saved - self.core_saved
+        return DividedAmount(whole=self.entry) if recompute == "every" else self.saved - self.core_saved
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Workload:
     """A model to be trained on examples of `length` tokens."""
 
     name: str
-    blocks: tuple[Part, ...]
+    blocks: tuple[WorkloadPart, ...]
     """One for each block, in order."""
-    embedding: Part
-    head: Part
+    embedding: WorkloadPart
+    head: WorkloadPart
     """Everything behind the last block, with the loss."""
     length: int
     """Tokens in an example."""
@@ -120,7 +120,7 @@ class Workload:
     """Parameters of the embedding that are the head's as well, and stand in the embedding's count."""
 
     @property
-    def parts(self) -> Iterable[Part]:
+    def parts(self) -> Iterable[WorkloadPart]:
         return (self.embedding, *self.blocks, self.head)
 
     @cached_property

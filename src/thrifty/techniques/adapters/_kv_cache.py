@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 
 _READER = {"input_ids", "past_key_values"}
 
@@ -24,7 +24,7 @@ def is_two_sided(model: nn.Module) -> bool:
     return any(getattr(config, "is_encoder_decoder", False) for config in configs)
 
 
-def kept_shapes(body: nn.Module) -> list[torch.Size]:
+def cache_shapes(body: nn.Module) -> list[torch.Size]:
     """Of the keys of self-attention that each block of a reader would keep, (b, g, t, k), as it says itself: configs
     name heads in many ways, and some share one among all queries. An encoder says so only of a cache that it is given.
     Raises Refused where values are not of the same shape."""
@@ -39,7 +39,7 @@ def kept_shapes(body: nn.Module) -> list[torch.Size]:
     layers = getattr(getattr(filled, "self_attention_cache", filled), "layers", [])
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
-        raise Refused(
+        raise RefusedError(
             f"{type(body).__name__} keeps something else than keys and values of equal shape", fix="use adapters.lora"
         )
     return [keys.shape for keys, _ in pairs]

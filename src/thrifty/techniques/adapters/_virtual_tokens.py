@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 
 _POSITIONS = re.compile(r"positions?|wpe|pos_embed\w*|embed_positions|positions?_embed\w*")
 _MASKS = ("attention_mask", "keep")
@@ -19,7 +19,7 @@ def input_names(module: nn.Module) -> list[str]:
     them without names."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        raise Refused(
+        raise RefusedError(
             f"{type(module).__name__}.forward takes its inputs without names, so none is known to be the tokens",
             fix="give its inputs names: forward(self, tokens, keep=None)",
         )
@@ -31,7 +31,7 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return dict(zip(input_names(module), args, strict=False)) | kwargs
 
 
-def room_in_masks(given: dict[str, Any], count: int) -> dict[str, Any]:
+def extend_masks(given: dict[str, Any], count: int) -> dict[str, Any]:
     """Masks (b, t) of inputs by name, longer by `count` tokens in front that all may see.
 
     Raises UsageError for a mask of another shape, for several texts in one row, of which only the first would be

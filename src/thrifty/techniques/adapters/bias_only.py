@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
-from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
+from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
 from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
 from thrifty.modeling.residual_branches import is_transposed, out_width
 
@@ -46,8 +46,8 @@ def _plus_bias(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class BiasOnly(Adapter):
-    claims = Adapter.claims | {"trained vectors alone"}
+class BiasOnly(AdapterTechnique):
+    claims = AdapterTechnique.claims | {"trained vectors alone"}
 
     head: bool = False
     """Train the head too, where it is not also the embedding."""
@@ -59,7 +59,7 @@ class BiasOnly(Adapter):
             self._add(model)
         trained = bias_names(model)
         if not trained:
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} has no biases to train",
                 fix=f"set {self.name}.add = true to give its layers some, or use adapters.lora",
             )
@@ -80,7 +80,7 @@ class BiasOnly(Adapter):
             add_bias(layer)
         kinds = {type(layer).__name__ for layer in without.values() if layer not in given}
         unknown = f"; what a {' or a '.join(sorted(kinds))} computes is not known, so those were given none"
-        note(f"{len(given)} layers were given a bias{unknown if kinds else ''}")
+        add_note(f"{len(given)} layers were given a bias{unknown if kinds else ''}")
 
     def finish(self, model: nn.Module) -> nn.Module:
         if names_ending(model, ADDED):

@@ -20,22 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Rate
-from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, norm_names, train_only
+from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, norm_names, train_only
 from thrifty.modeling.residual_branches import find_branches, out_width
 
 PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 
 
-def through_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+def apply_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d), W2 (d, width)."""
     return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
 
-def draw_cut_normal(values: Tensor, std: float, generator: torch.Generator | None = None) -> None:
+def draw_truncated_normal(values: Tensor, std: float, generator: torch.Generator | None = None) -> None:
     """Fill a tensor from a normal that is cut off at two standard deviations, by the inverse of its distribution."""
     largest = math.erf(math.sqrt(2))
     values.uniform_(-largest, largest, generator=generator).erfinv_().mul_(std * math.sqrt(2))
@@ -49,19 +49,19 @@ def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator:
     for name, shape in zip(PARTS, ((width, d), (width,), (d, width), (d,)), strict=True):
         values = torch.zeros(shape, device=device)
         if len(shape) == 2:
-            draw_cut_normal(values, std, generator)
+            draw_truncated_normal(values, std, generator)
         setattr(writer, name, nn.Parameter(values))
     writer.register_forward_hook(_pass_bottleneck)
 
 
 def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
     x, *rest = output if isinstance(output, tuple) else (output,)
-    x = through_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS))
+    x = apply_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS))
     return (x, *rest) if isinstance(output, tuple) else x
 
 
 @dataclass(frozen=True)
-class Bottleneck(Adapter):
+class BottleneckAdapter(AdapterTechnique):
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"
     """Behind attention and feed-forward networks, or behind the latter alone."""
@@ -80,11 +80,11 @@ class Bottleneck(Adapter):
         found = (branch for blocks in find_branches(model, self.where).values() for block in blocks for branch in block)
         chosen = [branch for branch in found if self.placement == "both" or branch.kind == "mlp"]
         if not chosen:
-            raise Refused("no feed-forward branch was found", fix="set placement = both")
+            raise RefusedError("no feed-forward branch was found", fix="set placement = both")
         for branch in chosen:
             generator = keyed_generator(f"{self.seed}/{branch.name}", next(branch.writer.parameters()))
             add_bottleneck(branch.writer, out_width(branch.last), self.width, self.std, generator)
-        note(f"{len(chosen)} adapters of width {self.width}")
+        add_note(f"{len(chosen)} adapters of width {self.width}")
         trained = names_ending(model, *PARTS)
         trained |= norm_names(model) if self.norms else set()
         train_only(model, trained | (head_names(model) if self.head else set()))

@@ -18,12 +18,12 @@ from typing import ClassVar
 
 from torch import nn
 
-from thrifty.core.errors import Refused
-from thrifty.modeling.adapter_base import Adapter, head_names, train_only
+from thrifty.core.errors import RefusedError
+from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_only
 
 
 @dataclass(frozen=True)
-class HeadOnly(Adapter):
+class HeadOnly(AdapterTechnique):
     clashes: ClassVar[Mapping[str, str]] = {
         "parameters in pieces": "these are gathered and freed by the gradient of what the model gives, which has none",
     }
@@ -31,7 +31,7 @@ class HeadOnly(Adapter):
     def model(self, model: nn.Module) -> nn.Module:
         trained = head_names(model)
         if not trained:
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} has no head of its own to train",
                 fix="set model.tied = false where it shares the embedding's weights, or use adapters.lora",
             )

@@ -23,21 +23,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.kernels.hadamard import Fastfood, draw_fastfood
-from thrifty.modeling.adapter_base import Adapter, train_only
+from thrifty.modeling.adapter_base import AdapterTechnique, train_only
 
 NAME = "subspace"
 """Of the parameter z."""
 
 
-class Subspace:
+class RandomSubspace:
     """The weights of a model as a function of z: θ₀ + P z."""
 
     def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
@@ -79,15 +79,15 @@ class Subspace:
         return self.projection.apply_transposed(flat)
 
 
-def confine(model: nn.Module, dimension: int, seed: int) -> Subspace:
+def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
     """Give a model the parameter z, zero at first; its own parameters follow it before each forward pass."""
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(weight.numel() for weight in weights)
     if dimension > total:
-        raise Refused(f"dimension {dimension} is more than the {total} weights", fix=f"set {total} or less")
+        raise RefusedError(f"dimension {dimension} is more than the {total} weights", fix=f"set {total} or less")
     # drawn on the processor: the same projection on every device
     projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
-    model.confined = Subspace(weights, projection)  # type: ignore[assignment]
+    model.confined = RandomSubspace(weights, projection)  # type: ignore[assignment]
     model.subspace = nn.Parameter(torch.zeros(dimension, device=weights[0].device))
     model.placing = model.register_forward_pre_hook(_place)  # type: ignore[assignment]
     return model.confined
@@ -97,10 +97,10 @@ def _place(model: nn.Module, args: Any) -> None:
     model.confined.place(model.subspace)
 
 
-def through_subspace(backward: Backward) -> Backward:
+def subspace_backward(backward: Backward) -> Backward:
     """A backward pass that leaves the gradient of z in place of those of the weights."""
 
-    def projected(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def projected(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         confined = model.confined
         with confined.gradients_of(model.subspace):
             outcome = backward(model, objective, batch)
@@ -111,8 +111,8 @@ def through_subspace(backward: Backward) -> Backward:
 
 
 @dataclass(frozen=True)
-class Intrinsic(Adapter):
-    claims = Adapter.claims | {"trained vectors alone"}
+class IntrinsicDimension(AdapterTechnique):
+    claims = AdapterTechnique.claims | {"trained vectors alone"}
     clashes: ClassVar[Mapping[str, str]] = {
         "depth": "blocks that are added have no θ₀ in common with those they grew from",
         "parameters in pieces": "the projection needs all weights in one place",
@@ -125,13 +125,13 @@ class Intrinsic(Adapter):
     """Of the projection."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        confined = confine(model, self.dimension, self.seed)
-        note(f"{len(confined.origin):,} weights in a subspace of {self.dimension:,} dimensions")
+        confined = restrict_to_subspace(model, self.dimension, self.seed)
+        add_note(f"{len(confined.origin):,} weights in a subspace of {self.dimension:,} dimensions")
         train_only(model, {NAME})
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        return through_subspace(backward)
+        return subspace_backward(backward)
 
     def finish(self, model: nn.Module) -> nn.Module:
         model.confined.place(model.subspace)

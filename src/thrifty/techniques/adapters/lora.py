@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.setting_bounds import Positive, Probability
 from thrifty.core.state import TrainState
-from thrifty.modeling.adapter_base import Adapter, train_only
-from thrifty.modeling.lora_layers import DEFAULT, Factors, weight_name, widths
-from thrifty.modeling.lora_model import attach, dissolve, factor_names, is_merged
+from thrifty.modeling.adapter_base import AdapterTechnique, train_only
+from thrifty.modeling.lora_layers import DEFAULT, LoraFactors, weight_name, widths
+from thrifty.modeling.lora_model import attach, discard_adapters, factor_names, is_merged
 from thrifty.modeling.module_surgery import select, tied_names, weight_layers
-from thrifty.modeling.parameter_kinds import Slices, fused_slices
+from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
 from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
 _READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
@@ -40,7 +40,7 @@ _READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
 @dataclass(frozen=True)
-class Lora(Adapter):
+class Lora(AdapterTechnique):
     rank: Positive = 8
     alpha: float = 16.0
     dropout: Probability = 0.0
@@ -74,7 +74,7 @@ class Lora(Adapter):
         train_only(model, factor_names(model) | also)
         return model
 
-    def layers(self, model: nn.Module) -> dict[str, Factors]:
+    def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
         """What each layer that is adapted gets, by its name. Raises Refused where nothing matches, a rank is too large,
         or a fused layer cannot be cut into slices."""
         kinds = {type(layer) for layer in weight_layers(model).values()}
@@ -94,10 +94,10 @@ class Lora(Adapter):
         selection = select(model, (nn.Linear, nn.Embedding, nn.MultiheadAttention, *kinds), self.where, skip)
         return {name: self._factors(name, layer, cuts.get(name)) for name, layer in selection.matched.items()}
 
-    def _factors(self, name: str, layer: nn.Module, cut: Slices | None) -> Factors:
+    def _factors(self, name: str, layer: nn.Module, cut: FusedSlices | None) -> LoraFactors:
         letters = _letters(name, cut)
         if cut is None and self.slices and not set(letters) <= set(self.slices):
-            raise Refused(
+            raise RefusedError(
                 f"it cannot be told which part of {name} makes queries, keys or values",
                 fix="adapt all of it with slices=qkv, or leave it out by where",
             )
@@ -106,20 +106,20 @@ class Lora(Adapter):
         takes, gives = widths(layer)
         gives = min((sizes[i] for i in chosen), default=gives)
         if self.rank > min(takes, gives):
-            raise Refused(
+            raise RefusedError(
                 f"rank {self.rank} is larger than a weight of shape {(gives, takes)}",
                 fix=f"use a rank of at most {min(takes, gives)}",
             )
-        return Factors(self.rank, self.alpha, self.dropout, self.stabilised, sizes, chosen)
+        return LoraFactors(self.rank, self.alpha, self.dropout, self.stabilised, sizes, chosen)
 
     def _also_trained(self, model: nn.Module) -> set[str]:
         names = {name for name, _ in model.named_parameters() if self.also and re.search(self.also, name)}
         if self.also and not names:
-            raise Refused(f"no parameter matches also={self.also!r}", fix="give a pattern of parameters' names")
+            raise RefusedError(f"no parameter matches also={self.also!r}", fix="give a pattern of parameters' names")
         return names
 
     def finish(self, model: nn.Module) -> nn.Module:
-        dissolve(model)
+        discard_adapters(model)
         return model.requires_grad_(True)
 
     def holds(self, state: TrainState) -> None:
@@ -129,14 +129,14 @@ class Lora(Adapter):
             raise IntegrityError(f"{self.name}: the additions are merged into the weights while they are trained")
 
 
-def _cuts(model: nn.Module) -> dict[str, Slices]:
+def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
     """The layers of a model that fuse several, by name."""
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
     found = zip(named, fused_slices([*named], [*named.values()]), strict=True)
     return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in found if cut is not None}
 
 
-def _letters(name: str, cut: Slices | None) -> str:
+def _letters(name: str, cut: FusedSlices | None) -> str:
     """Of queries, keys and values those that a layer makes, as letters in their order; "" for a layer of another
     kind."""
     part = part_of_attention(name)

@@ -30,32 +30,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
-from thrifty.modeling.adapter_base import Adapter, names_ending, train_only
+from thrifty.modeling.adapter_base import AdapterTechnique, names_ending, train_only
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.techniques.adapters._kv_cache import (
+    cache_shapes,
     is_reader,
     is_two_sided,
-    kept_shapes,
     refuse_own_recomputation,
     unwritten_cache,
 )
 from thrifty.techniques.adapters._virtual_tokens import (
+    extend_masks,
     named_inputs,
     position_limit,
     refuse_beyond,
     refuse_shared_rows,
-    room_in_masks,
 )
 
 OF_NETWORK = ("prefix_table", "prefix_in", "prefix_in_bias")
 OF_PLACE = ("prefix_out", "prefix_out_bias")
 
 
-class Place(NamedTuple):
+class PrefixSite(NamedTuple):
     """A module that gets a prefix: an attention of ours, or a block of transformers."""
 
     module: nn.Module
@@ -64,7 +64,7 @@ class Place(NamedTuple):
     head_width: int
 
 
-Places = Mapping[str, Place]
+Places = Mapping[str, PrefixSite]
 AttentionCore = Callable[..., Tensor]
 
 
@@ -116,7 +116,7 @@ def prefix_of(place: nn.Module, body: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def give_prefixes(model: nn.Module, places: Places, tokens: int, hidden: int, seed: int) -> None:
+def set_prefixes(model: nn.Module, places: Places, tokens: int, hidden: int, seed: int) -> None:
     """Each place its parameters, with keyed first values: those of `nn.Embedding` and `nn.Linear`."""
     shapes: dict[str, tuple[int, ...]] = {}
     path = _body_path(model)
@@ -154,10 +154,10 @@ def collapse(model: nn.Module) -> None:
     train_only(model, names_ending(model, "prefix"))
 
 
-def find_places(model: nn.Module) -> Places:
+def find_prefix_sites(model: nn.Module) -> Places:
     """Every attention with a replaceable core; in a model of transformers the blocks of the reader."""
     cores = {
-        name: Place(module, getattr(module, "kv_heads", module.heads), module.head_width)
+        name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()
         if hasattr(module, "core")
     }
@@ -169,22 +169,22 @@ def _cached_blocks(model: nn.Module) -> Places:
     name, blocks = [*stacks.items()][-1]
     body = body_of(model)
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
             fix="use a model of ours, a decoder, an encoder-decoder or an encoder such as BERT of transformers, or "
             "adapters.lora",
         )
-    shapes = kept_shapes(body)
+    shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
         told = f"{type(model).__name__} has {len(blocks)} blocks and keeps keys and values of {len(shapes)}"
-        raise Refused(told, fix="use adapters.lora")
+        raise RefusedError(told, fix="use adapters.lora")
     return {
-        f"{name}.{index}": Place(block, shape[1], shape[3])
+        f"{name}.{index}": PrefixSite(block, shape[1], shape[3])
         for index, (block, shape) in enumerate(zip(blocks, shapes, strict=True))
     }
 
 
-def put_in_front(model: nn.Module, places: Places, tokens: int) -> None:
+def prepend_prefix(model: nn.Module, places: Places, tokens: int) -> None:
     """Let every attention look at its prefix first, and positions count on from there."""
     body = body_of(model)
     if not all(hasattr(place.module, "core") for place in places.values()):
@@ -211,7 +211,7 @@ def _core_with_prefix(attention: nn.Module, body: nn.Module, core: AttentionCore
 
 
 def _behind_cache(
-    places: list[Place],
+    places: list[PrefixSite],
     tokens: int,
     limit: int | None,
     two_sided: bool,
@@ -223,7 +223,7 @@ def _behind_cache(
     """A model of transformers finds the prefixes where it looks for what it has read before."""
     refuse_own_recomputation(body)
     given = named_inputs(body, args, kwargs)
-    given |= room_in_masks(given, tokens) | {"use_cache": False}
+    given |= extend_masks(given, tokens) | {"use_cache": False}
     if given.get("position_ids") is not None:
         given["position_ids"] = given["position_ids"] + tokens
     read = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
@@ -237,7 +237,7 @@ def _behind_cache(
 
 
 @dataclass(frozen=True)
-class Prefix(Adapter):
+class PrefixTuning(AdapterTechnique):
     tokens: Positive = 5
     """Virtual tokens, p."""
     hidden: Natural = 512
@@ -246,10 +246,10 @@ class Prefix(Adapter):
     """Of the first values, together with each parameter's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        places = find_places(model)
-        give_prefixes(model, places, self.tokens, self.hidden, self.seed)
-        put_in_front(model, places, self.tokens)
-        note(f"{self.tokens} keys and values in front of {len(places)} attentions")
+        places = find_prefix_sites(model)
+        set_prefixes(model, places, self.tokens, self.hidden, self.seed)
+        prepend_prefix(model, places, self.tokens)
+        add_note(f"{self.tokens} keys and values in front of {len(places)} attentions")
         train_only(model, names_ending(model, "prefix", *OF_NETWORK, *OF_PLACE))
         return model
 

@@ -22,20 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
-from thrifty.modeling.adapter_base import Adapter, names_ending, train_only
-from thrifty.modeling.embeddings import stack_behind, token_tables
+from thrifty.modeling.adapter_base import AdapterTechnique, names_ending, train_only
+from thrifty.modeling.embeddings import stack_after, token_tables
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.techniques.adapters._virtual_tokens import (
     common_path,
+    extend_masks,
     input_names,
     named_inputs,
     position_limit,
     refuse_beyond,
-    room_in_masks,
 )
 
 Start = Literal["words", "random"]
@@ -54,7 +54,7 @@ def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def first_values(table: Tensor, count: int, start: Start, generator: torch.Generator) -> Tensor:
+def initial_prompt(table: Tensor, count: int, start: Start, generator: torch.Generator) -> Tensor:
     """A prompt (k, d): rows of the vocabulary's table, each once as long as there are enough, or uniform in ±0.5."""
     if start == "random":
         return table.new_empty(count, table.shape[1]).uniform_(-0.5, 0.5, generator=generator)
@@ -76,16 +76,16 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
     body.virtual_tokens, body.position_limit = len(values), position_limit(model)
     body.is_output_cut = len(stacks) == 1
     wrap_forward(body, _read_with_prompt)
-    note(f"{len(values)} virtual tokens in front of {path or 'the model'}")
+    add_note(f"{len(values)} virtual tokens in front of {path or 'the model'}")
     return prompt
 
 
 def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
     """The table of tokens in front of the first stack, and the modules that share its weight, by name."""
     tables, stacks = token_tables(model), find_stacks(model)
-    first = next((t for name, t in tables.items() if stack_behind(name, stacks) == next(iter(stacks))), None)
+    first = next((t for name, t in tables.items() if stack_after(name, stacks) == next(iter(stacks))), None)
     if first is None:
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} has no table of tokens to put a prompt beside",
             fix="use adapters.visual_prompt, which acts on the blocks",
         )
@@ -106,7 +106,7 @@ def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) ->
 
 
 def _lengthen_inputs(given: dict[str, Any], first: str, count: int) -> dict[str, Any]:
-    longer = given | room_in_masks(given, count) | {first: lengthen(given[first], count)}
+    longer = given | extend_masks(given, count) | {first: lengthen(given[first], count)}
     if (positions := given.get("position_ids")) is not None:
         virtual = torch.arange(count, device=positions.device).expand(len(positions), -1)
         longer["position_ids"] = torch.cat((virtual, positions + count), 1)
@@ -125,7 +125,7 @@ def _cut(output: Any, count: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Prompt(Adapter):
+class PromptTuning(AdapterTechnique):
     tokens: Positive = 20
     """Virtual tokens, k."""
     start: Start = "words"
@@ -135,7 +135,7 @@ class Prompt(Adapter):
 
     def model(self, model: nn.Module) -> nn.Module:
         table = next(iter(feeding_tables(model).values())).weight
-        values = first_values(table.detach(), self.tokens, self.start, keyed_generator(f"{self.seed}/prompt", table))
+        values = initial_prompt(table.detach(), self.tokens, self.start, keyed_generator(f"{self.seed}/prompt", table))
         add_prompt(model, values)
         train_only(model, names_ending(model, "prompt"))
         return model

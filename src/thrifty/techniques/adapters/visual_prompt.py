@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
-from thrifty.modeling.adapter_base import Adapter, head_names, names_ending, train_only
+from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.residual_branches import find_branches, in_width
 
@@ -93,11 +93,13 @@ def patch_size(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
             return module.kernel_size[0]
-    raise Refused("no convolution that cuts an image into patches was found", fix="say how large they are: patch = 16")
+    raise RefusedError(
+        "no convolution that cuts an image into patches was found", fix="say how large they are: patch = 16"
+    )
 
 
 @dataclass(frozen=True)
-class VisualPrompt(Adapter):
+class VisualPrompt(AdapterTechnique):
     tokens: Positive = 10
     """Prompts, k, in each block that has some."""
     deep: bool = True
@@ -114,7 +116,9 @@ class VisualPrompt(Adapter):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if len(stacks) > 1:
-            raise Refused(f"{type(model).__name__} has {len(stacks)} stacks of blocks", fix="give a model that has one")
+            raise RefusedError(
+                f"{type(model).__name__} has {len(stacks)} stacks of blocks", fix="give a model that has one"
+            )
         ((name, blocks),) = stacks.items()
         first = next(iter(find_branches(model)[name][0][0].inner.values()))
         bound = first_bound(self.patch or patch_size(model), in_width(first))
@@ -124,7 +128,7 @@ class VisualPrompt(Adapter):
             generator = keyed_generator(f"{self.seed}/{name}.{index}.{NAME}", values)
             prompts[index] = values.uniform_(-bound, bound, generator=generator)
         add_prompts(blocks, prompts, self.after)
-        note(f"{self.tokens} prompts in {len(prompts)} of {len(blocks)} blocks")
+        add_note(f"{self.tokens} prompts in {len(prompts)} of {len(blocks)} blocks")
         train_only(model, names_ending(model, NAME) | (head_names(model) if self.head else set()))
         return model
 

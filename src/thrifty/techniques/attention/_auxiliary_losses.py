@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 
 
-class WithLeftLosses(Around):
+class AuxiliaryLossObjective(WrappedObjective):
     """Another objective plus λ times the mean of the losses (b,) that a model's `losing_cores` leave during its
     forward pass in their attribute `losses`, a list while somebody collects."""
 

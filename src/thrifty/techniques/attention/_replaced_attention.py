@@ -13,20 +13,20 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.tensor_tracing import unseen
-from thrifty.modeling.attention_sites import AttentionCore, Core, Place, find_places
+from thrifty.core.tensor_tracing import untraced
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite, SwappableCore, find_attention_sites
 
 Phase = Literal["plain", "chosen"]
 PLAIN, CHOSEN = "plain", "chosen"
@@ -39,12 +39,12 @@ class ReplacedAttention(Technique):
     stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
     claims = frozenset({"attention core"})
 
-    from_step: Moment = 0
+    from_step: StepOrFraction = 0
     """Attention is the plain one up to here."""
     export_plain: bool = False
     """Whether the trained weights may be exported as a model with plain attention, which computes something else."""
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         """What is to compute the attention there; `found` is what was calibrated, by the names of places."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class ReplacedAttention(Technique):
         """What calibration came to, as plain JSON by the names of places."""
         return {}
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.decided(self.name, step)
         if decided is None and step == self.start:
             decided = {"phase": CHOSEN, "found": self.found(state)}
@@ -66,16 +66,16 @@ class ReplacedAttention(Technique):
         if decided is None:
             return None
         reason = "attention is the plain one" if decided["phase"] == PLAIN else "attention cores are replaced"
-        return Change(reason, decided, partial(_mark, decided=decided))
+        return StructuralChange(reason, decided, partial(_mark, decided=decided))
 
     def model(self, model: nn.Module) -> nn.Module:
-        places, decided = find_places(model), getattr(model, "attention_phase", {"phase": CHOSEN})
+        places, decided = find_attention_sites(model), getattr(model, "attention_phase", {"phase": CHOSEN})
         model.attention_places = places
         for place in places:
             if decided["phase"] == CHOSEN:
                 place.put(self.core(place, decided.get("found", {})))
         phase = "replaced" if decided["phase"] == CHOSEN else "plain until the moment"
-        note(f"{len(places)} attention cores, {phase}")
+        add_note(f"{len(places)} attention cores, {phase}")
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
@@ -90,7 +90,7 @@ class ReplacedAttention(Technique):
     def refuse_export(self) -> None:
         """Raises Refused unless the weights are to be exported for plain attention."""
         if not self.export_plain:
-            raise Refused(
+            raise RefusedError(
                 f"{self.name}: the plain architecture attends to everything, and would compute something else with "
                 "these weights",
                 fix=f"--set {self.name}.export_plain=true where that is wanted",
@@ -111,7 +111,7 @@ def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-class Calibrating:
+class CalibrationBackward:
     """A backward pass before which, in the last steps of plain attention, some examples go through the model and cores
     are watched. `state` counts calls; what was seen is added up in buffers of the attentions."""
 
@@ -120,11 +120,11 @@ class Calibrating:
         # a value that can be read even where only shapes are traced, unlike that of torch.zeros
         self.state = {"calls": torch.tensor(0)}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         calls = int(self.state["calls"])
         self.state["calls"].add_(1)
         if self.settings.start - self.settings.steps <= calls < self.settings.start:
-            with unseen():
+            with untraced():
                 self.settings.calibrate(model, objective, batch.rows(0, self.settings.examples))
         return self.inner(model, objective, batch)
 
@@ -139,7 +139,7 @@ class CalibratedAttention(ReplacedAttention):
         "distribution of blocks": "the whole model is calibrated in one pass",
     }
 
-    from_step: Moment = 0.1
+    from_step: StepOrFraction = 0.1
     """Attention is the plain one up to here, for one step at least."""
     steps: Positive = 4
     """Before so many of the last plain steps examples are looked at."""
@@ -150,15 +150,15 @@ class CalibratedAttention(ReplacedAttention):
     def start(self) -> int:
         return max(int(self.from_step), 1)
 
-    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         """Some numbers (n,) of a call, of which the mean over calls and ranks is wanted."""
         raise NotImplementedError
 
-    def count(self, model: nn.Module, place: Place) -> int:
+    def count(self, model: nn.Module, place: AttentionSite) -> int:
         """How many numbers `measure` gives."""
         return 1
 
-    def settle(self, place: Place, means: Tensor) -> Any:
+    def settle(self, place: AttentionSite, means: Tensor) -> Any:
         """What is written to the log, of the means (n,)."""
         return means.tolist()
 
@@ -170,19 +170,19 @@ class CalibratedAttention(ReplacedAttention):
                 device = next(place.module.parameters()).device
                 count = self.count(model, place)
                 place.module.register_buffer("calibration", torch.zeros(count + 1, dtype=torch.float64, device=device))
-                model.attention_cores[place.name] = Core(place.plain)
+                model.attention_cores[place.name] = SwappableCore(place.plain)
                 place.put(model.attention_cores[place.name])
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        return Calibrating(backward, self)
+        return CalibrationBackward(backward, self)
 
     @torch.no_grad()
     def calibrate(self, model: nn.Module, objective: Objective, batch: Batch) -> None:
         """One forward pass without dropout, watched; the mean over ranks is added to the buffers."""
         if not model.attention_cores:  # replaced already: only what a step takes is asked
             return
-        places: Sequence[Place] = model.attention_places
+        places: Sequence[AttentionSite] = model.attention_places
         seen: dict[str, list[Tensor]] = {place.name: [] for place in places}
         for place in places:
             model.attention_cores[place.name].watch = partial(self._see, place, seen[place.name])
@@ -200,7 +200,7 @@ class CalibratedAttention(ReplacedAttention):
                 mean = mean_over_ranks(torch.stack(seen[place.name]).double().mean(0))
                 place.module.calibration += torch.cat((mean.to(place.module.calibration), mean.new_ones(1)))
 
-    def _see(self, place: Place, seen: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None) -> None:
+    def _see(self, place: AttentionSite, seen: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         seen.append(self.measure(place, q, k, mask).flatten())
 
     def found(self, state: TrainState) -> dict[str, Any]:

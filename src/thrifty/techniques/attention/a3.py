@@ -19,11 +19,11 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Share
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, SettingBound
 from thrifty.kernels.attention_filters.a3_filter import a3_keep
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
@@ -49,11 +49,11 @@ def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> T
 
 @dataclass(frozen=True)
 class A3(ReplacedAttention):
-    rounds: Share = 0.5
+    rounds: Fraction = 0.5
     """Rounds of the search, as a share of the keys that a query sees."""
-    percent: Annotated[float, Bound(above=0, most=100)] = 5.0
+    percent: Annotated[float, SettingBound(above=0, most=100)] = 5.0
     """Of the best candidate's weight, below which others are dropped."""
-    from_step: Moment = 0.1
+    from_step: StepOrFraction = 0.1
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         return partial(a3_attention, self.rounds, self.percent, place.causal)

@@ -27,7 +27,7 @@ from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import scattered_grid
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
@@ -43,7 +43,7 @@ def scattered_attention(
 
 
 @dataclass(frozen=True)
-class BlockSparse(ReplacedAttention):
+class BlockSparseAttention(ReplacedAttention):
     block: Positive = 64
     """Tokens of a block's side."""
     near: Natural = 1
@@ -54,6 +54,6 @@ class BlockSparse(ReplacedAttention):
     """Further blocks, drawn at random."""
     seed: int = 0
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{place.name}") % 2**16
         return partial(scattered_attention, self.block, self.near, self.first, self.drawn, place.causal, seed)

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Rate, Share
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Rate, SettingBound
 from thrifty.kernels.attention_filters.dota_filter import (
     balanced_keys,
     detected_scores,
@@ -47,20 +47,20 @@ from thrifty.kernels.attention_filters.dota_filter import (
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, exact_scores, visible_pairs
 from thrifty.kernels.attention_filters.sanger_filter import quantized
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.modeling.module_surgery import wrap_forward
-from thrifty.techniques.attention._auxiliary_losses import WithLeftLosses
+from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 DETECTOR = ("detector_of_queries", "detector_of_keys")
 BESIDE = ("detector_projection", "longest_text")
 
 
-class Detecting:
+class DetectorCore:
     """The core of one attention, which is told the input (b, t, d) of each call. It leaves the detector's loss (b,) for
     whoever collects those."""
 
-    def __init__(self, settings: "Dota", place: Place, is_chosen: bool):
+    def __init__(self, settings: "Dota", place: AttentionSite, is_chosen: bool):
         self.settings, self.place, self.is_chosen = settings, place, is_chosen
         self.given: Tensor | None = None
         self.losses: list[Tensor] | None = None  # while somebody collects them
@@ -130,7 +130,7 @@ def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return (position.cos, position.sin) if hasattr(position, "cos") else None
 
 
-def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: Detecting, **kwargs: Any) -> Any:
+def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: DetectorCore, **kwargs: Any) -> Any:
     core.given = x
     try:
         return inner(x, *args, **kwargs)
@@ -151,17 +151,17 @@ class Dota(ReplacedAttention):
         "compiled blocks": "detectors hand their loss on beside the block's result",
     }
 
-    density: Share = 0.25
+    density: Fraction = 0.25
     """Keys of each query, as a share of all of a text's; in a decoder, of the longest that it learned from."""
-    ratio: Share = 0.25
+    ratio: Fraction = 0.25
     """The detector's width over the model's."""
-    bits: Annotated[int, Bound(least=2, most=16)] = 4
+    bits: Annotated[int, SettingBound(least=2, most=16)] = 4
     """Of the detector's operands."""
     weight: Rate = 0.01
     """λ, of the detectors' loss."""
     products: Literal["dense", "rows"] = "dense"
     """How attention over kept pairs is computed: under a mask, or from those pairs alone."""
-    from_step: Moment = 0.1
+    from_step: StepOrFraction = 0.1
     seed: int = 0
     """Of the projections and the detectors' first values, together with each module's name."""
 
@@ -171,17 +171,17 @@ class Dota(ReplacedAttention):
         chosen = getattr(model, "attention_phase", {"phase": "chosen"})["phase"] == "chosen"
         for place in model.attention_places:
             self.attach(place)
-            detector = Detecting(self, place, chosen)
+            detector = DetectorCore(self, place, chosen)
             model.losing_cores.append(detector)
             place.put(detector)
             wrap_forward(place.module, partial(with_input, core=detector))
         return model
 
-    def attach(self, place: Place) -> None:
+    def attach(self, place: AttentionSite) -> None:
         """Give an attention its projection and its detector."""
         qkv = getattr(place.module, "qkv", None)
         if qkv is None:
-            raise Refused(
+            raise RefusedError(
                 f"{place.name} does not say how many heads it has, or what its input is",
                 fix="use a preset such as gpt, llama, bert or vit",
             )
@@ -200,11 +200,11 @@ class Dota(ReplacedAttention):
             )
             place.module.register_parameter(name, nn.Parameter(weight))
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         return place.plain  # `model` puts a detector in its place
 
     def objective(self, objective: Objective) -> Objective:
-        return WithLeftLosses(objective, self.weight)
+        return AuxiliaryLossObjective(objective, self.weight)
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)

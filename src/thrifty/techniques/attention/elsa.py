@@ -36,7 +36,7 @@ from thrifty.kernels.attention_filters.elsa_filter import (
     threshold_samples,
 )
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 Numbers = tuple[tuple[float, ...], ...]
@@ -70,15 +70,15 @@ class Elsa(CalibratedAttention):
     seed: int = 0
     """Of the projections."""
 
-    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         visible = visible_pairs(q.shape[2], k.shape[2], place.causal, mask, q.device)
         samples = threshold_samples(q, k, self.p, visible)
         return samples[visible.any(-1).expand_as(samples)].mean()  # a padded query sees nothing, and needs nothing
 
-    def settle(self, place: Place, means: Tensor) -> float:
+    def settle(self, place: AttentionSite, means: Tensor) -> float:
         return float(means[0])
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         if self.p == 0:
             return place.plain
         sizes, threshold = factor_sizes(place.head_width), found.get(place.name, UNKNOWN)

@@ -23,10 +23,10 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from thrifty.core.setting_bounds import Bound, Probability
+from thrifty.core.setting_bounds import Probability, SettingBound
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
 from thrifty.kernels.attention_filters.sanger_filter import sanger_keep, unit_rows
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)
@@ -54,15 +54,15 @@ def sanger_attention(
 class Sanger(CalibratedAttention):
     threshold: Probability = 0.02
     """Of the predicted softmax."""
-    bits: Annotated[int, Bound(least=2, most=16)] = 4
+    bits: Annotated[int, SettingBound(least=2, most=16)] = 4
     """Of queries and keys in the prediction, with their sign."""
 
-    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])
 
-    def count(self, model: torch.nn.Module, place: Place) -> int:
+    def count(self, model: torch.nn.Module, place: AttentionSite) -> int:
         return 2
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         largest = tuple(found.get(place.name, UNKNOWN))
         return partial(sanger_attention, self.threshold, self.bits, largest, place.causal)

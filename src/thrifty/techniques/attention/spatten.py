@@ -28,28 +28,28 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Probability, Share
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Probability, SettingBound
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths, visible_pairs
 from thrifty.kernels.attention_filters.spatten_filter import (
     HEADS_SPARED,
     TOKENS_SPARED,
+    CascadeState,
     KeptShares,
-    Standing,
     cascade_attention,
     pruned_share,
 )
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention
 
 
-class Relay:
+class CascadeRelay:
     """What the blocks of one stack hand on in a forward pass."""
 
     def __init__(self) -> None:
-        self.standing: Standing | None = None
+        self.standing: CascadeState | None = None
         self.learns = False
         self.passes = 0
         """With a gradient, since blocks last ran again."""
@@ -61,12 +61,12 @@ class Relay:
             self.passes += self.learns
 
 
-class Pruning:
+class CascadeCore:
     """The core of one attention. It remembers what it was handed, for when its block runs again."""
 
-    def __init__(self, relay: Relay, place: Place, keep: KeptShares, bits: int):
+    def __init__(self, relay: CascadeRelay, place: AttentionSite, keep: KeptShares, bits: int):
         self.relay, self.place, self.keep, self.bits = relay, place, keep, bits
-        self.handed: Standing | None = None
+        self.handed: CascadeState | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
@@ -83,7 +83,7 @@ class Pruning:
     def refuse_several_passes(self) -> None:
         passes, self.relay.passes = self.relay.passes, 0
         if passes > 1:
-            raise Refused(
+            raise RefusedError(
                 f"{Spatten.name}: {self.place.name} is to run again for one of {passes} forward passes, and knows what "
                 "it was handed in the last one alone",
                 fix="train without the technique that recomputes blocks",
@@ -106,21 +106,21 @@ class Spatten(ReplacedAttention):
         "tokens of some blocks": "tokens are compared from block to block, and it leaves some out of a few blocks",
     }
 
-    tokens: Share = 0.7
+    tokens: Fraction = 0.7
     """Tokens that are kept, on average over the blocks that prune; the first one, and 15 % of the blocks, do not."""
-    heads: Share = 0.9
+    heads: Fraction = 0.9
     """Heads that are kept, likewise; the first block, and 30 % of them, keep all."""
-    values: Share = 0.8
+    values: Fraction = 0.8
     """Values that a query takes, of the tokens that are left for it."""
     latest: Probability = 0.5
     """In a decoder, of the tokens that are kept, those that are the latest before a query; 0 for its own alone."""
     spread: Probability = 0.2
     """How much larger the share that goes is in the last block than in the first that prunes."""
-    bits: Annotated[int, Bound(least=0, most=12)] = 0
+    bits: Annotated[int, SettingBound(least=0, most=12)] = 0
     """Of queries and keys with their sign, to begin with; 0 for exact scores."""
-    from_step: Moment = 0.1
+    from_step: StepOrFraction = 0.1
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         return place.plain  # `model` puts one that knows its block there
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -130,7 +130,7 @@ class Spatten(ReplacedAttention):
             placed = [place for name, blocks in find_stacks(model).items() for place in self.relay(model, name, blocks)]
             for place in model.attention_places:
                 if place.name not in placed:
-                    raise Refused(
+                    raise RefusedError(
                         f"{self.name}: {place.name} is in no list of blocks, so that none is known to come before it",
                         fix="keep the repeated blocks of the model in one nn.ModuleList",
                     )
@@ -138,12 +138,12 @@ class Spatten(ReplacedAttention):
 
     def relay(self, model: nn.Module, stack: str, blocks: nn.ModuleList) -> list[str]:
         """Connect the attentions of a stack of blocks; the names of their places."""
-        relay, placed = Relay(), []
+        relay, placed = CascadeRelay(), []
         for number, block in enumerate(blocks):
             for place in model.attention_places:
                 if is_under(place.name, f"{stack}.{number}"):
                     latest = self.latest if place.causal else 0.0
-                    place.put(Pruning(relay, place, self.kept_in(number, len(blocks), latest), self.bits))
+                    place.put(CascadeCore(relay, place, self.kept_in(number, len(blocks), latest), self.bits))
                     placed.append(place.name)
             if number == 0:
                 model.cascades.append(block.register_forward_pre_hook(relay.begin))

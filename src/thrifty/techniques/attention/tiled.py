@@ -20,8 +20,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -38,7 +38,7 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class Tiled(Technique):
+class TiledAttention(Technique):
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
     claims = frozenset({"attention core"})
 
@@ -53,10 +53,10 @@ class Tiled(Technique):
         attentions = [module for module in model.modules() if hasattr(module, "core")]
         causal = [module for module in attentions if module.core is causal_attention_reference]
         if not causal and self.optional:
-            note("nothing: the model has no plain causal attention with a replaceable core")
+            add_note("nothing: the model has no plain causal attention with a replaceable core")
             return model
         if not causal:
-            raise Refused(
+            raise RefusedError(
                 f"no plain causal attention with a replaceable core was found, of {len(attentions)} with a core",
                 fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
                 "thrifty.kernels.tiled_attention in an attribute `core`, such as the gpt and llama presets",
@@ -67,11 +67,13 @@ class Tiled(Technique):
         for module in causal:
             module.core = partial(core, tile=self.tile or None)
         others = len(attentions) - len(causal)
-        note(f"{len(causal)} attention cores" + (f"; {others} stay: not plain and causal" if others else ""))
+        add_note(f"{len(causal)} attention cores" + (f"; {others} stay: not plain and causal" if others else ""))
         return model
 
     def refuse_without_triton(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
         if device.type != "cuda" or not has_triton_package():
             lacking = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
-            raise Refused(f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set {self.name}.kernel=torch")
+            raise RefusedError(
+                f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set {self.name}.kernel=torch"
+            )

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.setting_bounds import Natural, Positive, Rate, Share
+from thrifty.core.setting_bounds import Fraction, Natural, Positive, Rate
 from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters.keep_masks import (
     attend_kept,
@@ -42,19 +42,19 @@ from thrifty.kernels.attention_filters.keep_masks import (
 )
 from thrifty.kernels.attention_filters.vitcod_filter import (
     GLOBAL,
+    autoencode_heads,
+    autoencoder_loss,
     average_map,
-    code_heads,
-    code_loss,
+    encode_heads,
     fixed_masks,
     read_masks,
     split_attention,
     split_blocks,
-    through_code,
     written_masks,
 )
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
-from thrifty.modeling.attention_sites import AttentionCore, Place
-from thrifty.techniques.attention._auxiliary_losses import WithLeftLosses
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import CHOSEN, CalibratedAttention
 
 CODE = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
@@ -63,33 +63,33 @@ POSITIONS = ("position", "position_embeddings", "pos_embed")
 """By what names models of images know their positions, (1, t, d)."""
 
 
-class Coded:
+class AutoencodedCore:
     """A core that is given queries and keys which went through a code. It leaves the code's error (b,)."""
 
-    def __init__(self, place: Place, inner: AttentionCore):
+    def __init__(self, place: AttentionSite, inner: AttentionCore):
         self.place, self.inner = place, inner
         self.losses: list[Tensor] | None = None  # while somebody collects them
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
-        coded = through_codes(self.place, q, k)
+        coded = autoencode_attention(self.place, q, k)
         # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
         if torch.is_grad_enabled():
-            loss = code_loss(q, coded[0]) + code_loss(k, coded[1])
+            loss = autoencoder_loss(q, coded[0]) + autoencoder_loss(k, coded[1])
             if self.losses is not None:
                 self.losses.append(loss)
         return self.inner(*coded, v, *mask)
 
 
-def through_codes(place: Place, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def autoencode_attention(place: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries (b, h, t, k) and keys (b, g, t, k) as they come back from the codes of a place."""
     of_queries, of_keys = (
         [getattr(place.module, name).to(x.dtype) for name in names] for x, names in ((q, CODE[:2]), (k, CODE[2:]))
     )
-    return through_code(q, *of_queries), through_code(k, *of_keys)
+    return autoencode_heads(q, *of_queries), autoencode_heads(k, *of_keys)
 
 
 def fixed_attention(
-    place: Place, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    place: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     """Attention of q (b, h, t, k) over what the masks of a place leave of k and v (b, g, t, k), in `count` blocks of
     each head, or under a mask where that is 0."""
@@ -117,7 +117,7 @@ class Vitcod(CalibratedAttention):
         "resolution": "masks are of places, and it moves them",
     }
 
-    cut: Share = 0.5
+    cut: Fraction = 0.5
     """Of a query's average weights, what the keys that it keeps come to."""
     first: Natural = 1
     """Tokens at the beginning, such as a class token, that see all and that all see."""
@@ -152,31 +152,31 @@ class Vitcod(CalibratedAttention):
                 self.put_code(model, place)
         return model
 
-    def put_code(self, model: nn.Module, place: Place) -> None:
+    def put_code(self, model: nn.Module, place: AttentionSite) -> None:
         """Around the core that is there, whether it is watched or masked."""
         decided = getattr(model, "attention_phase", {"phase": CHOSEN})
         watched = model.attention_cores.get(place.name)
-        coded = Coded(place, place.plain if watched else self.core(place, decided.get("found", {})))
+        coded = AutoencodedCore(place, place.plain if watched else self.core(place, decided.get("found", {})))
         model.losing_cores.append(coded)
         if watched:
             watched.way = coded
         else:
             place.put(coded)
 
-    def attach(self, place: Place) -> None:
+    def attach(self, place: AttentionSite) -> None:
         """Give an attention its codes: projections on a random half of the heads, to begin with."""
         like = next(place.module.parameters())
         for heads, names in ((place.heads, CODE[:2]), (place.key_heads, CODE[2:])):
             draw = keyed_generator(f"{place.name}.{names[0]}", like)
-            drawn = torch.empty(heads, code_heads(heads), device=like.device).normal_(generator=draw)
+            drawn = torch.empty(heads, encode_heads(heads), device=like.device).normal_(generator=draw)
             basis = torch.linalg.qr(drawn)[0]
             for name, weight in zip(names, (basis.mT, basis), strict=True):
                 place.module.register_parameter(name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
 
-    def count(self, model: nn.Module, place: Place) -> int:
+    def count(self, model: nn.Module, place: AttentionSite) -> int:
         return place.heads * (self.tokens or positions_of(model, self.name)) ** 2
 
-    def measure(self, place: Place, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         side, t = side_of(place, len(place.module.calibration) - 1), q.shape[2]
         refuse_other_lengths(t, k.shape[2])
         if t > side:
@@ -184,19 +184,19 @@ class Vitcod(CalibratedAttention):
                 f"{self.name}: {place.name} was given {t} tokens, and tokens is {side}",
                 fix=f"--set {self.name}.tokens={t}",
             )
-        q, k = through_codes(place, q, k) if self.code else (q, k)
+        q, k = autoencode_attention(place, q, k) if self.code else (q, k)
         visible = visible_pairs(t, t, place.causal, mask, q.device)
         average = average_map(seen_softmax(exact_scores(q, k), visible), visible)
         return nn.functional.pad(average, (0, side - t, 0, side - t))
 
-    def settle(self, place: Place, means: Tensor) -> dict[str, Any]:
+    def settle(self, place: AttentionSite, means: Tensor) -> dict[str, Any]:
         side = side_of(place, len(means))
         masks = fixed_masks(means.view(-1, side, side), self.cut, self.first)
         if place.causal:
             masks = masks.tril()
         return {"tokens": side, "masks": written_masks(masks)}
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         masks = masks_of(place, found)
         limit = round(GLOBAL / 197 * masks.shape[-1])
         order, blocks = split_blocks(masks, limit, self.block)
@@ -207,7 +207,7 @@ class Vitcod(CalibratedAttention):
         return partial(fixed_attention, place, self.block, count)
 
     def objective(self, objective: Objective) -> Objective:
-        return WithLeftLosses(objective, self.weight) if self.code else objective
+        return AuxiliaryLossObjective(objective, self.weight) if self.code else objective
 
     def finish(self, model: nn.Module) -> nn.Module:
         if self.code:
@@ -230,14 +230,14 @@ class Vitcod(CalibratedAttention):
                 raise IntegrityError(f"{self.name}: the mask of {place.name} is not the one in the log")
 
 
-def masks_of(place: Place, found: Mapping[str, Any]) -> np.ndarray:
+def masks_of(place: AttentionSite, found: Mapping[str, Any]) -> np.ndarray:
     """The masks (h, t, t) that were found for a place; one pair that stands for all where only work is counted."""
     if place.name not in found:
         return np.ones((1, 1, 1), bool)
     return read_masks(found[place.name]["masks"], place.heads, found[place.name]["tokens"])
 
 
-def side_of(place: Place, count: int) -> int:
+def side_of(place: AttentionSite, count: int) -> int:
     """Tokens of maps of so many numbers."""
     return math.isqrt(count // place.heads)
 
@@ -247,7 +247,7 @@ def positions_of(model: nn.Module, name: str) -> int:
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
             return tensor.shape[1]
-    raise Refused(
+    raise RefusedError(
         f"{name}: {type(model).__name__} does not say how many tokens its inputs have at most",
         fix=f"--set {name}.tokens=NUMBER, for masks of as many",
     )

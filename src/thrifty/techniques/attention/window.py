@@ -23,19 +23,21 @@ from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import window_grid
-from thrifty.kernels.sparse_attention.visibility import Sight
-from thrifty.modeling.attention_sites import AttentionCore, Place
+from thrifty.kernels.sparse_attention.visibility import VisibilityRule
+from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
-def window_attention(sight: Sight, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def window_attention(
+    sight: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Attention of q (b, h, t, k) over those of k and v (b, g, t, k) that a sight, and a boolean mask, show."""
     refuse_other_lengths(q.shape[2], k.shape[2])
     return block_attention(q, k, v, window_grid(q.shape[2], sight, block, q.device), mask)
 
 
 @dataclass(frozen=True)
-class Window(ReplacedAttention):
+class WindowAttention(ReplacedAttention):
     window: Positive = 512
     """Tokens that one sees up to itself; in encoders as many from itself on."""
     first: Natural = 0
@@ -43,5 +45,5 @@ class Window(ReplacedAttention):
     block: Positive = 64
     """Tokens of a block's side."""
 
-    def core(self, place: Place, found: Mapping[str, Any]) -> AttentionCore:
-        return partial(window_attention, Sight(place.causal, self.window, self.first), self.block)
+    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+        return partial(window_attention, VisibilityRule(place.causal, self.window, self.first), self.block)

@@ -18,10 +18,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound
-from thrifty.core.shard_layout import local
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import SettingBound
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -41,11 +41,11 @@ def decay_after(averaged: int, decay: float, beginning: Beginning) -> float:
     return decay * (1 - decay**averaged) / (1 - decay ** (averaged + 1))
 
 
-class KeepAverage(Transform):
+class EmaTransform(GradientTransform):
     """A decaying mean of the parameters; updates pass through as they are."""
 
     name = "exponential_average"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, decay: float, beginning: Beginning = "warmup", start: int = 0, judge: bool = True):
         self.decay, self.beginning, self.start, self.judge = decay, beginning, start, judge
@@ -56,35 +56,35 @@ class KeepAverage(Transform):
         return {"averaged": averaged, "weight": weight}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        return {"mean": [widened(parameter) for parameter in parameters]}
+        return {"mean": [high_precision_copy(parameter) for parameter in parameters]}
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         if numbers["weight"]:
             mean = slots["mean"]
             wide = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
-            torch._foreach_lerp_(local(mean), local(wide), float(numbers["weight"]))
+            torch._foreach_lerp_(local_tensors(mean), local_tensors(wide), float(numbers["weight"]))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         return slots["mean"] if self.judge and numbers["averaged"] else None
 
 
-def widened(parameter: Tensor) -> Tensor:
+def high_precision_copy(parameter: Tensor) -> Tensor:
     """A copy in float32, or in the parameter's own format where that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
 
 @dataclass(frozen=True)
-class ExponentialAverage(Technique):
+class ExponentialMovingAverage(Technique):
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
     claims = frozenset({"averaged weights"})
 
-    decay: Annotated[float, Bound(least=0, most=0.999999)] = 0.999
+    decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
     """How much of the mean each step keeps, in the long run."""
     beginning: Beginning = "warmup"
-    start: Moment = 0
+    start: StepOrFraction = 0
     """The first step whose weights are averaged."""
     judge: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
-    def update(self, transform: Transform) -> Transform:
-        return chain(KeepAverage(self.decay, self.beginning, int(self.start), self.judge), transform)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return chain(EmaTransform(self.decay, self.beginning, int(self.start), self.judge), transform)

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -40,14 +40,14 @@ def moments_passed(updates: int, start: int, every: int) -> int:
     return (updates - start) // every + 1 if updates >= start else 0
 
 
-class KeepLatest(Transform):
+class LatestWeightsTransform(GradientTransform):
     """Copies the parameters into one of `copies` places after the other; updates pass through as they are.
 
     Which places are filled is a function of (step, age) alone: a copy counts when it is younger than the state.
     """
 
     name = "latest_weight_average"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, copies: int, start: int, every: int, judge: bool = True):
         self.copies, self.start, self.every, self.judge = copies, start, every, judge
@@ -59,22 +59,25 @@ class KeepLatest(Transform):
         return {"taken": now - before, "due": then - now}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        return {f"copy_{place}": [widened(parameter) for parameter in parameters] for place in range(self.copies)}
+        return {
+            f"copy_{place}": [high_precision_copy(parameter) for parameter in parameters]
+            for place in range(self.copies)
+        }
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         if numbers["due"]:
             place = slots[f"copy_{int(numbers['taken']) % self.copies}"]
             for copy, parameter in zip(place, parameters, strict=True):
                 copy.copy_(parameter)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         there = min(int(numbers["taken"]), self.copies)
         if not there or not self.judge:
             return None
         return uniform_mean([slots[f"copy_{place}"] for place in range(there)])
 
 
-def widened(parameter: Tensor) -> Tensor:
+def high_precision_copy(parameter: Tensor) -> Tensor:
     """A copy in float32, or in the parameter's own format where that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
@@ -86,12 +89,14 @@ class LatestWeightAverage(Technique):
 
     copies: Positive = 6
     """How many of the latest copies are averaged."""
-    every: Moment = 0.01
+    every: StepOrFraction = 0.01
     """Steps between copies, at least one."""
-    start: Moment = 0.1
+    start: StepOrFraction = 0.1
     """When the first copy is taken."""
     judge: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
-    def update(self, transform: Transform) -> Transform:
-        return chain(KeepLatest(self.copies, int(self.start), max(int(self.every), 1), self.judge), transform)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return chain(
+            LatestWeightsTransform(self.copies, int(self.start), max(int(self.every), 1), self.judge), transform
+        )

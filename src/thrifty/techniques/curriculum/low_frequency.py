@@ -17,8 +17,8 @@ from typing import Annotated
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Positive
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Positive, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import scaled_side
@@ -27,13 +27,13 @@ from thrifty.modeling.image_sizes import resized_images
 
 
 @dataclass(frozen=True)
-class LowFrequency(Technique):
+class LowFrequencyCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({"resolution"})
 
-    shares: Annotated[tuple[float, ...], Bound(above=0, most=1)] = (160 / 224, 192 / 224)
+    shares: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
     """Sides of the images in each phase but the last, as shares of the full side; the last phase has full images."""
-    until: tuple[Moment, ...] = (0.6, 0.8)
+    until: tuple[StepOrFraction, ...] = (0.6, 0.8)
     """When each of these phases ends."""
     multiple: Positive = 8
 

@@ -21,12 +21,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resized_patches, resized_positions
 
@@ -39,7 +39,7 @@ def find_embedding(model: nn.Module) -> tuple[str, Any]:
     to change with it."""
     found = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
     if len(found) != 1 or not isinstance(found[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
-        raise Refused(
+        raise RefusedError(
             f"{type(model).__name__} is no model of ours that reads images in patches at learned positions",
             fix="use it on a Vision Transformer, such as --set model.preset=vit-nano",
         )
@@ -47,10 +47,10 @@ def find_embedding(model: nn.Module) -> tuple[str, Any]:
 
 
 @torch.no_grad()
-def cut_anew(embedding: Any, patch: int) -> None:
+def resize_patches(embedding: Any, patch: int) -> None:
     """Let an embedding cut images into patches of another side, its values resized."""
     if embedding.side % patch:
-        raise Refused(
+        raise RefusedError(
             f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
             fix="give fewer moments in curriculum.patch_size.at, or other sides: --set data.size",
         )
@@ -64,7 +64,7 @@ def cut_anew(embedding: Any, patch: int) -> None:
 
 
 def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
-    """Images of the full size can be cut, or `cut_anew` would have refused; these were made smaller."""
+    """Images of the full size can be cut, or `resize_patches` would have refused; these were made smaller."""
     (height, width), patch = args[0].shape[-2:], embedding.patch_size
     if height % patch or width % patch:
         raise UsageError(
@@ -76,20 +76,20 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class PatchSize(Technique):
+class PatchSizeCurriculum(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({"patch size"})
     clashes: ClassVar[Mapping[str, str]] = {"distribution of blocks": "one stage of a pipeline alone knows of patches"}
 
-    at: tuple[Moment, ...] = (0.5,)
+    at: tuple[StepOrFraction, ...] = (0.5,)
     """When the side of a patch is halved; at first it is so often doubled."""
 
     def objective(self, objective: Objective) -> Objective:
         if objective.learns_from == "text":
-            raise Refused("texts have no patches", fix=f"--without {self.name}, or curriculum.sequence_length")
+            raise RefusedError("texts have no patches", fix=f"--without {self.name}, or curriculum.sequence_length")
         return objective
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.decided(self.name, step)
         if decided is None and step != 0 and step not in self.at:
             return None
@@ -98,7 +98,7 @@ class PatchSize(Technique):
         def restructure(model: nn.Module) -> nn.Module:
             _, embedding = find_embedding(model)
             model.final_patch = embedding.patch_size
-            cut_anew(embedding, embedding.patch_size * factor)
+            resize_patches(embedding, embedding.patch_size * factor)
             if factor > 1:
                 embedding.register_forward_pre_hook(_refuse_uneven_images)
             return model
@@ -111,11 +111,11 @@ class PatchSize(Technique):
             return resized_positions(value, (round((shape[1] - before) ** 0.5),) * 2, before)
 
         why = "large patches first" if step == 0 else "smaller patches"
-        return Change(why, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
+        return StructuralChange(why, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Patches of the final size, as the plain architecture has."""
-        cut_anew(find_embedding(model)[1], model.final_patch)  # type: ignore[arg-type]
+        resize_patches(find_embedding(model)[1], model.final_patch)  # type: ignore[arg-type]
         return model
 
     def holds(self, state: TrainState) -> None:

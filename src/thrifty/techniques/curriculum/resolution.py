@@ -14,8 +14,8 @@ Note      sides are multiples of `multiple`: let it be the side of a patch, or a
 from dataclasses import dataclass
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Positive, Share
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize
@@ -24,13 +24,13 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 @dataclass(frozen=True)
-class Resolution(Technique):
+class ResolutionCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({"resolution"})
 
-    start: Share = 0.5
+    start: Fraction = 0.5
     """Side of the first images, as a share of the full side."""
-    until: Moment = 0.8
+    until: StepOrFraction = 0.8
     """When images are full."""
     phases: Positive = 4
     multiple: Positive = 8

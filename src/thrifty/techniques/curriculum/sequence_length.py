@@ -9,23 +9,23 @@ Note      lengths rise in equal steps and are multiples of `multiple`, so that f
 
 from dataclasses import dataclass
 
-from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import cut_short, refuse_more_than_tokens
+from thrifty.modeling.text_lengths import refuse_more_than_tokens, truncate_texts
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 @dataclass(frozen=True)
-class SequenceLength(Technique):
+class SequenceLengthWarmup(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({"sequence length"})
 
     start: Positive = 64
     """Tokens per example in the first phase."""
-    until: Moment = 0.3
+    until: StepOrFraction = 0.3
     phases: Positive = 4
     multiple: Positive = 8
 
@@ -34,6 +34,6 @@ class SequenceLength(Technique):
             refuse_more_than_tokens(batch, self.name)
             full = batch["tokens"].shape[1] - 1
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
-            return cut_short(batch, length)
+            return truncate_texts(batch, length)
 
-        return Mapped(source, shorten)
+        return MappedSource(source, shorten)

@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.run_notes import note
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.token_gather import taken
+from thrifty.kernels.token_gather import gather_tokens
 
 
-def given_back(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
+def reconstruct_patches(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
     """The pixels (b, m, p · p · c) that a model gives for the `removed` patches (b, m) of images (b, c, h, w), its
     encoder having looked at the `visible` ones (b, n) alone."""
-    return model.head(taken(model(images, visible), removed))
+    return model.head(gather_tokens(model(images, visible), removed))
 
 
-class VisiblePatches(Around):
+class VisiblePatchObjective(WrappedObjective):
     """Another objective of masked patches, whose encoder is shown no blanks."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=given_back(model, batch["inputs"], batch["visible"], batch["removed"]))
+        return Prediction(given=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class DropMaskedPatches(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         if getattr(model, "task", None) != "reconstruct":
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} is no masked autoencoder, whose encoder could go without removed patches",
                 fix="set objective.name = reconstruct, and model.preset = mae-nano",
             )
-        note(f"{len(model.blocks)} blocks go through visible patches, {len(model.decoder.blocks)} through all")
+        add_note(f"{len(model.blocks)} blocks go through visible patches, {len(model.decoder.blocks)} through all")
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return VisiblePatches(objective)
+        return VisiblePatchObjective(objective)

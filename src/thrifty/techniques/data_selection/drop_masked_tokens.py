@@ -29,14 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.token_gather import put_back, taken
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.parameter_kinds import is_matrix
 
@@ -69,7 +69,7 @@ def block_like(block: nn.Module, key: str) -> nn.Module:
     return deepcopy(block, made)  # type: ignore[arg-type]
 
 
-class CrossAttention(nn.Module):
+class DecoderCrossAttention(nn.Module):
     """Attention of tokens over the encoder's states, with the sizes of a block's attention, drawn by `key`."""
 
     def __init__(self, attention: nn.Module, key: str):
@@ -102,17 +102,17 @@ class MaskDecoder(nn.Module):
         if attend == "cross":
             for index, block in enumerate(self.blocks):
                 block.cross_attention_norm = block_like(block.attention_norm, key)
-                block.cross_attention = CrossAttention(block.attention, f"{key}.{index}.cross_attention")
+                block.cross_attention = DecoderCrossAttention(block.attention, f"{key}.{index}.cross_attention")
 
     def forward(self, states: Tensor, absent: Tensor, visible: Tensor, places: Tensor) -> Tensor:
         """States (b, k, d) at the places to predict, from the encoder's (b, n, d) and what a mask is at each place of
         a text (1, t, d)."""
-        x = put_back(states, visible, absent, absent.shape[1])
+        x = scatter_tokens(states, visible, absent, absent.shape[1])
         if self.attend == "self":
             for block in self.blocks:
                 x = block(x)
-            return taken(x, places)
-        x = taken(x, places)
+            return gather_tokens(x, places)
+        x = gather_tokens(x, places)
         for block in self.blocks:
             x = block(x, None, states)
         return x
@@ -138,14 +138,16 @@ def read_around_masks(
     return model.transform(model.mask_decoder(states, absent, visible, places))
 
 
-class AroundMasks(Around):
+class VisibleTokenObjective(WrappedObjective):
     """Another objective of masked tokens, predicted by an encoder that reads what is visible."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" not in batch.fields:
-            raise Refused("these batches do not say which tokens are visible", fix="set objective.name = masked_token")
+            raise RefusedError(
+                "these batches do not say which tokens are visible", fix="set objective.name = masked_token"
+            )
         if not batch["visible"].shape[1]:
-            raise Refused(
+            raise RefusedError(
                 "every token of a text is hidden, and the encoder has none to read", fix="lower objective.rate"
             )
         hidden = model(batch["tokens"], visible=batch["visible"], places=batch["places"])
@@ -173,18 +175,18 @@ class DropMaskedTokens(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         parts = (getattr(model, "embedding", None), "placed"), (model, "blocks"), (model, "transform"), (model, "head")
         if not all(hasattr(owner, part) for owner, part in parts):
-            raise Refused(
+            raise RefusedError(
                 f"{type(model).__name__} is no encoder whose embedding, blocks and head are known here",
                 fix="take a BERT: model.preset = bert-micro, or the folder of a BertForMaskedLM",
             )
         model.mask_decoder = MaskDecoder(model, self.blocks, self.attend, self.seed)
         wrap_forward(model, read_around_masks)
         parameters = sum(parameter.numel() for parameter in model.mask_decoder.parameters())
-        note(f"a decoder of {self.blocks} blocks behind {len(model.blocks)}, {parameters:,} parameters")
+        add_note(f"a decoder of {self.blocks} blocks behind {len(model.blocks)}, {parameters:,} parameters")
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return AroundMasks(objective)
+        return VisibleTokenObjective(objective)
 
     def finish(self, model: nn.Module) -> nn.Module:
         del model.mask_decoder

@@ -24,17 +24,17 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.example_rng_torch import chosen, drawn
-from thrifty.kernels.token_gather import taken
+from thrifty.kernels.example_rng_torch import random_integers_torch, random_subset_torch
+from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 
 FIELD = "patch_key"
@@ -49,12 +49,12 @@ def kept_patches(patches: int, rate: float) -> int:
 def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
     """The numbers of the patches that are seen, int64 (b, kept), in ascending order, drawn by keys int64 (b,): each
     choice of so many is as likely."""
-    return chosen(drawn(keys, patches), kept_patches(patches, rate))
+    return random_subset_torch(random_integers_torch(keys, patches), kept_patches(patches, rate))
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
     """Tokens (b, before + t, d) of which only the first `before` and the `visible` patches (b, n) stay."""
-    return torch.cat((tokens[:, :before], taken(tokens[:, before:], visible)), 1)
+    return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
 
 def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
@@ -68,7 +68,7 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
         if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride
     }
     if not cuts:
-        raise Refused(
+        raise RefusedError(
             f"no convolution that cuts images into patches was found in {type(model).__name__}",
             fix="take a model of images: model.preset = vit-nano, or clip-nano",
         )
@@ -79,7 +79,7 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     embedding = model.get_submodule(owner)
     held = (*embedding.named_parameters(), *embedding.named_buffers())
     if not any("pos" in path for path, _ in held):
-        raise Refused(
+        raise RefusedError(
             f"positions are not added in {owner}, where the patches are cut: those left out would lose theirs",
             fix="take a model whose patch embedding adds positions",
         )
@@ -96,7 +96,7 @@ def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, 
 
 
 @contextmanager
-def dropping(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
+def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
     """Inside, the model sees images through the patches that these keys (b,) leave."""
     places = [module for module in model.modules() if hasattr(module, "seen_by")]
     for module in places:
@@ -108,7 +108,7 @@ def dropping(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
             module.seen_by = None  # type: ignore[assignment]
 
 
-class Dropping(Around):
+class PatchDropObjective(WrappedObjective):
     """Another objective, predicted of what is seen of the images while the batch says that some of it is not."""
 
     def __init__(self, inner: Objective, rate: float):
@@ -117,13 +117,13 @@ class Dropping(Around):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" in batch.fields:
-            raise Refused(
+            raise RefusedError(
                 "data_selection.drop_patches: the examples of this objective say themselves which patches are visible",
                 fix="--with data_selection.drop_masked_patches in its place, or choose classify or contrast",
             )
         if FIELD not in batch.fields:
             return super().predict(model, batch)
-        with dropping(model, batch[FIELD], self.rate):
+        with drop_patches(model, batch[FIELD], self.rate):
             return super().predict(model, batch)
 
 
@@ -132,9 +132,9 @@ class DropPatches(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({"what the encoder reads"})
 
-    rate: Annotated[float, Bound(above=0, below=1)] = 0.5
+    rate: Annotated[float, SettingBound(above=0, below=1)] = 0.5
     """The share of the patches that is left out."""
-    until: Moment = 0.9
+    until: StepOrFraction = 0.9
     """When images are whole."""
     seed: int = 0
     """Of the draws, together with each example's key."""
@@ -143,7 +143,7 @@ class DropPatches(Technique):
         name, embedding, cut = find_embedding(model)
         embedding.seen_by = None  # type: ignore[assignment]
         wrap_forward(embedding, partial(_embedded, cut))
-        note(f"behind {name}, {self.rate:.0%} of the patches are left out before step {self.until}")
+        add_note(f"behind {name}, {self.rate:.0%} of the patches are left out before step {self.until}")
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
@@ -153,13 +153,13 @@ class DropPatches(Technique):
             if step >= self.until:
                 return batch
             if "key" not in batch.fields:
-                raise Refused(
+                raise RefusedError(
                     f"{self.name}: the data gives its examples no keys to draw patches by",
                     fix='add random bits of each example\'s own to its batches, "key" int64 (b,)',
                 )
             return Batch({**batch.fields, FIELD: batch["key"] ^ turned}, batch.weight, batch.last)
 
-        return Mapped(source, change)
+        return MappedSource(source, change)
 
     def objective(self, objective: Objective) -> Objective:
-        return Dropping(objective, self.rate)
+        return PatchDropObjective(objective, self.rate)

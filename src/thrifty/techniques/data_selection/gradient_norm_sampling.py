@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
-from thrifty.core.batches import Batch, BatchSource, Presampled
-from thrifty.core.errors import Refused
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch, BatchSource, OversampledSource
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Natural, Positive, Probability
 from thrifty.core.stages import Stage
@@ -69,7 +69,7 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
     return torch.cat(found)
 
 
-class Scoring(Around):
+class GradientNormObjective(WrappedObjective):
     """Another objective that keeps the weighted scores of what it is asked the losses of."""
 
     def __init__(self, inner: Objective):
@@ -81,7 +81,7 @@ class Scoring(Around):
         return super().losses(prediction, batch)
 
 
-class Sampler:
+class GradientNormBackward:
     """A backward pass over the drawn examples. `state["tau"]` is the running average that opens the gate."""
 
     def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
@@ -90,9 +90,9 @@ class Sampler:
         self.threshold = (times + 3) / 3
         self.state = {"tau": torch.zeros(())}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         if len(batch) % self.times:
-            raise Refused(
+            raise RefusedError(
                 f"{len(batch)} examples on this rank are not {self.times} times a whole number",
                 fix="choose data.batch as a multiple of the number of ranks",
             )
@@ -105,13 +105,13 @@ class Sampler:
         if drawn is not None:
             outcome = self.inner(model, objective, drawn)
         else:
-            scoring, plain = Scoring(objective), batch.rows(0, count)
+            scoring, plain = GradientNormObjective(objective), batch.rows(0, count)
             outcome = self.inner(model, scoring, plain.weighted(plain.weight * self.times))
             tau = variance_reduction(torch.cat(scoring.seen))
         if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
         notes = {"tau": float(self.state["tau"]), "sampled": float(drawn is not None)}
-        return Outcome(outcome.loss, outcome.notes | notes, outcome.answered)
+        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
 
 
 @dataclass(frozen=True)
@@ -128,23 +128,23 @@ class GradientNormSampling(Technique):
     of one, or scoring holds more than training does."""
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return Presampled(source, self.times)
+        return OversampledSource(source, self.times)
 
     def objective(self, objective: Objective) -> Objective:
         learned = objective.plain
         kind = type(learned).__name__
         if objective.joint:
-            raise Refused(
+            raise RefusedError(
                 f"a loss of {kind} is one of several examples together, and has no share of an example by "
                 "itself to be drawn in proportion to",
                 fix=f"--without {self.name}",
             )
         if type(learned).scores is Objective.scores:
-            raise Refused(f"{kind} has no gradient-norm scores", fix=f"--without {self.name}")
+            raise RefusedError(f"{kind} has no gradient-norm scores", fix=f"--without {self.name}")
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return Sampler(backward, self.times, self.momentum, self.at_once)
+        return GradientNormBackward(backward, self.times, self.momentum, self.at_once)
 
     def footprint(self, footprint: Footprint) -> Footprint:
         # which way the gate stands depends on values; this is the step with the gate open

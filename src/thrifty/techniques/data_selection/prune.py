@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thrifty.core.batches import BatchSource, Choice
-from thrifty.core.errors import IntegrityError, Refused, ThriftyError, UsageError
+from thrifty.core.batches import BatchSource, ExampleSubset
+from thrifty.core.errors import IntegrityError, RefusedError, ThriftyError, UsageError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
-from thrifty.core.score_file import Scores, file_hash, read_scores
-from thrifty.core.setting_bounds import Bound, Positive, Probability, Share
+from thrifty.core.run_notes import add_note
+from thrifty.core.score_file import ExampleScores, file_hash, read_scores
+from thrifty.core.setting_bounds import Fraction, Positive, Probability, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.tensor_tracing import unseen
+from thrifty.core.tensor_tracing import untraced
 
 Order = Literal["hard", "easy", "auto", "random"]
 NAMED = 10
@@ -61,7 +61,7 @@ def kept_examples(
     count, left_out = max(round(keep * len(scores)), 1), round(offset * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[left_out:]
     if keep + offset > 1 + 1e-9 or not len(chosen):
-        raise Refused(
+        raise RefusedError(
             f"keep {keep:g} and offset {offset:g} together are more than all examples", fix="lower one of them"
         )
     count = min(count, len(chosen))  # both may have been rounded up
@@ -92,7 +92,7 @@ def order_by_abundance(count: int, labels: Tensor | None, abundant: int) -> Lite
 
 
 @lru_cache(maxsize=4)
-def _read(file: str, sha256: str) -> Scores:
+def _read(file: str, sha256: str) -> ExampleScores:
     path = Path(file).expanduser()
     found = file_hash(path)
     if not sha256:
@@ -106,18 +106,18 @@ def _read(file: str, sha256: str) -> Scores:
 
 
 @dataclass(frozen=True)
-class Prune(Technique):
+class PrunedExamples(Technique):
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
     scores: str = ""
     """The file that `thrifty data score` wrote."""
     sha256: str = ""
     """Of the file's bytes, in hexadecimal: a file that has changed is refused."""
-    keep: Share = 0.5
+    keep: Fraction = 0.5
     """Share of the training examples that is kept."""
     order: Order = "hard"
     """Which are kept: "hard", "easy", "auto" by abundance, or "random" ones."""
-    offset: Annotated[float, Bound(least=0, below=1)] = 0.0
+    offset: Annotated[float, SettingBound(least=0, below=1)] = 0.0
     """Share of all examples, the very hardest, that is left out first: what is mislabelled or broken is there."""
     floor: Probability = 0.5
     """Of each class at least this share of an equal part of what is kept stays; 0 for no balance."""
@@ -128,7 +128,7 @@ class Prune(Technique):
 
     def kept(self, scores: Tensor, labels: Tensor | None) -> Tensor:
         """The numbers of the examples that are trained on (k,), of all with these scores and labels (n,)."""
-        with unseen(), unset_fake_temporarily():  # real where all else is counted on fake tensors
+        with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors
             order = self.chosen_order(len(scores), labels)
             return kept_examples(scores, labels, self.keep, order, self.offset, self.floor, self.seed)
 
@@ -137,7 +137,7 @@ class Prune(Technique):
             return self.order
         return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant)
 
-    def read(self) -> Scores | None:
+    def read(self) -> ExampleScores | None:
         """The scores, or None where none are needed. Raises UsageError and IntegrityError as reading them does."""
         if self.scores:
             return _read(self.scores, self.sha256)
@@ -155,39 +155,41 @@ class Prune(Technique):
         try:
             there = source.inventory()
             if found is None:
-                return source.only(Choice(self.kept(torch.zeros(there.count), there.labels)))
+                return source.only(ExampleSubset(self.kept(torch.zeros(there.count), there.labels)))
             if there.fingerprint != found.facts.fingerprint:
-                raise Refused(
+                raise RefusedError(
                     f"{self.scores} holds the scores of {len(found):,} other examples than the {there.count:,} of this "
                     f"data: their hash is {found.facts.fingerprint[:12]}…, not {there.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
-            return source.only(Choice(self.kept(found.scores, found.labels), found.scores))
-        except Refused as refused:
-            raise Refused(f"{self.name}: {refused.what}", fix=refused.fix) from None
+            return source.only(ExampleSubset(self.kept(found.scores, found.labels), found.scores))
+        except RefusedError as refused:
+            raise RefusedError(f"{self.name}: {refused.what}", fix=refused.fix) from None
 
     def model(self, model: nn.Module) -> nn.Module:
         try:
             found = self.read()
         except ThriftyError as error:  # a trained model needs no scores; a run that trains is refused by its batches
-            note(f"what is kept is not known: {error.what}")
+            add_note(f"what is kept is not known: {error.what}")
             return model
         if found is None:
-            note(f"keeps {self.keep:.3g} of the examples at random")
+            add_note(f"keeps {self.keep:.3g} of the examples at random")
             return model
         kept, facts = self.kept(found.scores, found.labels), found.facts
         order = self.chosen_order(len(found), found.labels)
-        note(f"keeps {len(kept):,} of {len(found):,} examples, order {order} by {facts.method}")
+        add_note(f"keeps {len(kept):,} of {len(found):,} examples, order {order} by {facts.method}")
         if found.labels is not None:
-            note("kept of each class: " + _by_class(found, kept.tolist()))
+            add_note("kept of each class: " + _by_class(found, kept.tolist()))
         runs = len(found.runs)
-        note(f"scoring cost {facts.flops:.3g} FLOP and {facts.seconds:.3g} s in {runs} run{'s' if runs > 1 else ''}")
+        add_note(
+            f"scoring cost {facts.flops:.3g} FLOP and {facts.seconds:.3g} s in {runs} run{'s' if runs > 1 else ''}"
+        )
         return model
 
 
-def _by_class(found: Scores, kept: Sequence[int]) -> str:
+def _by_class(found: ExampleScores, kept: Sequence[int]) -> str:
     assert found.labels is not None
-    with unseen(), unset_fake_temporarily():
+    with untraced(), unset_fake_temporarily():
         whole = found.labels.bincount().tolist()
         rest = found.labels[kept].bincount(minlength=len(whole)).tolist()
     rows = [(rest[label], f"{found.label(label)} {rest[label]:,}/{whole[label]:,}") for label in range(len(whole))]

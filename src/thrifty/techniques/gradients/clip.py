@@ -8,19 +8,19 @@ Cost      one pass over the gradients.
 from dataclasses import dataclass
 from typing import Annotated
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ClipByGlobalNorm
 
 
 @dataclass(frozen=True)
-class Clip(Technique):
+class GradientClipping(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
-    largest: Annotated[float, Bound(above=0)] = 1.0
+    largest: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest 2-norm of all gradients taken as one vector."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(ClipByGlobalNorm(self.largest), transform)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
@@ -58,7 +58,7 @@ def _gated(attribute: str, block: nn.Module, inner: Any, x: Tensor, *args: Any, 
         return x.view_as(x)  # a tensor of its own: some autograd hooks stand on what a block gives
     output = inner(x, *args, **kwargs)
     if not isinstance(output, Tensor):
-        raise Refused(
+        raise RefusedError(
             f"{type(block).__name__} gives a {type(output).__name__}, not hidden states: it cannot be left out",
             fix="take a model whose blocks map hidden states to hidden states",
         )

@@ -19,7 +19,7 @@ def stacked_origin(block: int, old_depth: int, order: Order = "ABCABC") -> int:
     return block % old_depth if order == "ABCABC" else min(block // 2, old_depth - 1)
 
 
-def is_copy(block: int, old_depth: int, order: Order = "ABCABC") -> bool:
+def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool:
     """Whether a block of the taller model is one more copy: not the first that starts from its origin."""
     if order == "ABCABC":
         return block >= old_depth
@@ -33,7 +33,7 @@ def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class BlockParameter:
     """Where a parameter is that belongs to a block."""
 
     stack: str
@@ -44,7 +44,7 @@ class Place:
     """How many blocks that stack has before it grows."""
 
 
-class Taller:
+class DepthMapping:
     """For names of a taller model's parameters, what they are in the model that a state has now."""
 
     def __init__(self, state: TrainState, order: Order = "ABCABC"):
@@ -58,12 +58,12 @@ class Taller:
 
     def adds(self, parameter: str) -> bool:
         place = self.place(parameter)
-        return place is not None and is_copy(place.block, place.old_depth, self.order)
+        return place is not None and is_copied_block(place.block, place.old_depth, self.order)
 
-    def place(self, parameter: str) -> Place | None:
+    def place(self, parameter: str) -> BlockParameter | None:
         for stack, depth in self._depths.items():
             if found := re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.*)", parameter):
-                return Place(stack, int(found[1]), found[2], depth)
+                return BlockParameter(stack, int(found[1]), found[2], depth)
         return None
 
     @cached_property

@@ -10,29 +10,29 @@ from typing import Any
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.text_lengths import refuse_more_than_tokens
 
 
-def pooled(x: Tensor, group: int) -> Tensor:
+def pool_tokens(x: Tensor, group: int) -> Tensor:
     """x (b, t, d) to the means of groups of neighbours (b, t // group, d); what is left at the end is cut off."""
     whole = x.shape[1] // group * group
     return x[:, :whole].unflatten(1, (-1, group)).mean(2)
 
 
-def thinned(tokens: Tensor, group: int) -> Tensor:
+def pool_targets(tokens: Tensor, group: int) -> Tensor:
     """tokens (b, t + 1) to those of which all but the first stand behind a group: (b, t // group + 1)."""
     return tokens[:, ::group]
 
 
-def pool(model: nn.Module, group: int) -> None:
+def add_pooling(model: nn.Module, group: int) -> None:
     """Let a model in training pool what its first block is given. `pooled_in` of the model says how many tokens make
     one. Raises Refused for a model with several stacks."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
-        raise Refused(f"{' and '.join(stacks)} would both have to be pooled", fix='set shorten="truncate"')
+        raise RefusedError(f"{' and '.join(stacks)} would both have to be pooled", fix='set shorten="truncate"')
     model.pooled_in = group
     wrap_forward(next(iter(stacks.values()))[0], partial(_pooling, group))
 
@@ -41,14 +41,14 @@ def _pooling(group: int, block: nn.Module, inner: Any, x: Tensor, *args: Any, **
     if not block.training:
         return inner(x, *args, **kwargs)
     if any(isinstance(each, Tensor | tuple) for each in (*args, *kwargs.values())):
-        raise Refused(
+        raise RefusedError(
             f"{type(block).__name__} is given a mask or positions beside its tokens, which would have to be pooled too",
             fix='set shorten="truncate"',
         )
-    return inner(pooled(x, group), *args, **kwargs)
+    return inner(pool_tokens(x, group), *args, **kwargs)
 
 
-class Pooled(Around):
+class PooledObjective(WrappedObjective):
     """An objective whose targets are those of a model that pools, where it does."""
 
     def __init__(self, inner: Objective):
@@ -72,4 +72,4 @@ class Pooled(Around):
         if self.group == 1:
             return batch
         refuse_more_than_tokens(batch, "pooling", "leave the length alone: length=1")
-        return Batch({**batch.fields, "tokens": thinned(batch["tokens"], self.group)}, batch.weight, batch.last)
+        return Batch({**batch.fields, "tokens": pool_targets(batch["tokens"], self.group)}, batch.weight, batch.last)

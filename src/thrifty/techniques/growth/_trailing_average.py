@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform
-from thrifty.core.shard_layout import local
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope
+from thrifty.core.shard_layout import local_tensors
 
 
-class Trailing(Transform):
+class TrailingAverage(GradientTransform):
     """The mean behind the weights; updates pass through as they are. Each step keeps min(momentum, (1 + t) / (10 + t))
     of it, t counting the weights that are in it; the first are copied."""
 
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, momentum: float, name: str):
         self.momentum, self.name = momentum, name
@@ -27,7 +27,7 @@ class Trailing(Transform):
         wide = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
         return {"mean": [p.detach().to(dtype, copy=True) for p, dtype in zip(parameters, wide, strict=True)]}
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         mean = slots["mean"]
         now = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
-        torch._foreach_lerp_(local(mean), local(now), float(numbers["fresh"]))
+        torch._foreach_lerp_(local_tensors(mean), local_tensors(now), float(numbers["fresh"]))

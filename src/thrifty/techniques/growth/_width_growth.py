@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
-from thrifty.modeling.residual_branches import Branch, find_branches, in_width, is_transposed, out_width
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_transposed, out_width
 
 
 def copied_units(old: int, new: int) -> Tensor:
@@ -21,7 +21,7 @@ def copied_units(old: int, new: int) -> Tensor:
     return torch.arange(new) % old
 
 
-def duplicated(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor:
+def duplicate_units(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor:
     """A tensor with its units along `dim` duplicated, so that there are `new`; `parts` layers one after the other (gate
     and value) have a unit each."""
     old = value.shape[dim] // parts
@@ -29,7 +29,7 @@ def duplicated(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor:
     return value.index_select(dim, torch.cat([part * old + units for part in range(parts)]).to(value.device))
 
 
-def divided(value: Tensor, dim: int, old: int, spread: float, key: str) -> Tensor:
+def divide_outputs(value: Tensor, dim: int, old: int, spread: float, key: str) -> Tensor:
     """What duplicated units write, divided among the copies of each of `old` units along `dim`: each has an equal share
     of the origin's, plus noise of `spread` times the deviation of all, whose sum over the copies of a unit is zero.
 
@@ -46,7 +46,7 @@ def divided(value: Tensor, dim: int, old: int, spread: float, key: str) -> Tenso
 
 
 @dataclass(frozen=True)
-class Inner:
+class InnerUnits:
     """How the units of a feed-forward network lie in one of its parameters."""
 
     units: int
@@ -57,7 +57,7 @@ class Inner:
     dim: int
 
 
-def inner_parameters(model: nn.Module) -> dict[str, Inner]:
+def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
     """Every parameter with a dim of inner units, by its name inside a block. Raises Refused for a network that cannot
     be taken apart."""
     return {
@@ -69,18 +69,22 @@ def inner_parameters(model: nn.Module) -> dict[str, Inner]:
     }
 
 
-def _inner(branch: Branch) -> Iterator[tuple[str, nn.Module, Inner]]:
+def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]]:
     units = in_width(branch.last)
     for name, layer in branch.inner.items():
         parts, rest = divmod(out_width(layer), units)
         if rest or not parts:
-            raise Refused(f"{name} does not give the {units} units that {branch.name} takes", fix="set width=1")
+            raise RefusedError(f"{name} does not give the {units} units that {branch.name} takes", fix="set width=1")
         for own, parameter in layer.named_parameters(recurse=False):
-            yield f"{name}.{own}", layer, Inner(units, parts, False, parameter.ndim - 1 if is_transposed(layer) else 0)
-    yield f"{branch.name}.weight", branch.last, Inner(units, 1, True, 0 if is_transposed(branch.last) else 1)
+            yield (
+                f"{name}.{own}",
+                layer,
+                InnerUnits(units, parts, False, parameter.ndim - 1 if is_transposed(layer) else 0),
+            )
+    yield f"{branch.name}.weight", branch.last, InnerUnits(units, 1, True, 0 if is_transposed(branch.last) else 1)
 
 
-def narrow(model: nn.Module, divisor: int) -> None:
+def narrow_networks(model: nn.Module, divisor: int) -> None:
     """Leave the first of the inner units of every feed-forward network, their number divided by `divisor`."""
     if divisor == 1:
         return
@@ -88,12 +92,12 @@ def narrow(model: nn.Module, divisor: int) -> None:
         for branch in (branch for block in blocks for branch in block if branch.kind == "mlp"):
             found = [*_inner(branch)]
             if not found[:-1]:
-                raise Refused(f"{branch.name} has no layer in front of it to be narrowed", fix="set width=1")
+                raise RefusedError(f"{branch.name} has no layer in front of it to be narrowed", fix="set width=1")
             for name, layer, inner in found:
                 _keep_first(layer, name.rpartition(".")[2], inner, max(inner.units // divisor, 1))
 
 
-def _keep_first(layer: nn.Module, name: str, inner: Inner, units: int) -> None:
+def _keep_first(layer: nn.Module, name: str, inner: InnerUnits, units: int) -> None:
     old = getattr(layer, name)
     places = torch.cat([part * inner.units + torch.arange(units) for part in range(inner.parts)])
     kept = old.detach().index_select(inner.dim, places.to(old.device))

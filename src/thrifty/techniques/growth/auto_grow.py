@@ -25,46 +25,48 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Positive, Probability, Rate, Share
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Positive, Probability, Rate, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change, Moments
+from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize, scaled_side
-from thrifty.modeling.image_sizes import images_of, with_images
+from thrifty.modeling.image_sizes import images_of, replace_images
 from thrifty.modeling.module_surgery import find_stacks
-from thrifty.modeling.text_lengths import cut_short, is_text_alone
+from thrifty.modeling.text_lengths import has_only_text, truncate_texts
 from thrifty.techniques.growth._block_gates import add_gates, gates
-from thrifty.techniques.growth._depth_growth import Taller, cut_stacks
+from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
 from thrifty.techniques.growth._flops_by_size import positions_of, step_flops
 from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
-from thrifty.techniques.growth._trailing_average import Trailing
+from thrifty.techniques.growth._trailing_average import TrailingAverage
 
 AVERAGE = "weights_behind"
 Size = tuple[float, float]
 """Depth and length as shares of the full ones."""
 
 
-def shortened(batch: Batch, share: float, multiple: int) -> Batch:
+def shorten_examples(batch: Batch, share: float, multiple: int) -> Batch:
     """A share of each text, from its beginning, or images of so much smaller sides; other examples, and images whose
     patches are numbered, as they are."""
     images = images_of(batch)
     if images is not None and "visible" not in batch.fields:  # numbers of patches belong to one size
-        return with_images(batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:])))
-    if not is_text_alone(batch):
+        return replace_images(
+            batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:]))
+        )
+    if not has_only_text(batch):
         return batch
-    return cut_short(batch, scaled_side(batch["tokens"].shape[1] - 1, share, multiple))
+    return truncate_texts(batch, scaled_side(batch["tokens"].shape[1] - 1, share, multiple))
 
 
 @dataclass(frozen=True)
-class Structure:
+class GrownStructure:
     """What a model carries along of the last decision."""
 
     since: int
@@ -83,7 +85,7 @@ def blocks_at(share: float, full: int) -> int:
     return max(round(share * full), 1)
 
 
-class Searching:
+class GrowthSearchBackward:
     """A backward pass of the size that is the step's turn. `state` counts steps, and for each size of the last search
     how often it was tried, the sum of its losses and, where they are measured, of its seconds."""
 
@@ -96,10 +98,10 @@ class Searching:
         self.kept = ("count", "loss", *(["seconds"] if settings.times == "measured" else []))
         self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.kept}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step = int(self.state["steps"])
         self.state["steps"].add_(1)
-        structure: Structure | None = getattr(model, "auto_grow", None)
+        structure: GrownStructure | None = getattr(model, "auto_grow", None)
         if structure is None:
             return self.inner(model, objective, batch)
         index, (depth, length) = structure.size_at(step)
@@ -115,7 +117,7 @@ class Searching:
             return full is None or block < blocks_at(depth, full)
 
         with gates(model, self.settings.name, is_open):
-            outcome = self.inner(model, objective, shortened(batch, length, self.settings.multiple))
+            outcome = self.inner(model, objective, shorten_examples(batch, length, self.settings.multiple))
         if searching and 0 < (loss := float(outcome.loss)) < math.inf:
             values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}
             for name in self.kept:
@@ -134,12 +136,12 @@ class AutoGrow(Technique):
         "distribution of blocks": "no stage of a pipeline has all blocks that a size is counted of",
     }
 
-    stages: Annotated[int, Bound(least=2)] = 4
-    until: Moment = 1.0
+    stages: Annotated[int, SettingBound(least=2)] = 4
+    until: StepOrFraction = 1.0
     """The end of the last stage."""
-    search: Moment = 0.02
+    search: StepOrFraction = 0.02
     """Steps of each search; with 0 the model takes the largest size at once."""
-    start: Share = 0.5
+    start: Fraction = 0.5
     """Depth and length of the first stage, as shares of the full ones."""
     depths: Positive = 3
     """How many depths a search tries, and how many lengths at each of them."""
@@ -168,20 +170,20 @@ class AutoGrow(Technique):
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        return Searching(backward, self)
+        return GrowthSearchBackward(backward, self)
 
-    def update(self, transform: Transform) -> Transform:
-        return chain(Trailing(self.momentum, AVERAGE), transform)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return chain(TrailingAverage(self.momentum, AVERAGE), transform)
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.decided(self.name, step) or self._decide(step, state)
         if decided is None:
             return None
-        taller, sizes = Taller(state), tuple((depth, length) for depth, length in decided["sizes"])
-        return Change(
+        taller, sizes = DepthMapping(state), tuple((depth, length) for depth, length in decided["sizes"])
+        return StructuralChange(
             str(decided["why"]),
             decided,
-            restructure=lambda model: _cut(model, Structure(step, sizes, _depths(model))),
+            restructure=lambda model: _cut(model, GrownStructure(step, sizes, _depths(model))),
             origin=taller.origin,
             added=taller.adds,
             average=f"{AVERAGE}.mean",
@@ -243,7 +245,7 @@ def _depths(model: nn.Module) -> dict[str, int]:
     return {stack: len(blocks) for stack, blocks in find_stacks(model).items()}
 
 
-def _cut(model: nn.Module, structure: Structure) -> nn.Module:
+def _cut(model: nn.Module, structure: GrownStructure) -> nn.Module:
     cut_stacks(model, lambda blocks: blocks_at(max(depth for depth, _ in structure.sizes), blocks))
     model.auto_grow = structure
     return model

@@ -22,19 +22,25 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.batches import Batch, BatchSource, Mapped
-from thrifty.core.errors import IntegrityError, Refused
+from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change, Moments
+from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import cut_short, refuse_more_than_tokens
-from thrifty.techniques.growth._depth_growth import Taller, cut_stacks
-from thrifty.techniques.growth._token_pooling import Pooled, pool
-from thrifty.techniques.growth._width_growth import Inner, divided, duplicated, inner_parameters, narrow
+from thrifty.modeling.text_lengths import refuse_more_than_tokens, truncate_texts
+from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
+from thrifty.techniques.growth._token_pooling import PooledObjective, add_pooling
+from thrifty.techniques.growth._width_growth import (
+    InnerUnits,
+    divide_outputs,
+    duplicate_units,
+    inner_parameters,
+    narrow_networks,
+)
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
@@ -44,7 +50,7 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Compound(Technique):
+class CompoundGrowth(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({"depth", "width", "sequence length"})
     clashes: ClassVar[Mapping[str, str]] = {
@@ -53,7 +59,7 @@ class Compound(Technique):
         "parameters of several blocks": "what blocks share is not made of one block's units",
     }
 
-    at: tuple[Moment, ...] = (0.125, 0.3)
+    at: tuple[StepOrFraction, ...] = (0.125, 0.3)
     """When the model grows."""
     depth: Positive = 4
     """By what depth is divided at first, at most 2 for each growth; halved at each growth once that suffices to end at
@@ -79,22 +85,22 @@ class Compound(Technique):
             if divisor == 1:
                 return batch
             refuse_more_than_tokens(batch, self.name, "leave the length alone: length=1")
-            return cut_short(batch, max((batch["tokens"].shape[1] - 1) // divisor, 1))
+            return truncate_texts(batch, max((batch["tokens"].shape[1] - 1) // divisor, 1))
 
-        return Mapped(source, shorten)
+        return MappedSource(source, shorten)
 
     def objective(self, objective: Objective) -> Objective:
-        return Pooled(objective) if self.shorten == "pool" and self.length > 1 else objective
+        return PooledObjective(objective) if self.shorten == "pool" and self.length > 1 else objective
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided: Mapping[str, Any] | None = state.decided(self.name, step)
         if decided is None:
             if step != 0 and step not in self.at:
                 return None
             firsts = {"depth": self.depth, "width": self.width, "length": self.length}
             decided = {f"{size}_divisor": divisor_at(step, first, self.at) for size, first in firsts.items()}
-        taller, wider = Taller(state), _Wider(self, state)
-        return Change(
+        taller, wider = DepthMapping(state), _WiderValues(self, state)
+        return StructuralChange(
             "start small" if step == 0 else "grow in depth, width and length",
             decided,
             restructure=lambda model: self.small(model, decided),
@@ -106,9 +112,9 @@ class Compound(Technique):
 
     def small(self, model: nn.Module, decided: Mapping[str, int]) -> nn.Module:
         cut_stacks(model, lambda blocks: blocks // decided["depth_divisor"])
-        narrow(model, decided["width_divisor"])
+        narrow_networks(model, decided["width_divisor"])
         if self.shorten == "pool" and decided["length_divisor"] > 1:
-            pool(model, decided["length_divisor"])
+            add_pooling(model, decided["length_divisor"])
         return model
 
     def holds(self, state: TrainState) -> None:
@@ -116,11 +122,11 @@ class Compound(Technique):
             raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
 
 
-class _Wider:
+class _WiderValues:
     """Values of a wider model from those of the model that a state has now."""
 
-    def __init__(self, settings: Compound, state: TrainState):
-        self.settings, self.taller = settings, Taller(state)
+    def __init__(self, settings: CompoundGrowth, state: TrainState):
+        self.settings, self.taller = settings, DepthMapping(state)
 
     def resize(self, parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
         """Whatever belongs to a layer with inner units and shows them along one dim."""
@@ -129,19 +135,19 @@ class _Wider:
         grown = [dim for dim, pair in enumerate(zip(value.shape, shape, strict=False)) if pair[0] != pair[1]]
         is_plain = inner is not None and len(grown) == 1 and value.ndim == len(shape)
         if not is_plain or value.shape[grown[0]] != inner.units * inner.parts:
-            raise Refused(
+            raise RefusedError(
                 f"what is kept for {parameter} is of shape {tuple(value.shape)}, which does not show "
                 f"{inner.units if inner else 'any'} inner units, so it cannot be copied to {tuple(shape)}",
                 fix=f'--set techniques.{self.settings.name}.moments="reset", or width=1',
             )
-        return duplicated(value, grown[0], shape[grown[0]], inner.parts)
+        return duplicate_units(value, grown[0], shape[grown[0]], inner.parts)
 
     def value(self, parameter: str, value: Tensor) -> Tensor:
         place = self.taller.place(parameter)
         inner = self._parameters.get(place.path) if place else None
         if inner is None or not inner.writes or value.shape[inner.dim] == inner.units:
             return value
-        return divided(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
+        return divide_outputs(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
 
     def _is_of(self, layer: str, name: str) -> bool:
         """Whether a layer of the model, by name, is the one that has a parameter of this name inside its block."""
@@ -149,6 +155,6 @@ class _Wider:
         return place is not None and place.path == f"{name.rpartition('.')[0]}."
 
     @cached_property
-    def _parameters(self) -> dict[str, Inner]:
+    def _parameters(self) -> dict[str, InnerUnits]:
         assert self.taller.state.model is not None
         return inner_parameters(self.taller.state.model)

@@ -25,13 +25,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Share
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.residual_branches import find_branches
@@ -53,7 +53,7 @@ def is_kept(seed: int, step: int, stack: str, block: int, probability: float) ->
     return seed_of(f"{seed}/{step}/{stack}.{block}") < probability * 2**56
 
 
-class Dropping:
+class LayerDropBackward:
     """A backward pass in which some blocks are left out; `state` counts the steps."""
 
     def __init__(self, inner: Backward, settings: "LayerDrop"):
@@ -61,7 +61,7 @@ class Dropping:
         # values that can be read even where only shapes are traced, unlike those of torch.zeros
         self.state = {"steps": torch.tensor(0)}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step, own = int(self.state["steps"]), self.settings
         self.state["steps"].add_(1)
         theta = theta_at(step, own.theta, int(own.settle))
@@ -81,7 +81,7 @@ class Dropping:
         finally:
             for block, *_ in blocks:
                 _multiply(block, None)
-        return Outcome(outcome.loss, outcome.notes | {"kept_blocks": float(sum(kept))}, outcome.answered)
+        return BackwardResult(outcome.loss, outcome.notes | {"kept_blocks": float(sum(kept))}, outcome.answered)
 
 
 def _multiply(block: nn.Module, factor: float | None) -> None:
@@ -117,9 +117,9 @@ class LayerDrop(Technique):
         "one plan for all ranks": "what a block does is planned once, and a dropped block does nothing",
     }
 
-    theta: Share = 0.5
+    theta: Fraction = 0.5
     """What theta falls to: the share of steps in which the last block is kept."""
-    settle: Moment = 0.01
+    settle: StepOrFraction = 0.01
     """In how many steps theta comes nearer to that by a factor of e; the paper's gamma is one over it."""
     spare_first: bool = False
     """Count blocks from 0, so that the first is never dropped."""
@@ -131,8 +131,8 @@ class LayerDrop(Technique):
         for blocks in find_branches(model).values():
             for branch in (branch for block in blocks for branch in block):
                 add_factor(branch.writer, next(branch.writer.parameters()))
-        note(f"{len(add_gates(model, self.name))} blocks can be dropped")
+        add_note(f"{len(add_gates(model, self.name))} blocks can be dropped")
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        return Dropping(backward, self)
+        return LayerDropBackward(backward, self)

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change, Moments, same_value
+from thrifty.core.structural_change import Moments, StructuralChange, same_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.residual_checks import refuse_normed_sums
-from thrifty.techniques.growth._depth_growth import Order, Taller, cut_stacks
+from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_stacks
 
 
 def written_by(model: nn.Module) -> set[str]:
@@ -44,12 +44,12 @@ def written_by(model: nn.Module) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Stacking(Technique):
+class ProgressiveStacking(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({"depth"})
     clashes: ClassVar[Mapping[str, str]] = {}
 
-    at: tuple[Moment, ...] = (0.125, 0.3)
+    at: tuple[StepOrFraction, ...] = (0.125, 0.3)
     """When the depth doubles, of each stack where a model has several."""
     order: Order = "ABCABC"
     start: Literal["copy", "zeroed"] = "copy"
@@ -67,20 +67,20 @@ class Stacking(Technique):
             }
             object.__setattr__(self, "clashes", refused)
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.decided(self.name, step)
         if decided is None and step != 0 and step not in self.at:
             return None
         divisor = decided["depth_divisor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
         reason = "start shallow" if step == 0 else "copy the blocks on top of themselves"
-        taller = Taller(state, self.order)
-        return Change(
+        taller = DepthMapping(state, self.order)
+        return StructuralChange(
             reason,
             {"depth_divisor": divisor},
             restructure=lambda model: self.cut(model, divisor),
             origin=taller.origin,
             added=taller.adds,
-            value=_Zeroing(taller) if self.start == "zeroed" else same_value,
+            value=_ZeroedBlocks(taller) if self.start == "zeroed" else same_value,
             moments=self.moments,
         )
 
@@ -96,10 +96,10 @@ class Stacking(Technique):
             raise IntegrityError(f"{self.name}: the run's log does not say at which depth it is")
 
 
-class _Zeroing:
+class _ZeroedBlocks:
     """Zeros for what added blocks write into the stream."""
 
-    def __init__(self, taller: Taller):
+    def __init__(self, taller: DepthMapping):
         self.taller = taller
 
     def __call__(self, parameter: str, value: Tensor) -> Tensor:

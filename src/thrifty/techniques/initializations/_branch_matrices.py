@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.modeling.module_surgery import find_stacks, is_under
-from thrifty.modeling.residual_branches import Branch, in_width, is_transposed, part_of_attention
+from thrifty.modeling.residual_branches import ResidualBranch, in_width, is_transposed, part_of_attention
 
 Role = Literal["query", "key", "value", "hidden", "last"]
 _ATTENTION: tuple[Role, ...] = ("query", "key", "value")
@@ -22,7 +22,7 @@ _MISLEADING = {"GPTNeoSelfAttention": True, "EsmSelfAttention": False}
 
 
 @dataclass(frozen=True)
-class Matrix:
+class BranchMatrix:
     """One factor of a branch: a parameter, or a part of one where several are fused."""
 
     parameter: str
@@ -37,9 +37,9 @@ class Matrix:
     and not in its attention."""
 
 
-def matrices(branch: Branch) -> list[Matrix]:
+def matrices(branch: ResidualBranch) -> list[BranchMatrix]:
     """All factors of a branch, the last one at the end. Raises Refused where a fused layer cannot be taken apart."""
-    found: list[Matrix] = []
+    found: list[BranchMatrix] = []
     for name, layer in branch.inner.items():
         if isinstance(layer, nn.MultiheadAttention):
             found += _of_multihead_attention(name, layer)
@@ -57,17 +57,17 @@ def _rows(layer: nn.Module) -> Tensor:
     return weight.T if is_transposed(layer) else weight
 
 
-def _whole(name: str, layer: nn.Module, role: Role) -> Matrix:
+def _whole(name: str, layer: nn.Module, role: Role) -> BranchMatrix:
     rows = _rows(layer)
-    return Matrix(f"{name}.weight", role, rows, rows.shape[1], rows.shape[0])
+    return BranchMatrix(f"{name}.weight", role, rows, rows.shape[1], rows.shape[0])
 
 
-def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> Iterator[Matrix]:
+def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> Iterator[BranchMatrix]:
     for role, part in zip(roles, rows.split(sizes), strict=True):
-        yield Matrix(name, role, part, part.shape[1], part.shape[0])
+        yield BranchMatrix(name, role, part, part.shape[1], part.shape[0])
 
 
-def _of_mlp(branch: Branch, name: str, layer: nn.Module) -> Iterator[Matrix]:
+def _of_mlp(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[BranchMatrix]:
     """Gate and value may share a layer: then it gives twice what the last layer takes."""
     whole = _whole(name, layer, "hidden")
     hidden = in_width(branch.last)
@@ -76,7 +76,7 @@ def _of_mlp(branch: Branch, name: str, layer: nn.Module) -> Iterator[Matrix]:
     return _split(whole.parameter, whole.values, ["hidden"] * len(sizes), sizes)
 
 
-def _of_attention(branch: Branch, name: str, layer: nn.Module) -> list[Matrix]:
+def _of_attention(branch: ResidualBranch, name: str, layer: nn.Module) -> list[BranchMatrix]:
     rows = _rows(layer)
     if part_of_attention(name) == "query_key_value":
         found = _of_heads_in_turn(branch, name, rows)
@@ -89,7 +89,7 @@ def _of_attention(branch: Branch, name: str, layer: nn.Module) -> list[Matrix]:
     return [replace(each, folded=folded) if each.role == "query" else each for each in found]
 
 
-def _sizes(branch: Branch, name: str, layer: nn.Module, rows: int) -> dict[Role, int]:
+def _sizes(branch: ResidualBranch, name: str, layer: nn.Module, rows: int) -> dict[Role, int]:
     """How many rows of a layer make queries, keys and values, in their order; {} where it cannot be told."""
     part, queries = part_of_attention(name), in_width(branch.last)
     if stated := getattr(layer, "parts", None):  # as our own models do
@@ -101,7 +101,7 @@ def _sizes(branch: Branch, name: str, layer: nn.Module, rows: int) -> dict[Role,
     else:
         return {_ROLES[part[0]]: rows} if part[:1] in _ROLES else {}
     inside = ".".join(word for word in name.split(".") if not word.isdigit())  # one note serves all blocks
-    note(f"{inside} is taken as {', '.join(sizes)}, one after the other")
+    add_note(f"{inside} is taken as {', '.join(sizes)}, one after the other")
     return sizes
 
 
@@ -113,26 +113,26 @@ def _leaves_scores_unscaled(attention: nn.Module) -> bool:
     return 1.0 in (getattr(attention, "scaling", None), getattr(core, "keywords", {}).get("scale"))
 
 
-def _of_heads_in_turn(branch: Branch, name: str, rows: Tensor) -> list[Matrix]:
+def _of_heads_in_turn(branch: ResidualBranch, name: str, rows: Tensor) -> list[BranchMatrix]:
     """For each head its query, key and value, as GPT-NeoX and BLOOM keep them."""
     head = _head_width(branch, name)
     if rows.shape[0] != 3 * in_width(branch.last):
         raise _not_apart(name)
     parts = zip(_ATTENTION, rows.view(-1, 3, head, rows.shape[1]).unbind(1), strict=True)
-    return [Matrix(f"{name}.weight", role, part, rows.shape[1], rows.shape[0] // 3) for role, part in parts]
+    return [BranchMatrix(f"{name}.weight", role, part, rows.shape[1], rows.shape[0] // 3) for role, part in parts]
 
 
-def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> Iterator[Matrix]:
+def _of_multihead_attention(name: str, attention: nn.MultiheadAttention) -> Iterator[BranchMatrix]:
     if attention.in_proj_weight is not None:
         fused = attention.in_proj_weight.detach()
         yield from _split(f"{name}.in_proj_weight", fused, _ATTENTION, [attention.embed_dim] * 3)
         return
     for letter, role in _ROLES.items():
         weight = getattr(attention, f"{letter}_proj_weight").detach()
-        yield Matrix(f"{name}.{letter}_proj_weight", role, weight, weight.shape[1], weight.shape[0])
+        yield BranchMatrix(f"{name}.{letter}_proj_weight", role, weight, weight.shape[1], weight.shape[0])
 
 
-def outer_matrices(model: nn.Module) -> list[Matrix]:
+def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
     """Every layer's matrix outside the blocks: heads, projections, patch embeddings (a kernel is a row). Tables, and
     what is tied to one, are not."""
     stacks = find_stacks(model)
@@ -143,26 +143,26 @@ def outer_matrices(model: nn.Module) -> list[Matrix]:
         inside = any(is_under(name, stack) for stack in stacks)
         if not inside and isinstance(weight, nn.Parameter) and weight.ndim > 1 and id(weight) not in tables:
             rows = weight.detach().T if is_transposed(module) else weight.detach().flatten(1)
-            found.append(Matrix(f"{name}.weight", "hidden", rows, rows.shape[1], rows.shape[0]))
+            found.append(BranchMatrix(f"{name}.weight", "hidden", rows, rows.shape[1], rows.shape[0]))
     return found
 
 
-def _head_width(branch: Branch, name: str) -> int:
+def _head_width(branch: ResidualBranch, name: str) -> int:
     for attribute in ("head_width", "head_dim", "head_size", "key_value_proj_dim"):
         if isinstance(width := getattr(branch.owner, attribute, None), int):
             return width
     raise _not_apart(name)
 
 
-def _not_apart(name: str) -> Refused:
-    return Refused(
+def _not_apart(name: str) -> RefusedError:
+    return RefusedError(
         f"it cannot be told which part of {name} makes queries, keys or values",
         fix="use a model with separate layers for them, or an initialization that needs no such distinction",
     )
 
 
 @torch.no_grad()
-def draw_xavier(drawn: Iterable[Matrix], seed: int, scale: float = 1.0, unscaled: Collection[Role] = ()) -> None:
+def draw_xavier(drawn: Iterable[BranchMatrix], seed: int, scale: float = 1.0, unscaled: Collection[Role] = ()) -> None:
     """Glorot's uniform values, U(±sqrt(6 / (in + out))), times `scale` but for some roles. What a parameter draws
     depends on (seed, its name) alone."""
     generators: dict[str, torch.Generator] = {}

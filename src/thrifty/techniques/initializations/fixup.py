@@ -25,13 +25,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_notes import note
-from thrifty.core.setting_bounds import Rate, Share
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import Fraction, Rate
 from thrifty.modeling.embeddings import find_head, is_tied, size_stream, token_tables
 from thrifty.modeling.module_surgery import is_under
-from thrifty.modeling.residual_branches import Blocks, Branch, add_gain, biases, depths, find_branches, is_decoder
-from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
+from thrifty.modeling.residual_branches import (
+    Blocks,
+    ResidualBranch,
+    add_gain,
+    biases,
+    depths,
+    find_branches,
+    is_decoder,
+)
+from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 from thrifty.optim.transform_elements import ScaleParameters
 from thrifty.techniques.initializations._branch_matrices import draw_xavier, matrices
 
@@ -57,7 +65,7 @@ def are_joined(stacks: Mapping[str, Blocks]) -> bool:
 
 
 @torch.no_grad()
-def draw(branch: Branch, branches: int, seed: int) -> None:
+def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
     """First values of one branch of a model with L = `branches`: scaled matrices, zeros at its end and in biases."""
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
@@ -68,7 +76,7 @@ def draw(branch: Branch, branches: int, seed: int) -> None:
             bias.zero_()
 
 
-def add_scalars(branch: Branch) -> None:
+def add_scalars(branch: ResidualBranch) -> None:
     """A scalar before each layer that is called, one after each inner layer of an mlp, where its activation follows,
     and a multiplier at the end."""
     for layer in {id(layer): layer for layer in (*branch.inner.values(), branch.writer)}.values():
@@ -90,7 +98,7 @@ def is_scalar(name: str, parameter: Tensor) -> bool:
     return name.rpartition(".")[2] in ("gain", "shift", "shift_after") and parameter.numel() == 1
 
 
-def _scalar(branch: Branch, value: float) -> nn.Parameter:
+def _scalar(branch: ResidualBranch, value: float) -> nn.Parameter:
     return nn.Parameter(torch.full((1,), value, device=branch.last.weight.device))
 
 
@@ -106,10 +114,10 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fixup(WithoutNorms):
+class Fixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
 
-    scalar_rate: Share = 0.1
+    scalar_rate: Fraction = 0.1
     """Learning rate of the scalars, as a share of that of the weights."""
     multiplier: Rate = 0.0
     """What all embeddings are multiplied by on their way in; 0 lets the stream start with a root mean square of 1."""
@@ -125,18 +133,18 @@ class Fixup(WithoutNorms):
             for branch in (branch for branches in blocks for branch in branches):
                 draw(branch, lengths[stack], self.seed)
                 add_scalars(branch)
-        note(f"L is {' and '.join(map(str, sorted(set(lengths.values()))))}")
+        add_note(f"L is {' and '.join(map(str, sorted(set(lengths.values()))))}")
         if are_joined(stacks):
             _start_head_at_zero(model)
         else:
-            note("stacks that are apart have no head of logits in common; none starts at 0")
+            add_note("stacks that are apart have no head of logits in common; none starts at 0")
         size_stream(model, self.multiplier)
         for name, norm in bypass_norms(model).matched.items():
             if not any(is_under(name, stack) for stack in stacks) and "embed" not in name.lower():
                 add_shift_after(norm, nn.Parameter(torch.zeros(1, device=next(model.parameters()).device)))
         return model
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(transform, ScaleParameters(self.scalar_rate, is_scalar))
 
 
@@ -144,11 +152,11 @@ class Fixup(WithoutNorms):
 def _start_head_at_zero(model: nn.Module) -> None:
     found = find_head(model)
     if found is None:
-        note("no head was found; none starts at 0")
+        add_note("no head was found; none starts at 0")
     elif is_tied(found[1], token_tables(model)):
-        note(f"{found[0]} is tied to the embedding and keeps its values")
+        add_note(f"{found[0]} is tied to the embedding and keeps its values")
     else:
         found[1].weight.zero_()
         for bias in biases(found[1]):
             bias.zero_()
-        note(f"{found[0]} starts at 0")
+        add_note(f"{found[0]} starts at 0")

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -63,7 +63,7 @@ class LayerScale(Technique):
             for branch in (branch for branches in blocks for branch in branches):
                 device = branch.last.weight.device
                 add_gain(branch.writer, nn.Parameter(torch.full((out_width(branch.last),), start, device=device)))
-            note(f"{sum(map(len, blocks))} branches in {len(blocks)} blocks, gains start at {start:g}")
+            add_note(f"{sum(map(len, blocks))} branches in {len(blocks)} blocks, gains start at {start:g}")
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:

@@ -19,14 +19,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
-from thrifty.modeling.residual_branches import Branch, add_gain, find_branches
-from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
+from thrifty.modeling.residual_branches import ResidualBranch, add_gain, find_branches
+from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
-def alphas(branches: Sequence[Branch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
+def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
     """A residual weight (1,) of zero for each branch of one block: one for all of them, or one each."""
 
     def zero(like: Tensor) -> nn.Parameter:
@@ -38,7 +38,7 @@ def alphas(branches: Sequence[Branch], shared: Literal["block", "branch"]) -> li
 
 
 @dataclass(frozen=True)
-class ReZero(WithoutNorms):
+class ReZero(NormFreeTechnique):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its α would stay zero, and with them every block"}
 
     shared: Literal["block", "branch"] = "block"
@@ -55,7 +55,7 @@ class ReZero(WithoutNorms):
                 for branch, alpha in zip(branches, alphas(branches, self.shared), strict=True):
                     add_gain(branch.writer, alpha)
                 count += len(branches) if self.shared == "branch" else 1
-        note(f"{count} residual weights start at 0")
+        add_note(f"{count} residual weights start at 0")
         size_stream(model, self.multiplier)
         bypass_norms(model)
         return model

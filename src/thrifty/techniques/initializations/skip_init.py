@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from thrifty.core.errors import Refused
-from thrifty.core.run_notes import note
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
 from thrifty.modeling.residual_branches import add_gain, depths, find_branches
-from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
+from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def largest_start(blocks: int) -> float:
@@ -35,7 +35,7 @@ def largest_start(blocks: int) -> float:
 
 
 @dataclass(frozen=True)
-class SkipInit(WithoutNorms):
+class SkipInit(NormFreeTechnique):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its scalars would stay as small as they start"}
 
     start: Rate = 0.0
@@ -50,7 +50,7 @@ class SkipInit(WithoutNorms):
         stacks = find_branches(model, self.where)
         for stack, depth in depths(model, stacks).items():
             if self.start > largest_start(depth):
-                raise Refused(
+                raise RefusedError(
                     f"a start of {self.start:g} is more than 1 / sqrt({depth} blocks)",
                     fix=f"start at {largest_start(depth):.3g} or less",
                 )
@@ -58,7 +58,7 @@ class SkipInit(WithoutNorms):
                 start = torch.full((1,), self.start, device=branch.last.weight.device)
                 add_gain(branch.writer, nn.Parameter(start))
                 count += 1
-        note(f"{count} scalars start at {self.start:g}")
+        add_note(f"{count} scalars start at {self.start:g}")
         size_stream(model, self.multiplier)
         bypass_norms(model)
         return model

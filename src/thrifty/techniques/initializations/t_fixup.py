@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
-from thrifty.modeling.embeddings import multiply, own_multiplier, stack_behind, token_tables
+from thrifty.modeling.embeddings import multiply, own_multiplier, stack_after, token_tables
 from thrifty.modeling.module_surgery import weight_layers
 from thrifty.modeling.residual_branches import Blocks, biases, depths, find_branches, is_decoder
-from thrifty.modeling.stream_norms import WithoutNorms, bypass_norms
+from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 from thrifty.techniques.initializations._branch_matrices import draw_xavier, matrices, outer_matrices
 
 
@@ -48,7 +48,7 @@ def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
     deep = depths(model, stacks)
     for stack, blocks in stacks.items():
         rule, scale = ("decoder", decoder_factor) if is_decoder(blocks) else ("encoder", encoder_factor)
-        note(f"{stack or 'the model'} takes the {rule}'s factor, {scale(deep[stack]):.3g}")
+        add_note(f"{stack or 'the model'} takes the {rule}'s factor, {scale(deep[stack]):.3g}")
         for branch in (branch for branches in blocks for branch in branches):
             draw_xavier(matrices(branch), seed, scale(deep[stack]), unscaled=("query", "key"))
     draw_xavier(outer_matrices(model), seed)
@@ -59,7 +59,7 @@ def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
     for name, table in token_tables(model).items():
         if id(table.weight) not in drawn:
             drawn.add(id(table.weight))
-            std = table.embedding_dim**-0.5 * decoder_factor(deep[stack_behind(name, stacks)])
+            std = table.embedding_dim**-0.5 * decoder_factor(deep[stack_after(name, stacks)])
             table.weight.normal_(0.0, std, generator=keyed_generator(f"{seed}/{name}.weight", table.weight))
 
 
@@ -67,15 +67,15 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
     """Multiply what the token tables give: by `multiplier`, or for 0 by sqrt(width) where the model does not itself."""
     for name, table in token_tables(model).items():
         if multiplier == 0.0 and own_multiplier(model, table) != 1.0:
-            note(f"the model itself multiplies what {name} gives")
+            add_note(f"the model itself multiplies what {name} gives")
             continue
         factor = multiplier or table.embedding_dim**0.5
         multiply(table, factor)
-        note(f"what {name} gives is multiplied by {factor:.4g}")
+        add_note(f"what {name} gives is multiplied by {factor:.4g}")
 
 
 @dataclass(frozen=True)
-class TFixup(WithoutNorms):
+class TFixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
 
     multiplier: Rate = 0.0

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.run_relative_settings import EffectiveBatch, Moment
-from thrifty.core.setting_bounds import Positive, Share
+from thrifty.core.run_relative_settings import EffectiveBatch, StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -40,9 +40,9 @@ class BatchRamp(Technique):
     stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
     claims = frozenset({"size of the batch over time"})
 
-    start: Share = 0.125
+    start: Fraction = 0.125
     """The first batch, as a share of the full one."""
-    until: Moment = 0.3
+    until: StepOrFraction = 0.3
     """When the batch is full."""
     shape: Shape = "doubling"
     multiple: Positive = 8
@@ -56,4 +56,4 @@ class BatchRamp(Technique):
         def size(step: int) -> int:
             return size_at(step, self.start * full, full, until, self.multiple, self.shape)
 
-        return source.resized([size(step) for step in range(until + 1)])
+        return source.with_batch_size([size(step) for step in range(until + 1)])

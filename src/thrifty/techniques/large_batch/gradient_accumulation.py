@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
@@ -26,9 +26,9 @@ from thrifty.core.technique import Numerics, Technique
 def accumulated(backward: Backward, parts: int) -> Backward:
     """A backward pass in `parts` micro-batches of equal size, the last one possibly smaller."""
 
-    def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // parts)
-        total = Outcome(torch.zeros((), device=batch.weight.device))
+        total = BackwardResult(torch.zeros((), device=batch.weight.device))
         for start in range(0, len(batch), rows):
             part = batch.rows(start, start + rows)
             total = total + backward(model, objective, replace(part, last=batch.last and start + rows >= len(batch)))
@@ -38,7 +38,7 @@ def accumulated(backward: Backward, parts: int) -> Backward:
 
 
 @dataclass(frozen=True)
-class Accumulate(Technique):
+class GradientAccumulation(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({"micro-batches"})
 
@@ -47,7 +47,7 @@ class Accumulate(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
-            raise Refused(
+            raise RefusedError(
                 "an example's loss depends on all of the batch, and would know a micro-batch alone",
                 fix="--with large_batch.gradient_cache in its place: the same gradient in as little memory",
             )

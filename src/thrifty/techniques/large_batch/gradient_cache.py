@@ -20,16 +20,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
 
-class FromVectors(Around):
+class VectorGradientObjective(WrappedObjective):
     """Another objective, whose losses have the gradient at the vectors that is given, whatever else they are."""
 
     def __init__(self, inner: Objective, gradient: Tensor):
@@ -57,7 +57,7 @@ def vectors_of(model: nn.Module, objective: Objective, parts: list[Batch]) -> tu
 def cached(backward: Backward, parts: int) -> Backward:
     """A backward pass in `parts` micro-batches of equal size, the last one possibly smaller, of a loss of them all."""
 
-    def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // parts)
         split = [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
         prediction, states = vectors_of(model, objective, split)
@@ -67,10 +67,10 @@ def cached(backward: Backward, parts: int) -> Backward:
         losses = objective.losses(replace(prediction, hidden=vectors), batch)
         loss = (losses * batch.weight).sum()
         (gradient,) = torch.autograd.grad(loss, vectors)
-        total = Outcome(torch.zeros((), device=batch.weight.device))
+        total = BackwardResult(torch.zeros((), device=batch.weight.device))
         for index, (part, state) in enumerate(zip(split, states, strict=True)):
             _restore_random_state(part, state)
-            own = FromVectors(objective, gradient[index * rows : (index + 1) * rows])
+            own = VectorGradientObjective(objective, gradient[index * rows : (index + 1) * rows])
             # the weights are in the gradient already
             unweighted = replace(
                 part.weighted(torch.ones_like(part.weight)), last=batch.last and index == len(split) - 1
@@ -106,7 +106,7 @@ class GradientCache(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.joint:
-            raise Refused(
+            raise RefusedError(
                 "each example's loss depends on that example alone, and a second forward pass would be for nothing",
                 fix="--with large_batch.gradient_accumulation in its place",
             )

@@ -14,8 +14,8 @@ Note      square_root for Adam and its relatives, linear for SGD. A schedule tha
 from dataclasses import dataclass
 from typing import Literal
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_relative_settings import EffectiveBatch, Moment
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_relative_settings import EffectiveBatch, StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -45,10 +45,10 @@ class ScaleLearningRate(Technique):
     base_batch: Positive = 32
     """Examples per step for which the optimizer's rate was chosen."""
     rule: Rule = "square_root"
-    warmup: Moment = 0.05
+    warmup: StepOrFraction = 0.05
     batch: EffectiveBatch = 0
     """Examples per step of this run; 0 for its own effective batch."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         factor, warmup = scaled_rate(self.batch, self.base_batch, self.rule), int(self.warmup)
         return chain(ScaleBySchedule(lambda step: warmed_up_from_base(step, factor, warmup)), transform)

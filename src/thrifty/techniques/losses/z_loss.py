@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.errors import RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
 
-class WithZLoss(Around):
+class ZLossObjective(WrappedObjective):
     """Another objective plus coefficient · mean over the example's predictions of log(normaliser)²."""
 
     def __init__(self, inner: Objective, coefficient: float):
@@ -37,8 +37,12 @@ class ZLoss(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
-            raise Refused("a loss of several examples together has no normaliser of each", fix=f"--without {self.name}")
+            raise RefusedError(
+                "a loss of several examples together has no normaliser of each", fix=f"--without {self.name}"
+            )
         plain = type(objective.plain)
         if plain.normalizers is Objective.normalizers:
-            raise Refused(f"{plain.__name__} has no softmax whose normaliser could drift", fix=f"--without {self.name}")
-        return WithZLoss(objective, self.coefficient)
+            raise RefusedError(
+                f"{plain.__name__} has no softmax whose normaliser could drift", fix=f"--without {self.name}"
+            )
+        return ZLossObjective(objective, self.coefficient)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
@@ -48,7 +48,7 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
     return signal, noise
 
 
-def held_down(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
+def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
     """Signal and noise of a batch, both less in proportion where together they make its squared gradient,
     signal + noise / batch, more than `MOST` times the usual one."""
     factor = min(1.0, MOST * usual / size) if (size := signal + noise / batch) > 0 else 1.0
@@ -57,7 +57,7 @@ def held_down(signal: float, noise: float, batch: float, usual: float) -> tuple[
 
 def measured_in_halves(
     backward: Backward, model: nn.Module, objective: Objective, batch: Batch, times: int = 1
-) -> tuple[Outcome, tuple[float, float]]:
+) -> tuple[BackwardResult, tuple[float, float]]:
     """A backward pass over each half of the batch, and what the norms of their gradients tell; the gradients left are
     those of the whole. `times` is how many ranks have as many examples each.
 
@@ -87,7 +87,7 @@ def squared_norm(gradients: Sequence[Tensor | None]) -> float:
     return float(global_norm([gradient for gradient in gradients if gradient is not None])) ** 2
 
 
-class Measuring:
+class NoiseScaleBackward:
     """A backward pass that is measured now and then. `state` holds how often it was called and both running
     averages; they start at zero alike, so that their ratio needs no correction."""
 
@@ -95,18 +95,18 @@ class Measuring:
         self.inner, self.every, self.momentum = inner, every, momentum
         self.state = {"calls": torch.zeros((), dtype=torch.int64), "signal": torch.zeros(()), "noise": torch.zeros(())}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         is_due = int(self.state["calls"]) % self.every == 0
         self.state["calls"].add_(1)
         if not is_due:
             return self.inner(model, objective, batch)
         if len(batch) < 2:
-            raise Refused("one example on a rank cannot be halved", fix="choose a larger data.batch")
+            raise RefusedError("one example on a rank cannot be halved", fix="choose a larger data.batch")
         outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
         if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients
             examples = axis("data").size * len(batch)
             if (usual := self.usual(examples)) > 0:
-                signal, noise = held_down(signal, noise, examples, usual)
+                signal, noise = clamp_signal_and_noise(signal, noise, examples, usual)
             for name, value in (("signal", signal), ("noise", noise)):
                 self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)
         signal, noise = float(self.state["signal"]), float(self.state["noise"])
@@ -132,14 +132,14 @@ class NoiseScale(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
-            raise Refused(
+            raise RefusedError(
                 "an example's loss depends on all of the batch: two halves of it do not make up its gradient",
                 fix=f"--without {self.name}",
             )
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return Measuring(backward, self.every, self.momentum)
+        return NoiseScaleBackward(backward, self.every, self.momentum)
 
     def footprint(self, footprint: Footprint) -> Footprint:
         # which steps are measured depends on a count; this is one that is, with half of the activations and the

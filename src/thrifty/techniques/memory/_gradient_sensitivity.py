@@ -16,7 +16,7 @@ def sensitivities(run: Callable[[int | None], None], model: nn.Module, count: in
     `run(i)` leaves gradients in the parameters. It is called once for each, with the same random numbers inside and the
     same buffers; afterwards those and the gradients are as before. Where ranks differ, the mean over them.
     """
-    with left_alone(model) as again:
+    with preserve_gradients(model) as again:
         plain = _gradients(run, model, None, again)
         found = []
         for index in range(count):
@@ -39,7 +39,7 @@ def _gradients(
 
 
 @contextmanager
-def left_alone(model: nn.Module) -> Iterator[Callable[[], None]]:
+def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Inside, gradients start from none; afterwards they, buffers and random numbers are as before. What is yielded
     brings buffers and random numbers back in between."""
     parameters = list(model.parameters())

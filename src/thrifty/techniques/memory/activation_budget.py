@@ -26,32 +26,32 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Infeasible
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.run_notes import note
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.errors import InfeasibleError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import StepTrace
-from thrifty.memory.block_recompute import Chain
-from thrifty.memory.dry_run import Rehearsal, rehearsing
+from thrifty.memory.block_recompute import BlockChain
+from thrifty.memory.dry_run import DryRun, dry_run
 from thrifty.memory.host_tier import tier_for
 from thrifty.memory.op_costs import BYTES_PER_SECOND, MeasuredSeconds, counted_seconds
-from thrifty.memory.op_trace import Cost, Tape, same_casts
+from thrifty.memory.op_trace import Cost, OpTrace, same_casts
 from thrifty.memory.planner.memory_plan import (
     BlockCosts,
-    Compression,
-    Link,
+    CompressionOption,
     MemoryPlan,
+    OffloadLink,
     costs_of,
     is_streamed,
     peak_when_kept,
 )
-from thrifty.memory.planner.plan_choice import Allowed, agreed, best_plan, least_peak
+from thrifty.memory.planner.plan_choice import AllowedActions, agree_on_plan, best_plan, least_peak
 from thrifty.memory.planner.plan_report import decisions, summary
-from thrifty.memory.planner.plan_storage import Bits, OnTier, block_plan, bytes_per_second, stored_bits
+from thrifty.memory.planner.plan_storage import Bits, TierStore, build_block_plan, bytes_per_second, stored_bits
 from thrifty.memory.recompute_overhead import measured_overheads
-from thrifty.memory.selective_recompute import BlockPlan, keep, run_planned
+from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
@@ -65,7 +65,7 @@ MEASURED = MeasuredSeconds()
 """Shared, so that what is explained is what is run."""
 
 
-class Planner:
+class ActivationPlanner:
     """Makes a plan for each shape of batch that comes, and hands it out to the blocks in the order they are called."""
 
     def __init__(self, settings: "ActivationBudget"):
@@ -73,12 +73,12 @@ class Planner:
         self.plans: dict[Any, tuple[list[BlockCosts], MemoryPlan]] = {}
         self.blocks: list[str] = []
         """Names, in the order of the model."""
-        self.chain: Chain | None = None
+        self.chain: BlockChain | None = None
         """Of the same blocks, where they may be made again together."""
         self.current: list[BlockPlan] = []
         self.called = 0
-        self.elsewhere: OnTier | None = None
-        self.rehearsal: Rehearsal | None = None
+        self.elsewhere: TierStore | None = None
+        self.rehearsal: DryRun | None = None
         self.seed, self.passes = 0, 0
 
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,14 +93,14 @@ class Planner:
         if self.elsewhere:
             self.elsewhere.settle(place - 2)
             self.elsewhere.end_stream(place - 1)
-        return run_planned(self.current[place], inner, args, kwargs)
+        return run_block_plan(self.current[place], inner, args, kwargs)
 
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
         key = tuple((name, tensor.shape) for name, tensor in batch.fields.items())
         if key not in self.plans:
             self.plans[key] = self.plan(objective, model, batch)
         if self.settings.offload != "never":
-            self.elsewhere = OnTier(tier_for(self.settings.offload, batch.weight, self.settings.folder))
+            self.elsewhere = TierStore(tier_for(self.settings.offload, batch.weight, self.settings.folder))
         self.current, self.called = self.block_plans(*self.plans[key]), 0
         if self.chain:
             self.chain.schedule = self.plans[key][1].schedule
@@ -122,17 +122,17 @@ class Planner:
         if self.chain is None or learned.names != self.blocks or hasattr(model, "losing_cores"):
             blocks = [replace(block, stage=None) for block in blocks]
         blocks.append(rest)  # comes last and has nothing to decide
-        plan = agreed(self.settings.solve(blocks, batch.weight.device), blocks)
+        plan = agree_on_plan(self.settings.solve(blocks, batch.weight.device), blocks)
         for line in (summary(blocks, plan), *decisions(learned.names, blocks, plan)):
-            note(line)
+            add_note(line)
         return blocks, plan
 
-    def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[Rehearsal, BlockCosts]:
+    def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[DryRun, BlockCosts]:
         """What the blocks do, and what everything else holds: what is saved outside of them, and the loss."""
         known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
         try:
             streams = bool(self.settings.bits) or self.settings.offload != "never"
-            with rehearsing(model, self.settings.cost, streams) as self.rehearsal, StepTrace(*known) as live:
+            with dry_run(model, self.settings.cost, streams) as self.rehearsal, StepTrace(*known) as live:
                 prediction = objective.predict(model, batch)
                 self.rehearsal.settle()
                 outside = live.peak = live.now
@@ -143,7 +143,7 @@ class Planner:
                 if edges:  # none where nothing but the head is trained
                     torch.autograd.grad(loss, edges, allow_unused=True)
                 del loss
-                rest = BlockCosts(Tape(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
+                rest = BlockCosts(OpTrace(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
             return self.rehearsal, rest
         finally:
             self.rehearsal = None
@@ -152,10 +152,10 @@ class Planner:
         """What one forward pass follows."""
         key, found = self._key_of_pass(), []
         for place, (block, ways) in enumerate(zip(blocks[:-1], plan.ways, strict=False)):
-            elsewhere = keep
+            elsewhere = keep_tensor
             if self.elsewhere:
                 elsewhere = self.elsewhere.stream(place) if is_streamed(block, ways) else self.elsewhere.store(place)
-            found.append(block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
+            found.append(build_block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
         return found
 
     def _key_of_pass(self) -> str:
@@ -165,7 +165,7 @@ class Planner:
         return f"{seed}/{self.passes}"
 
 
-class Planned(Around):
+class PlannedObjective(WrappedObjective):
     """Another objective whose model runs by its planner's plans."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
@@ -184,7 +184,7 @@ class ActivationBudget(Technique):
         "distribution of layers": "it follows single operations, and those between ranks cannot be made again by one",
     }
 
-    bytes: Annotated[float, Bound(above=0)] = 0.5
+    bytes: Annotated[float, SettingBound(above=0)] = 0.5
     """For all activations at the peak, in bytes; up to 1 a share of what they take when all are kept, or what they take
     when all may be made again and that is more."""
     recompute: bool = True
@@ -208,20 +208,20 @@ class ActivationBudget(Technique):
         return counted_seconds if self.bits or self.costs == "counted" else MEASURED
 
     def model(self, model: nn.Module) -> nn.Module:
-        planner = Planner(self)
+        planner = ActivationPlanner(self)
         stacks = find_stacks(model)
         for name, blocks in stacks.items():
             for place, block in enumerate(blocks):
                 planner.blocks.append(f"{name}.{place}")
                 wrap_forward(block, partial(planner.run, planner.blocks[-1]))
-            note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
+            add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
         if self.recompute:
-            planner.chain = Chain([block for blocks in stacks.values() for block in blocks], None)
+            planner.chain = BlockChain([block for blocks in stacks.values() for block in blocks], None)
         model.activation_planner = planner  # type: ignore[assignment]
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return Planned(objective)
+        return PlannedObjective(objective)
 
     def finish(self, model: nn.Module) -> nn.Module:
         del model.activation_planner
@@ -229,7 +229,7 @@ class ActivationBudget(Technique):
 
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
         """The fastest plan for these blocks; raises Infeasible where a budget in bytes allows none."""
-        allowed = Allowed(self.recompute, self._compression(device), self._link(device))
+        allowed = AllowedActions(self.recompute, self._compression(device), self._link(device))
         kept, least = peak_when_kept(blocks), least_peak(blocks, allowed)
         budget = self.bytes * kept if self.bytes <= 1 else self.bytes
         if self.bytes <= 1 and self.recompute:
@@ -239,22 +239,22 @@ class ActivationBudget(Technique):
             may_be = {"made again": self.recompute, "moved": allowed.link, "compressed": allowed.compression}
             given_up = " or ".join(words for words, is_allowed in may_be.items() if is_allowed)
             more = f"bytes={least * 1.02:.3g}" if self.recompute else "recompute=true, or more bytes"
-            raise Infeasible(
+            raise InfeasibleError(
                 f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything "
                 f"{given_up or 'kept'} they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
                 fix=f"--set techniques.{self.name}.{more}",
             )
         return plan
 
-    def _compression(self, device: torch.device) -> Compression | None:
+    def _compression(self, device: torch.device) -> CompressionOption | None:
         if not self.bits:
             return None
         counted = 2 * COUNTED_PASSES / BYTES_PER_SECOND.get(device.type, 1e12)
-        return Compression(stored_bits(self.bits), counted)
+        return CompressionOption(stored_bits(self.bits), counted)
 
-    def _link(self, device: torch.device) -> Link | None:
+    def _link(self, device: torch.device) -> OffloadLink | None:
         if self.offload == "never":
             return None
         if self.cost is counted_seconds:
-            return Link(COUNTED_LINK)
-        return Link(bytes_per_second(self.offload, self.folder, device))
+            return OffloadLink(COUNTED_LINK)
+        return OffloadLink(bytes_per_second(self.offload, self.folder, device))

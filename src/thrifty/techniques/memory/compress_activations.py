@@ -29,19 +29,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.backward import Backward, Outcome, plain_backward
+from thrifty.core.backward import Backward, BackwardResult, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.quantization_ranges import GROUP
 from thrifty.memory.planner.bit_allocation import allocate_bits
-from thrifty.memory.quantized_store import InCodes
-from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
-from thrifty.techniques.memory._gradient_sensitivity import left_alone, sensitivities
+from thrifty.memory.quantized_store import QuantizedStore
+from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
+from thrifty.techniques.memory._gradient_sensitivity import preserve_gradients, sensitivities
 
 CHOICES = (2, 4, 8)
 """Bits that adaptive tensors may get."""
@@ -51,21 +51,21 @@ PROBED = 8
 """Sensitivity is measured on one in so many examples of a micro-batch."""
 
 
-class Keeping(Around):
+class QuantizingObjective(WrappedObjective):
     """Another objective whose predictions are made with a new keeper each."""
 
-    def __init__(self, inner: Objective, keeper: Callable[[nn.Module, Batch], InCodes]):
+    def __init__(self, inner: Objective, keeper: Callable[[nn.Module, Batch], QuantizedStore]):
         super().__init__(inner)
         self.keeper = keeper
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if not torch.is_grad_enabled():
             return super().predict(model, batch)
-        with kept_by(self.keeper(model, batch), smallest=1):
+        with use_activation_store(self.keeper(model, batch), smallest=1):
             return super().predict(model, batch)
 
 
-class Compressed:
+class QuantizingBackward:
     """A backward pass whose forward passes leave their activations in codes.
 
     `state` counts the calls. With `adaptive` it also holds how many tensors and rows the first forward pass of the last
@@ -80,20 +80,20 @@ class Compressed:
             self.state |= {name: torch.tensor(0) for name in ("tensors", "rows", "decided")}
             self.state["bits"] = torch.zeros(TENSORS, dtype=torch.uint8)
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         calls, notes = int(self.state["calls"]), {}
         if self.settings.adaptive and calls > 0:
             notes = self.adapt(model, objective, batch, calls)
-        bits, passes = self.decided(), list[InCodes]()
+        bits, passes = self.decided(), list[QuantizedStore]()
         rows = 0
 
-        def keeper(model: nn.Module, part: Batch) -> InCodes:
+        def keeper(model: nn.Module, part: Batch) -> QuantizedStore:
             nonlocal rows
             rows = rows or len(part)
             passes.append(self.keeper(model, part, f"{calls}/{len(passes)}", bits))
             return passes[-1]
 
-        outcome = self.inner(model, Keeping(objective, keeper), batch)
+        outcome = self.inner(model, QuantizingObjective(objective, keeper), batch)
         self.state["calls"].fill_(calls + 1)
         if self.settings.adaptive and passes:
             self.state["tensors"].fill_(len(passes[0].numbers))
@@ -101,13 +101,13 @@ class Compressed:
         return replace(outcome, notes=outcome.notes | notes)
 
     def keeper(
-        self, model: nn.Module, batch: Batch, key: str, bits: Callable[[int], int], like: InCodes | None = None
-    ) -> InCodes:
+        self, model: nn.Module, batch: Batch, key: str, bits: Callable[[int], int], like: QuantizedStore | None = None
+    ) -> QuantizedStore:
         # the loop seeds torch's generator with the run, the step and the rank; nothing is drawn from it
         seed = seed_of(f"{torch.initial_seed()}/{key}") % 2**32
         alive = frozenset(t.untyped_storage()._cdata for t in (*model.buffers(), *batch.fields.values()))
         s = self.settings
-        return InCodes(seed, bits, s.group, s.ranges == "head", s.smallest, alive, like)
+        return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.smallest, alive, like)
 
     def decided(self) -> Callable[[int], int]:
         """Bits by position, the average where nothing is decided."""
@@ -135,13 +135,15 @@ class Compressed:
         """For each tensor what it does to the gradient of some of these examples to be kept in 4 bits while all others
         have 8; and how many numbers each has."""
         whole = self.keeper(model, batch, "whole", self.decided())
-        with left_alone(model):  # which tensors there are is told from as many examples as are trained on at once
-            Keeping(objective, lambda *_: whole).predict(model, batch)
+        with preserve_gradients(
+            model
+        ):  # which tensors there are is told from as many examples as are trained on at once
+            QuantizingObjective(objective, lambda *_: whole).predict(model, batch)
         part = batch.rows(0, max(len(batch) // PROBED, 1))
 
         def run(disturbed: int | None) -> None:
             keeper = self.keeper(model, part, "part", lambda position: 4 if position == disturbed else 8, whole)
-            plain_backward(model, Keeping(objective, lambda *_: keeper), part)
+            plain_backward(model, QuantizingObjective(objective, lambda *_: keeper), part)
 
         return sensitivities(run, model, len(whole.numbers)), whole.numbers
 
@@ -177,4 +179,4 @@ class CompressActivations(Technique):
             )
 
     def backward(self, backward: Backward) -> Backward:
-        return Compressed(backward, self)
+        return QuantizingBackward(backward, self)

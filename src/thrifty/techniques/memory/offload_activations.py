@@ -19,30 +19,31 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.run_notes import note
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.memory.host_tier import Ticket, Tier, Where, tier_for
-from thrifty.memory.saved_tensor_hooks import SMALLEST, kept_by
+from thrifty.memory.host_tier import OffloadHandle, StorageTier, Where, tier_for
+from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 
-class Offloading:
-    """Keeps the activations of one forward pass on a tier: `kept_by(Offloading(tier))` around any forward pass.
+class OffloadingStore:
+    """Keeps the activations of one forward pass on a tier: `use_activation_store(Offloading(tier))` around any forward
+    pass.
 
     Tensors are sent in the order in which they are saved, each once `keep_last` more have come, since those saved last
     are needed first. At most `ahead` are on their way: before one more leaves the first of them must be gone, and when
     one is asked for, those saved before it are sent for.
     """
 
-    def __init__(self, tier: Tier, ahead: int = 4, keep_last: int = 0):
+    def __init__(self, tier: StorageTier, ahead: int = 4, keep_last: int = 0):
         self.tier, self.ahead, self.keep_last = tier, ahead, keep_last
         # they live as long as the graph that saved them
-        self.saved: list[weakref.ref[_Activation]] = []
+        self.saved: list[weakref.ref[_OffloadedActivation]] = []
 
     def keep(self, activation: Tensor) -> Callable[[], Tensor]:
-        new = _Activation(self, len(self.saved), activation)
+        new = _OffloadedActivation(self, len(self.saved), activation)
         self.saved.append(weakref.ref(new))
         if due := self.at(new.place - self.keep_last):
             due.send()
@@ -50,7 +51,7 @@ class Offloading:
             late.settle()
         return new.give
 
-    def at(self, place: int) -> "_Activation | None":
+    def at(self, place: int) -> "_OffloadedActivation | None":
         return self.saved[place]() if place >= 0 else None
 
     def send_for_those_before(self, place: int) -> None:
@@ -60,13 +61,13 @@ class Offloading:
                 saved.prefetch()
 
 
-class _Activation:
+class _OffloadedActivation:
     """One saved tensor: itself until it is sent, its ticket from then on."""
 
-    def __init__(self, keeper: Offloading, place: int, tensor: Tensor):
+    def __init__(self, keeper: OffloadingStore, place: int, tensor: Tensor):
         self.keeper, self.place = keeper, place
         self.tensor: Tensor | None = tensor
-        self.ticket: Ticket | None = None
+        self.ticket: OffloadHandle | None = None
         self.given = False
 
     def send(self) -> None:
@@ -91,7 +92,7 @@ class _Activation:
         return self.tensor
 
 
-class KeptElsewhere(Around):
+class OffloadingObjective(WrappedObjective):
     """Another objective whose predictions leave their activations on a tier."""
 
     def __init__(self, inner: Objective, settings: "OffloadActivations"):
@@ -100,8 +101,8 @@ class KeptElsewhere(Around):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         s = self.settings
-        keeper = Offloading(tier_for(s.to, batch.weight, s.folder), s.ahead, s.keep_last)
-        with kept_by(keeper, s.smallest):
+        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.ahead, s.keep_last)
+        with use_activation_store(keeper, s.smallest):
             return super().predict(model, batch)
 
 
@@ -123,8 +124,8 @@ class OffloadActivations(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
-        note(f"activations of {self.smallest} numbers and more go to the {tier}")
+        add_note(f"activations of {self.smallest} numbers and more go to the {tier}")
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return KeptElsewhere(objective, self)
+        return OffloadingObjective(objective, self)

@@ -28,19 +28,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain, moves
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.shard_layout import local
+from thrifty.core.gradient_transform import (
+    GradientTransform,
+    Scalars,
+    Slots,
+    TransformChain,
+    TransformScope,
+    chain,
+    changes_updates,
+)
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.memory.host_tier import Beside, Ticket, Tier, Where, tier_for
+from thrifty.memory.host_tier import HostTier, OffloadHandle, StorageTier, Where, tier_for
 from thrifty.memory.storage_tier import on_part
-from thrifty.modeling.parameter_kinds import standing_for
-from thrifty.optim.torch_optimizer import Site
-from thrifty.optim.update_plan import tail
+from thrifty.modeling.parameter_kinds import stand_in_for
+from thrifty.optim.torch_optimizer import UpdateLocation
+from thrifty.optim.update_plan import update_tail
 
 TILE = 4 * 1024 * 1024
 """Numbers, about, whose new values go back together while the next are computed."""
@@ -56,31 +64,35 @@ def tiles(sizes: Sequence[int], numbers: int) -> list[list[int]]:
     return groups
 
 
-class StateOnTier(Site):
+class TierStateUpdate(UpdateLocation):
     """An update made with the parameters, from state on a tier that is used in place there."""
 
-    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Tier):
+    def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: StorageTier):
         super().__init__(transform, names, parameters)
         own = [tensor for tensors in self.state.values() for tensor in tensors]
-        placed = map(standing_for, own, tier.placed(own))
+        placed = map(stand_in_for, own, tier.placed(own))
         self.state = {slot: [next(placed) for _ in tensors] for slot, tensors in self.state.items()}
 
 
-class OnCopies(Site):
+class HostCopyUpdate(UpdateLocation):
     """An update made beside the device, on copies of the parameters whose new values then go back.
 
     What must see all gradients together and remembers nothing, such as clipping, runs on the device before.
     """
 
-    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Beside):
+    def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier):
         copies = tier.placed([parameter.detach() for parameter in parameters])
-        super().__init__(transform, names, [*map(standing_for, parameters, copies)])
+        super().__init__(transform, names, [*map(stand_in_for, parameters, copies)])
         self.tier, self.on_device = tier, parameters
         self.head_remembers = any(slot.startswith(f"{key}.") for key in self.head.elements for slot in self.state)
-        keys = [key for key, element in transform.elements.items() if moves(element) and key not in self.head.elements]
+        keys = [
+            key
+            for key, element in transform.elements.items()
+            if changes_updates(element) and key not in self.head.elements
+        ]
         self.rest = transform.part(keys)
-        groups = tiles([copy.numel() for copy in local(self.parameters)], TILE)
-        self.tiles = [(own, tail(self.rest.only(own), [self.parameters[i] for i in own])) for own in groups]
+        groups = tiles([copy.numel() for copy in local_tensors(self.parameters)], TILE)
+        self.tiles = [(own, update_tail(self.rest.only(own), [self.parameters[i] for i in own])) for own in groups]
         self.bring(range(len(parameters)))  # the chain may have changed values when it began, such as by a mask
         self.landed()
 
@@ -93,18 +105,20 @@ class OnCopies(Site):
     def refresh(self) -> None:
         """Takes over what others have made of the parameters on the device."""
         self.tier.still()
-        for copy, parameter, known in zip(local(self.parameters), local(self.on_device), self.known, strict=True):
+        for copy, parameter, known in zip(
+            local_tensors(self.parameters), local_tensors(self.on_device), self.known, strict=True
+        ):
             if version(parameter) != known:
                 copy.copy_(parameter)
 
-    def sent(self, gradients: list[Tensor], numbers: Numbers) -> list[Ticket]:
+    def sent(self, gradients: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
         """Gradients on their way, after what of the chain runs on the device."""
         if not self.head_remembers:
             gradients = self.head.update(gradients, {}, self.on_device, numbers)
-        return [self.tier.send(gradient) for gradient in local(gradients)]
+        return [self.tier.send(gradient) for gradient in local_tensors(gradients)]
 
     @torch.no_grad()
-    def move(self, tickets: list[Ticket], numbers: Numbers, moved: Callable[[Sequence[int]], None]) -> None:
+    def move(self, tickets: list[OffloadHandle], numbers: Scalars, moved: Callable[[Sequence[int]], None]) -> None:
         """The update of the copies, tile by tile as gradients come; `moved` is told of each tile."""
 
         def gradient(i: int) -> Tensor:
@@ -123,13 +137,13 @@ class OnCopies(Site):
 
     @torch.no_grad()
     def bring(self, own: Sequence[int]) -> None:
-        copies, on_device = local(self.parameters), local(self.on_device)
+        copies, on_device = local_tensors(self.parameters), local_tensors(self.on_device)
         for i in own:
             self.tier.bring(copies[i], on_device[i])
 
     def landed(self) -> None:
         self.tier.landed()
-        self.known = [version(parameter) for parameter in local(self.on_device)]
+        self.known = [version(parameter) for parameter in local_tensors(self.on_device)]
 
     def impose(self) -> None:
         self.refresh()
@@ -138,7 +152,7 @@ class OnCopies(Site):
         self.landed()
 
 
-class Delayed(OnCopies):
+class DelayedUpdate(HostCopyUpdate):
     """From step `after` on an update is made while the next step is computed, and reaches the parameters after it.
 
     The copies, ahead of the parameters by an update, are state then: slot `next`. Updates keep the numbers of the step
@@ -147,14 +161,16 @@ class Delayed(OnCopies):
 
     behind = True
 
-    def __init__(self, transform: Chain, names: Sequence[str], parameters: list[Tensor], tier: Beside, after: int):
+    def __init__(
+        self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier, after: int
+    ):
         self.after = after
         self.thread = ThreadPoolExecutor(1, "thrifty-delayed")
         self.work: Future[None] | None = None
         super().__init__(transform, names, parameters, tier)
-        apart = self.rest.reach is Reach.ROWS and not self.head_remembers
+        apart = self.rest.reach is TransformScope.ROWS and not self.head_remembers
         if not apart and any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise Refused(
+            raise RefusedError(
                 "a delayed update of sharded parameters cannot talk to other ranks while the next step does",
                 fix="choose an optimizer that looks at each number apart, such as adamw, or no delay",
             )
@@ -179,7 +195,7 @@ class Delayed(OnCopies):
         self.tier.still()
         self.work = self.thread.submit(self.move, tickets, numbers, lambda own: None)
 
-    def judged(self, numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, numbers: Scalars) -> list[Tensor] | None:
         self.join()
         return super().judged(numbers)
 
@@ -200,17 +216,19 @@ def version(tensor: Tensor) -> tuple[int, int]:
     return tensor._version, tensor.data_ptr()
 
 
-def offloaded(transform: Transform, to: Where = "auto", folder: str = "", delayed_after: int | None = None) -> Chain:
+def offloaded(
+    transform: GradientTransform, to: Where = "auto", folder: str = "", delayed_after: int | None = None
+) -> TransformChain:
     """Any transform with its state on a tier: `offloaded(adamw(1e-3), to="disk")`. On a tier beside the device the
     update is made there too, and may be delayed by a step from `delayed_after` on."""
 
-    def site(transform: Chain, names: Sequence[str], parameters: list[Tensor]) -> Site:
+    def site(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
         tier = tier_for(to, parameters[0], folder)
-        if not isinstance(tier, Beside):
-            return StateOnTier(transform, names, parameters, tier)
+        if not isinstance(tier, HostTier):
+            return TierStateUpdate(transform, names, parameters, tier)
         if delayed_after is None:
-            return OnCopies(transform, names, parameters, tier)
-        return Delayed(transform, names, parameters, tier, delayed_after)
+            return HostCopyUpdate(transform, names, parameters, tier)
+        return DelayedUpdate(transform, names, parameters, tier, delayed_after)
 
     whole = chain(transform)
     whole.site = site
@@ -225,7 +243,7 @@ class OffloadOptimizer(Technique):
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
     delay: bool = False
     """Whether an update reaches the weights one step later, so that it is made while the next step is computed."""
-    after: Moment = 40
+    after: StepOrFraction = 40
     """Of a delay: the first step whose update comes late."""
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
@@ -238,14 +256,14 @@ class OffloadOptimizer(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
         if self.delay and tier.name == "disk":
-            raise Refused(
+            raise RefusedError(
                 "an update with its state on a disk is made where the parameters are: there is nothing to delay it for",
                 fix=f"--set techniques.{self.name}.delay=false",
             )
-        note(f"the optimizer's state goes to the {tier}")
+        add_note(f"the optimizer's state goes to the {tier}")
         return model
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return offloaded(transform, self.to, self.folder, int(self.after) if self.delay else None)
 
     def footprint(self, footprint: Footprint) -> Footprint:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from thrifty.core.run_notes import note
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.memory.block_chain_costs import survey
-from thrifty.memory.block_recompute import Chain
+from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
-from thrifty.memory.recompute_schedule import ChainCost, Schedule
+from thrifty.memory.recompute_schedule import ChainCost, RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
@@ -43,13 +43,13 @@ def bytes_allowed(budget: float, chain: ChainCost) -> int:
     return max(int(budget * peak), least_bytes(chain))
 
 
-class Planned:
+class ScheduledRecompute:
     """A model whose blocks follow the best schedule for the shapes that it is called with."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget: float, timed: bool = False):
-        self.chain = Chain(blocks, Schedule())
+        self.chain = BlockChain(blocks, RecomputeSchedule())
         self.budget, self.timed = budget, timed
-        self.schedules: dict[tuple, Schedule] = {}
+        self.schedules: dict[tuple, RecomputeSchedule] = {}
         wrap_forward(model, self.forward)
 
     def forward(self, model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,9 +60,9 @@ class Planned:
             self.chain.schedule = self.schedules[key]
         return inner(*args, **kwargs)
 
-    def plan(self, model: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict) -> Schedule:
+    def plan(self, model: nn.Module, inner: Callable[..., Any], args: tuple, kwargs: dict) -> RecomputeSchedule:
         cost = survey(model, self.chain, inner, args, kwargs, self.timed)
-        return Schedule.of(optimal_schedule(cost, bytes_allowed(self.budget, cost)))
+        return RecomputeSchedule.of(optimal_schedule(cost, bytes_allowed(self.budget, cost)))
 
 
 def _form(args: tuple, kwargs: dict) -> tuple:
@@ -82,7 +82,7 @@ class OptimalRecompute(Technique):
         "losses beside blocks": "of a chain that runs again only the last result is part of the graph",
     }
 
-    bytes: Annotated[float, Bound(above=0)] = 0.5
+    bytes: Annotated[float, SettingBound(above=0)] = 0.5
     """Up to 1 a share of what the blocks of the plain run hold at their peak, or the least that is possible where that
     is more."""
     costs: Literal["counted", "measured"] = "counted"
@@ -92,7 +92,7 @@ class OptimalRecompute(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         blocks = [block for stack in stacks.values() for block in stack]
-        Planned(model, blocks, self.bytes, timed=self.costs == "measured")
+        ScheduledRecompute(model, blocks, self.bytes, timed=self.costs == "measured")
         budget = f"{self.bytes:,.0f} bytes" if self.bytes > 1 else f"{self.bytes:.0%} of what the plain run holds"
-        note(f"{len(blocks)} blocks in {', '.join(name or 'the model' for name in stacks)}, within {budget}")
+        add_note(f"{len(blocks)} blocks in {', '.join(name or 'the model' for name in stacks)}, within {budget}")
         return model

@@ -21,27 +21,27 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.memory.block_recompute import Chain
+from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
-from thrifty.memory.recomputation import run_again
-from thrifty.memory.recompute_schedule import Schedule
+from thrifty.memory.recomputation import recompute
+from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
 def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward pass whose intermediate tensors are computed again when the backward pass needs them."""
-    return run_again(inner, args, kwargs)
+    return recompute(inner, args, kwargs)
 
 
 def run_again_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """The same, except that results of matrix products and attention stay."""
-    return run_again(inner, args, kwargs, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
+    return recompute(inner, args, kwargs, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -52,7 +52,7 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 def run_segments_again(blocks: list[nn.Module]) -> int:
     """Divide a chain of blocks into segments of the square root of their number, and return that."""
     length = math.isqrt(len(blocks) - 1) + 1
-    Chain(blocks, Schedule.of(periodic_schedule(len(blocks), length)))
+    BlockChain(blocks, RecomputeSchedule.of(periodic_schedule(len(blocks), length)))
     return length
 
 
@@ -77,16 +77,16 @@ class Recompute(Technique):
         stacks = find_stacks(model)
         if self.schedule == "sqrt":
             if hasattr(model, "losing_cores"):
-                raise Refused(
+                raise RefusedError(
                     "blocks leave a loss beside their result, which is lost in segments that run again together",
                     fix=f"--set {self.name}.schedule=every",
                 )
             blocks = [block for stack in stacks.values() for block in stack]
-            note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")
+            add_note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")
             return model
         wrapper = run_again_between_products if self.schedule == "selective" else run_block_again
         for name, stack in stacks.items():
             for block in list(stack)[:: self.every]:
                 wrap_forward(block, wrapper)
-            note(f"{len(stack[:: self.every])} of {len(stack)} blocks in {name or 'the model'}")
+            add_note(f"{len(stack[:: self.every])} of {len(stack)} blocks in {name or 'the model'}")
         return model

@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
@@ -64,7 +64,7 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
     """Every block that uses another's parameters, by name, and that other."""
     for name, blocks in find_stacks(model).items():
         if groups > len(blocks):
-            raise Refused(f"{len(blocks)} blocks do not make {groups} groups", fix=f"take {len(blocks)} or fewer")
+            raise RefusedError(f"{len(blocks)} blocks do not make {groups} groups", fix=f"take {len(blocks)} or fewer")
         for index, block in enumerate(blocks):
             first = first_of_group(index, len(blocks), groups)
             if first != index:
@@ -82,14 +82,14 @@ def factorise(model: nn.Module, width: int, seed: int) -> None:
     deviation; a head tied to it follows."""
     tables = token_tables(model)
     if not tables:
-        raise Refused(f"{type(model).__name__} has no table of tokens", fix="set embedding = 0")
+        raise RefusedError(f"{type(model).__name__} has no table of tokens", fix="set embedding = 0")
     found = find_head(model)
     users = {**tables, **({found[0]: found[1]} if found and is_tied(found[1], tables) else {})}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, user in users.items():
         old = user.weight
         if width >= old.shape[1]:
-            raise Refused(f"embedding {width} saves nothing at width {old.shape[1]}", fix="set less than that")
+            raise RefusedError(f"embedding {width} saves nothing at width {old.shape[1]}", fix="set less than that")
         if id(old) not in made:
             thin, projection = old.new_empty(len(old), width), old.new_empty(width, old.shape[1])
             thin.normal_(generator=keyed_generator(f"{seed}/{name}.weight", old)).mul_(old.std())
@@ -97,7 +97,7 @@ def factorise(model: nn.Module, width: int, seed: int) -> None:
             made[id(old)] = nn.Parameter(thin), nn.Parameter(projection)
         user.weight, user.projection = made[id(old)]
         wrap_forward(user, _embed if isinstance(user, nn.Embedding) else _score)
-    note(f"embeddings of width {width}: {', '.join(users)}")
+    add_note(f"embeddings of width {width}: {', '.join(users)}")
 
 
 def _embed(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def multiply_out(model: nn.Module) -> None:
             del module.projection, module.forward
 
 
-class ThinHead(Around):
+class FactorizedHead(WrappedObjective):
     """Another objective that is given a factorised head as hidden states of width E and a plain linear layer, so that
     the loss may go through the vocabulary in chunks."""
 
@@ -159,7 +159,7 @@ class ShareParameters(Technique):
         saved = 0
         for name, block, leader in shared_blocks(model, self.groups):
             saved += share(block, leader, lambda path, name=name: f"{name}.{path}" in chosen)
-        note(f"{saved:,} parameters are those of another block")
+        add_note(f"{saved:,} parameters are those of another block")
         if self.embedding:
             factorise(model, self.embedding, self.seed)
         return model
@@ -175,7 +175,7 @@ class ShareParameters(Technique):
         return {f"{path}.{name}" for path, layer in named for name, _ in layer.named_parameters()}
 
     def objective(self, objective: Objective) -> Objective:
-        return ThinHead(objective) if self.embedding else objective
+        return FactorizedHead(objective) if self.embedding else objective
 
     def finish(self, model: nn.Module) -> nn.Module:
         for _, block, leader in shared_blocks(model, self.groups):

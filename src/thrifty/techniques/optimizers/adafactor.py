@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.setting_bounds import Bound, Rate
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.setting_bounds import Rate, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.chunked_update import parts_like, row_parts
+from thrifty.optim.chunked_update import chunks_like, row_chunks
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule, layer_norms
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
     """Divides an update (…, r, c) in place by the root of its mean squares, guessed from those over columns, row
     (…, r), and those over rows, column (…, c): row · column / mean of row. `fresh` is the newest square's weight."""
-    parts = row_parts(update) if update.ndim == 2 else (update,)
+    parts = row_chunks(update) if update.ndim == 2 else (update,)
     total: Tensor | None = None
-    for part, mean in zip(parts, parts_like(parts, row), strict=True):
+    for part, mean in zip(parts, chunks_like(parts, row), strict=True):
         squares = part.square()
         mean.lerp_(on_every_rank(squares.sum(-1)) / update.shape[-1], fresh)
         total = squares.sum(-2) if total is None else total + squares.sum(-2)
     assert total is not None
     column.lerp_(on_every_rank(total) / update.shape[-2], fresh)
     relative = row / (on_every_rank(row.sum(-1, keepdim=True)) / row.shape[-1]).clamp(min=least)
-    for part, share in zip(parts, parts_like(parts, relative), strict=True):
+    for part, share in zip(parts, chunks_like(parts, relative), strict=True):
         second = share.unsqueeze(-1) * column.unsqueeze(-2)
         part.mul_(second.clamp_(min=least * least).rsqrt_())
 
@@ -50,13 +50,13 @@ def on_every_rank(total: Tensor) -> Tensor:
     return total.redistribute(placements=[Replicate() if p.is_partial() else p for p in total.placements])
 
 
-class ScaleByFactoredSquare(Transform):
+class ScaleByFactoredSquare(GradientTransform):
     """Divides by the root of the mean square of each number, for matrices guessed from rows and columns, and shortens a
     parameter's update to a root mean square of at most `clip`. The newest square weighs count^decay in its mean. No
     root counts as less than `least_root`, by default the precision of the gradient's type."""
 
     name = "scale_by_factored_square"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
     squares = frozenset({"row", "column", "square"})
 
     def __init__(self, decay: float = -0.8, clip: float = 1.0, least_root: float | None = None):
@@ -75,7 +75,7 @@ class ScaleByFactoredSquare(Transform):
             slots["square"].append(none if factored else zeros)
         return slots
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         fresh = numbers["fresh"]
         for update, row, column, square in zip(updates, slots["row"], slots["column"], slots["square"], strict=True):
             least = torch.finfo(update.dtype).eps if self.least_root is None else self.least_root
@@ -89,16 +89,16 @@ class ScaleByFactoredSquare(Transform):
         return updates
 
 
-class ScaleByParameterSize(Transform):
+class ScaleByParameterSize(GradientTransform):
     """Multiplies by the root mean square of the parameter, or by `least` where that is larger."""
 
     name = "scale_by_parameter_size"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
 
     def __init__(self, least: float = 1e-3):
         self.least = least
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         for update, length in zip(updates, layer_norms(parameters, [None] * len(parameters)), strict=True):
             update.mul_((length / update.numel() ** 0.5).clamp(min=self.least))
         return updates
@@ -116,14 +116,14 @@ def adafactor(
     least_root: float | None = None,
     least_size: float = 1e-3,
     weight_decay: float = 0.0,
-) -> Transform:
+) -> GradientTransform:
     """parameter -= relative step · max(least_size, RMS(parameter)) · u, where u is the gradient over the root of its
     factored mean square, shortened to an RMS of `clip`; and parameter -= lr · weight_decay · parameter."""
     return chain(
         ScaleByFactoredSquare(decay, clip, least_root),
         ScaleByParameterSize(least_size),
         ScaleBySchedule(lambda step: -relative_step(step, lr), name="scale_by_relative_step"),
-        AddDecayedWeights(-lr * weight_decay) if weight_decay else Transform(),
+        AddDecayedWeights(-lr * weight_decay) if weight_decay else GradientTransform(),
     )
 
 
@@ -134,9 +134,9 @@ class Adafactor(Technique):
 
     lr: Rate = 1e-2
     """The largest relative step."""
-    decay: Annotated[float, Bound(most=0)] = -0.8
+    decay: Annotated[float, SettingBound(most=0)] = -0.8
     """How slowly the second moment forgets: its newest value weighs step^decay."""
-    clip: Annotated[float, Bound(above=0)] = 1.0
+    clip: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest root mean square of an update before it is multiplied by the relative step."""
     least_root: float | None = None
     """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
@@ -144,7 +144,7 @@ class Adafactor(Technique):
     """The paper's ε₂, below which no size of a parameter counts."""
     weight_decay: Rate = 0.0
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
             adafactor(self.lr, self.decay, self.clip, self.least_root, self.least_size, self.weight_decay), transform
         )

@@ -9,7 +9,7 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -18,7 +18,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, sca
 
 def adamw(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1
-) -> Transform:
+) -> GradientTransform:
     """AdamW as a chain of transforms; decay spares vectors, biases and positions (`modeling/parameter_kinds.py`)."""
     return chain(ScaleByAdam(*betas, eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
@@ -33,5 +33,5 @@ class AdamW(Technique):
     eps: Rate = 1e-8
     weight_decay: Rate = 0.1
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(adamw(self.lr, self.betas, self.eps, self.weight_decay), transform)

@@ -14,7 +14,7 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 import math
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -29,12 +29,12 @@ def lamb(
     correct: bool = True,
     norm_bounds: tuple[float, float] = (0.0, math.inf),
     slices: bool = False,
-) -> Transform:
+) -> GradientTransform:
     """u = m / (sqrt(v) + eps) + weight_decay · w with Adam's m and v; w -= lr · φ(‖w‖) / ‖u‖ · u for each layer, φ
     keeping the norm within `norm_bounds`."""
     return chain(
         ScaleByAdam(*betas, eps, correct),
-        AddDecayedWeights(weight_decay) if weight_decay else Transform(),
+        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
         ScaleByTrustRatio(bounds=norm_bounds, slices=slices),
         scale_by_learning_rate(lr),
     )
@@ -56,7 +56,7 @@ class Lamb(Technique):
     slices: bool = False
     """Whether layers that share a matrix (queries, keys, values; gate, value) have ratios of their own."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
             lamb(self.lr, self.betas, self.eps, self.weight_decay, self.correct, self.norm_bounds, self.slices),
             transform,

@@ -13,7 +13,7 @@ Note      vectors, biases and positions take the plain rate and no decay. Where 
 from dataclasses import dataclass
 from typing import Literal
 
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -27,13 +27,13 @@ def lars(
     coefficient: float = 1e-3,
     nesterov: bool = False,
     rate: Literal["outside", "inside"] = "outside",
-    schedule: Transform | None = None,
-) -> Transform:
+    schedule: GradientTransform | None = None,
+) -> GradientTransform:
     """v = momentum · v + λ · (g + weight_decay · parameter) with λ = coefficient · ‖parameter‖ / (‖g‖ + weight_decay ·
     ‖parameter‖) for each layer; parameter -= lr · v. With the rate "inside", lr multiplies what is added to v, and so
     does `schedule`."""
-    ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or Transform()
-    velocity = ScaleByMomentum(momentum, nesterov) if momentum else Transform()
+    ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or GradientTransform()
+    velocity = ScaleByMomentum(momentum, nesterov) if momentum else GradientTransform()
     if rate == "inside":
         return chain(ratio, scale_by_learning_rate(lr), schedule, velocity)
     return chain(ratio, velocity, scale_by_learning_rate(lr), schedule)
@@ -53,5 +53,5 @@ class Lars(Technique):
     rate: Literal["outside", "inside"] = "outside"
     """Whether the learning rate multiplies the momentum or what is added to it."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return lars(self.lr, self.momentum, self.weight_decay, self.coefficient, self.nesterov, self.rate, transform)

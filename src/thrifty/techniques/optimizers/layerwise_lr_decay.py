@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.run_notes import note
-from thrifty.core.setting_bounds import Share, check_pattern
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import Fraction, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.embeddings import stack_behind
+from thrifty.modeling.embeddings import stack_after
 from thrifty.modeling.module_surgery import find_stacks, is_under
-from thrifty.modeling.parameter_kinds import own_factor, set_own_factor
+from thrifty.modeling.parameter_kinds import learning_rate_factor, set_learning_rate_factor
 
 _BEHIND = re.compile(r"(^|[._])(final|post|out|head|heads|lm_head|embed_out|logit|scale|classifier|pooler)([._]|$)")
 _TABLE = re.compile(r"embed|position|wte|wpe")
@@ -59,7 +59,7 @@ def depths(model: nn.Module, front: str = "") -> dict[str, tuple[int, int]]:
             begun.add(stack)
             depth = 1 + int(name[len(stack) + 1 :].partition(".")[0])
         else:
-            stack = stack_behind(name, stacks)
+            stack = stack_after(name, stacks)
             depth = 0 if _is_in_front(name, front, stack in begun) else stacks[stack] + 1
         first, known, blocks = found.get(id(parameter), (name, depth, stacks[stack]))
         found[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
@@ -75,11 +75,11 @@ def _is_in_front(name: str, front: str, is_behind: bool) -> bool:
     return not is_behind or _TABLE.search(name) is not None
 
 
-class ScaleEach(Transform):
+class ScaleByParameterFactor(GradientTransform):
     """Multiplies the update of each parameter by a number of its own."""
 
     name = "scale_each"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, factor_of: Callable[[str, Tensor], float]):
         self.factor_of = factor_of
@@ -89,12 +89,12 @@ class ScaleEach(Transform):
         self.factors = [self.factor_of(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
         return {}
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.factors = [self.factors[i] for i in indices]
         return some
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         alike: dict[float, list[Tensor]] = {}
         for factor, update in zip(self.factors, updates, strict=True):
             alike.setdefault(factor, []).append(update)
@@ -105,13 +105,13 @@ class ScaleEach(Transform):
 
 
 @dataclass(frozen=True)
-class LayerDecay(Technique):
+class LayerwiseLearningRateDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     clashes: ClassVar[Mapping[str, str]] = {
         "parameters of several blocks": "what blocks of all depths share has no depth of its own",
     }
 
-    decay: Share = 0.75
+    decay: Fraction = 0.75
     """From one block to the one below it."""
     front: str = ""
     """Pattern of the parameters outside the blocks that come before them; empty tells them by order and names."""
@@ -123,9 +123,9 @@ class LayerDecay(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         named, found = dict(model.named_parameters()), depths(model, self.front)
         for name, (depth, blocks) in found.items():
-            set_own_factor(named[name], depth_factor(depth, blocks, self.decay))
+            set_learning_rate_factor(named[name], depth_factor(depth, blocks, self.decay))
         for text in self._told(found):
-            note(text)
+            add_note(text)
         return model
 
     def _told(self, found: Mapping[str, tuple[int, int]]) -> Iterator[str]:
@@ -137,9 +137,9 @@ class LayerDecay(Technique):
             if own:
                 yield f"{where}, at {' and '.join(f'{rate:.3g}' for rate in rates)} of the rate: {', '.join(modules)}"
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         def factor_of(name: str, parameter: Tensor) -> float:
-            factor = own_factor(parameter)
+            factor = learning_rate_factor(parameter)
             if factor is None:
                 raise IntegrityError(
                     f"{self.name}: {name} is not the parameter whose depth was found",
@@ -147,4 +147,4 @@ class LayerDecay(Technique):
                 )
             return factor
 
-        return chain(ScaleEach(factor_of), transform)
+        return chain(ScaleByParameterFactor(factor_of), transform)

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, scale_by_learning_rate
 
 
-class ScaleByLion(Transform):
+class ScaleByLion(GradientTransform):
     """The sign of an interpolated momentum, which itself moves after it is used (Chen et al. 2023, program 1)."""
 
     name = "scale_by_lion"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, beta1: float = 0.9, beta2: float = 0.99):
         self.beta1, self.beta2 = beta1, beta2
@@ -32,7 +32,7 @@ class ScaleByLion(Transform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         momentum = slots["momentum"]
         direction = torch._foreach_lerp(momentum, updates, 1 - self.beta1)
         torch._foreach_sign_(direction)
@@ -40,7 +40,7 @@ class ScaleByLion(Transform):
         return list(direction)
 
 
-def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> Transform:
+def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> GradientTransform:
     """Lion as a chain of transforms: parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay · parameter)."""
     return chain(ScaleByLion(*betas), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
@@ -54,5 +54,5 @@ class Lion(Technique):
     betas: Betas = (0.9, 0.99)
     weight_decay: Rate = 1.0
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(lion(self.lr, self.betas, self.weight_decay), transform)

@@ -23,21 +23,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.run_notes import note
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
 from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.parameter_kinds import Slices, fused_slices, is_hidden_matrix
+from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_hidden_matrix
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.transform_elements import (
     AddDecayedWeights,
     ScaleByAdam,
     ScaleByMomentum,
-    like_parts,
+    full_values,
+    match_layout,
     scale_by_learning_rate,
-    whole,
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -94,37 +94,37 @@ def step_size(rows: int, columns: int, scale: Scale) -> float:
     return max(1.0, rows / columns) ** 0.5 if scale == "original" else 0.2 * max(rows, columns) ** 0.5
 
 
-class Orthogonalize(Transform):
+class ScaleByOrthogonalization(GradientTransform):
     """Replaces each update, a matrix, by `step_size` · `orthogonalized`; those of one shape go together."""
 
     name = "orthogonalize"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
 
     def __init__(
         self, steps: int = 5, scale: Scale = "match_rms", slices: bool = False, dtype: torch.dtype = torch.bfloat16
     ):
         self.steps, self.scale, self.slices, self.dtype = steps, scale, slices, dtype
-        self.cuts: list[Slices | None] = []
+        self.cuts: list[FusedSlices | None] = []
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
         return {}
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.cuts = [self.cuts[i] for i in indices]
         return some
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         everything = list(range(len(updates)))
         # one after the other where each must be gathered first: all of them whole would be the whole model
         sharded = any(isinstance(update, DTensor) for update in updates)
         for some in [[i] for i in everything] if sharded else [everything]:
-            held = {i: whole(updates[i], order_of(parameters[i])) for i in some}
+            held = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
             self._orthogonalize([layer for i, matrix in held.items() for layer in self._layers(i, matrix)])
             for i, matrix in held.items():
                 if matrix is not updates[i]:
-                    updates[i].copy_(like_parts(matrix, updates[i], order_of(parameters[i])))
+                    updates[i].copy_(match_layout(matrix, updates[i], order_of(parameters[i])))
         return updates
 
     def _layers(self, index: int, matrix: Tensor) -> Sequence[Tensor]:
@@ -154,13 +154,13 @@ def muon(
     rest_lr: float = 1e-3,
     rest_betas: tuple[float, float] = (0.9, 0.95),
     rest_eps: float = 1e-8,
-) -> Transform:
+) -> GradientTransform:
     """Hidden matrices (`modeling/parameter_kinds.py`) by Muon, parameter -= lr · (orthogonal update + weight_decay ·
     parameter);
     everything else by AdamW with the rate `rest_lr` and the same decay."""
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
-        Orthogonalize(steps, scale, slices, dtype),
+        ScaleByOrthogonalization(steps, scale, slices, dtype),
         AddDecayedWeights(weight_decay),
         scale_by_learning_rate(lr),
     )
@@ -194,10 +194,10 @@ class Muon(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
-        note(f"{len(hidden)} hidden matrices; {len(names) - len(hidden)} other parameters by AdamW")
+        add_note(f"{len(hidden)} hidden matrices; {len(names) - len(hidden)} other parameters by AdamW")
         return model
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
             muon(
                 self.lr,

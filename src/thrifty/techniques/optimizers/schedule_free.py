@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -42,7 +42,7 @@ def schedule_free_update(
     return list(moved)
 
 
-class ScheduleFree(Transform):
+class ScheduleFreeTransform(GradientTransform):
     """The steps of z, the average x and the point y between them, from directions of ascent; the last of a chain.
 
     A step weighs count^power · (rate / largest rate)^rate_power in the average: with both at their defaults each counts
@@ -50,7 +50,7 @@ class ScheduleFree(Transform):
     """
 
     name = "schedule_free"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
     weights = frozenset({"ahead"})
 
     def __init__(self, rate: float, beta: float = 0.9, warmup: int = 0, power: float = 0.0, rate_power: float = 2.0):
@@ -83,13 +83,13 @@ class ScheduleFree(Transform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {"ahead": [torch.zeros_like(parameter) for parameter in parameters]}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return list(torch._foreach_add(parameters, slots["ahead"], alpha=1 - 1 / self.beta))
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         return float(numbers["rate"])
 
 
@@ -101,15 +101,16 @@ def schedule_free(
     warmup: int = 0,
     power: float = 0.0,
     rate_power: float = 2.0,
-    factors: Transform | None = None,
-) -> Transform:
-    """Adam's direction without a first moment, plus weight_decay · parameter, moved and averaged by `ScheduleFree`.
+    factors: GradientTransform | None = None,
+) -> GradientTransform:
+    """Adam's direction without a first moment, plus weight_decay · parameter, moved and averaged by
+    `ScheduleFreeTransform`.
     What else multiplies updates, as `factors`, must come before the average."""
     return chain(
         ScaleByAdam(0.0, betas[1], eps),
-        AddDecayedWeights(weight_decay) if weight_decay else Transform(),
-        factors or Transform(),
-        ScheduleFree(lr, betas[0], warmup, power, rate_power),
+        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
+        factors or GradientTransform(),
+        ScheduleFreeTransform(lr, betas[0], warmup, power, rate_power),
     )
 
 
@@ -123,13 +124,13 @@ class ScheduleFreeAdamW(Technique):
     """Where y stands between z and x, and how slowly the second moment forgets."""
     eps: Rate = 1e-8
     weight_decay: Rate = 0.1
-    warmup: Moment = 0.05
+    warmup: StepOrFraction = 0.05
     power: Rate = 0.0
     """The paper's r: a step weighs in the average as its number to this power."""
     rate_power: Rate = 2.0
     """And as its rate to this power, relative to the largest so far."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return schedule_free(
             self.lr, self.betas, self.eps, self.weight_decay, int(self.warmup), self.power, self.rate_power, transform
         )

@@ -11,19 +11,21 @@ Note      decay is L2, added to the gradient before the momentum, and spares vec
 
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByMomentum, scale_by_learning_rate
 
 
-def sgd(lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4) -> Transform:
+def sgd(
+    lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4
+) -> GradientTransform:
     """g += weight_decay · parameter; v = momentum · v + g; parameter -= lr · v, or lr · (g + momentum · v) with
     `nesterov`."""
     return chain(
-        AddDecayedWeights(weight_decay) if weight_decay else Transform(),
-        ScaleByMomentum(momentum, nesterov) if momentum else Transform(),
+        AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
+        ScaleByMomentum(momentum, nesterov) if momentum else GradientTransform(),
         scale_by_learning_rate(lr),
     )
 
@@ -38,5 +40,5 @@ class Sgd(Technique):
     nesterov: bool = False
     weight_decay: Rate = 1e-4
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(sgd(self.lr, self.momentum, self.nesterov, self.weight_decay), transform)

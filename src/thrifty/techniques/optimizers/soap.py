@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Betas, Positive, Rate
-from thrifty.core.shard_layout import local, order_of
+from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.transform_elements import AddDecayedWeights, like_parts, scale_by_learning_rate, whole
+from thrifty.optim.transform_elements import AddDecayedWeights, full_values, match_layout, scale_by_learning_rate
 
 Sides = Sequence[Tensor | None]
 """A matrix for the rows of another, and one for its columns; None where a side keeps its own axes."""
@@ -91,12 +91,12 @@ def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> Non
     mean.copy_(turned(plain, axes))
 
 
-class ScaleBySoap(Transform):
+class ScaleBySoap(GradientTransform):
     """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3); what is no matrix, and sides longer than `largest`,
     in its own axes. Every `every` steps the axes follow. The first update is zero."""
 
     name = "scale_by_soap"
-    reach = Reach.TENSOR
+    reach = TransformScope.TENSOR
     weights = frozenset({"left_spread", "right_spread", "left_axes", "right_axes"})
     squares = frozenset({"square"})
 
@@ -119,14 +119,14 @@ class ScaleBySoap(Transform):
     def _side(self, parameter: Tensor, dim: int) -> Tensor:
         size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.largest else 0
         here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return like_parts(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
+        return match_layout(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
-        sides = {slot: [side if side.numel() else None for side in local(slots[slot])] for slot in self.weights}
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
+        sides = {slot: [side if side.numel() else None for side in local_tensors(slots[slot])] for slot in self.weights}
         for i, update in enumerate(updates):
             moments = slots["mean"][i], slots["square"][i]
             order = order_of(parameters[i])
-            gradient, mean, square = (whole(tensor, order) for tensor in (update, *moments))
+            gradient, mean, square = (full_values(tensor, order) for tensor in (update, *moments))
             spread = sides["left_spread"][i], sides["right_spread"][i]
             axes = sides["left_axes"][i], sides["right_axes"][i]
             found = torch.zeros_like(gradient)
@@ -140,7 +140,7 @@ class ScaleBySoap(Transform):
                 follow_axes(axes, spread, mean, square)
             for tensor, new in zip((update, *moments), (found, mean, square), strict=True):
                 if new is not tensor:
-                    tensor.copy_(like_parts(new, tensor, order))
+                    tensor.copy_(match_layout(new, tensor, order))
         return updates
 
 
@@ -151,7 +151,7 @@ def soap(
     weight_decay: float = 0.01,
     every: int = 10,
     largest: int = 10_000,
-) -> Transform:
+) -> GradientTransform:
     """parameter -= lr · (Adam's direction in turned axes + weight_decay · parameter)."""
     return chain(ScaleBySoap(*betas, eps, every, largest), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
@@ -172,5 +172,5 @@ class Soap(Technique):
     largest: Positive = 10_000
     """Longer sides, vocabularies above all, keep their own axes."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.largest), transform)

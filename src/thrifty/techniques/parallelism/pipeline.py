@@ -48,20 +48,20 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused, UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import from_first_rank
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.distributed.model_partition import balanced, parts_of
-from thrifty.distributed.pipeline_runner import Line, goes_in_halves
-from thrifty.distributed.pipeline_stages import StageModel, cut
+from thrifty.distributed.model_partition import balanced_partition, partition_model
+from thrifty.distributed.pipeline_runner import PipelineRunner, supports_split_backward
+from thrifty.distributed.pipeline_stages import StageModel, cut_into_stages
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.stage_placeholders import present
 
@@ -101,11 +101,11 @@ def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
     return min(ahead + 1, parts * chunks) / chunks
 
 
-class Through(Around):
+class PipelineObjective(WrappedObjective):
     """Another objective whose predictions go through all stages. What follows from them (losses, scores) is known to
     the last stage, and told to all. While a stage runs by itself, this is the objective as it is."""
 
-    line: Line | None = None
+    line: PipelineRunner | None = None
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         self.line = line_of(model)
@@ -140,7 +140,7 @@ class Through(Around):
         return self.line.tell(find(prediction, batch) if self.line.has_last else None)
 
 
-class Scheduled(Around):
+class ScheduledLossObjective(WrappedObjective):
     """Another objective whose losses come with their gradients: asking for them runs the schedule, backward passes
     included, for the weights that the batch says each will count with. They are leaves of the autograd graph, so that
     the backward pass of whoever asked ends there."""
@@ -163,12 +163,12 @@ class Scheduled(Around):
         return line_of(self.model).train(self.inner, self.model, batch, self.parts).requires_grad_()
 
 
-def line_of(model: nn.Module) -> Line:
+def line_of(model: nn.Module) -> PipelineRunner:
     return model.pipeline  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
-class Pipeline(Technique):
+class PipelineParallel(Technique):
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
     claims = frozenset({"distribution of blocks"})
     clashes: ClassVar[Mapping[str, str]] = {
@@ -208,17 +208,17 @@ class Pipeline(Technique):
         if ranks == 1:
             return model
         self._check(ranks)
-        parts = parts_of(model, timed=self.costs == "measured")
+        parts = partition_model(model, timed=self.costs == "measured")
         places = stage_places(self.schedule, ranks, self._chunks)
         counts = self._counts(model, parts.costs, len(places))
         device = next(model.parameters()).device
-        stages, loans = cut(model, parts, counts, places)
-        line = Line(stages, loans, places, device, self._schedule, self._keeps)
+        stages, loans = cut_into_stages(model, parts, counts, places)
+        line = PipelineRunner(stages, loans, places, device, self._schedule, self._keeps)
         if self.recompute:
             for block in present(model.get_submodule(parts.stack).children()):
                 wrap_forward(block, line.block)
         model.pipeline = line  # type: ignore[assignment]
-        note(
+        add_note(
             f"{', '.join(map(str, counts))} blocks in {len(counts)} stages; this rank has stage "
             f"{' and '.join(str(stage.index) for stage in stages)}"
         )
@@ -228,18 +228,18 @@ class Pipeline(Technique):
         if axis("pipeline").size == 1:
             return objective
         if objective.joint:
-            raise Refused(
+            raise RefusedError(
                 "an example's loss depends on all of the batch, and the stages see a micro-batch at a time",
                 fix="--with parallelism.shard or parallelism.tensor in its place",
             )
-        return Through(objective)
+        return PipelineObjective(objective)
 
     def backward(self, backward: Backward) -> Backward:
         if axis("pipeline").size == 1:
             return backward
 
-        def in_stages(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
-            return backward(model, Scheduled(objective, self.parts), batch)
+        def in_stages(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            return backward(model, ScheduledLossObjective(objective, self.parts), batch)
 
         return in_stages
 
@@ -279,15 +279,17 @@ class Pipeline(Technique):
 
     def _check(self, ranks: int) -> None:
         """Raises Refused for what torch's schedules cannot take."""
-        if self.schedule in ("zero_bubble", "zbv") and not goes_in_halves():
-            raise Refused(
+        if self.schedule in ("zero_bubble", "zbv") and not supports_split_backward():
+            raise RefusedError(
                 f"torch {torch.__version__} cannot take the backward pass of the loss in halves",
                 fix="schedule=interleaved, or a newer torch",
             )
         if self.schedule == "1f1b" and self.parts < ranks:
-            raise Refused(f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more")
+            raise RefusedError(
+                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more"
+            )
         if self.schedule in ("interleaved", "zero_bubble") and self.parts % max(1, self.parts // ranks):
-            raise Refused(
+            raise RefusedError(
                 f"{self.parts} micro-batches do not go in equal rounds over {ranks} ranks",
                 fix=f"set parts = {-(-self.parts // ranks) * ranks}",
             )
@@ -295,12 +297,12 @@ class Pipeline(Technique):
     def _counts(self, model: nn.Module, costs: Sequence[float], stages: int) -> list[int]:
         depth = len(costs) - 2
         if not self.blocks:
-            counts = balanced(costs, stages)
+            counts = balanced_partition(costs, stages)
             if is_fake(next(model.parameters())):
                 return counts
             return [int(count) for count in from_first_rank(torch.tensor(counts))]
         if len(self.blocks) != stages or sum(self.blocks) != depth or 0 in self.blocks:
-            raise Refused(
+            raise RefusedError(
                 f"blocks is {list(self.blocks)}, and there are {depth} for {stages} stages",
                 fix="say how many each stage has, at least one, or leave blocks out",
             )

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
-from thrifty.core.ranks import own_share
-from thrifty.core.shard_layout import local
+from thrifty.core.ranks import rank_shard
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -43,7 +43,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> No
 def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
     """A backward pass over this rank's share, then the sum of gradients and loss over a group of ranks (None: all)."""
 
-    def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
         gradients = []
         for parameter in model.parameters():
@@ -52,26 +52,26 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
         loss = outcome.loss.clone()
-        sum_over(group, [*local(gradients), loss])
+        sum_over(group, [*local_tensors(gradients), loss])
         return replace(outcome, loss=loss)
 
     return over_ranks
 
 
 @dataclass(frozen=True)
-class Replicate(Technique):
+class ReplicatedDataParallel(Technique):
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
     claims = frozenset({"distribution of data"})
 
     def model(self, model: nn.Module) -> nn.Module:
         data = axis("data")
         if data.size > 1:
-            for values in local([parameter.data for parameter in model.parameters()]):
+            for values in local_tensors([parameter.data for parameter in model.parameters()]):
                 dist.broadcast(values, group=data.group, group_src=0)
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return own_share(source)
+        return rank_shard(source)
 
     def backward(self, backward: Backward) -> Backward:
         data = axis("data")

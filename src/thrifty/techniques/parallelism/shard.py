@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.ranks import own_share
-from thrifty.core.run_notes import note
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.ranks import rank_shard
+from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.module_surgery import find_stacks
@@ -59,7 +59,7 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy) -> nn.Mo
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     found = ", ".join(f"{len(blocks)} blocks in {name or 'the model'}" for name, blocks in stacks.items())
-    note(f"{found} and the rest, over {' x '.join(map(str, mesh.shape))} ranks")
+    add_note(f"{found} and the rest, over {' x '.join(map(str, mesh.shape))} ranks")
     return model
 
 
@@ -68,7 +68,7 @@ def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-class Gathering(Around):
+class ShardingObjective(WrappedObjective):
     """Another objective that says beforehand what a backward pass shall do with what is whole, and that frees it where
     no backward pass follows, once the losses are known."""
 
@@ -99,7 +99,7 @@ class Gathering(Around):
 
 
 @dataclass(frozen=True)
-class Shard(Technique):
+class ShardedDataParallel(Technique):
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
     claims = frozenset({"distribution of data", "parameters in pieces"})
 
@@ -117,11 +117,13 @@ class Shard(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         if not dist.is_initialized():
-            raise Refused("there is only one process", fix="start with: torchrun --nproc-per-node 2 -m thrifty train …")
+            raise RefusedError(
+                "there is only one process", fix="start with: torchrun --nproc-per-node 2 -m thrifty train …"
+            )
         if axis("data").size == 1:
             return model
         if self.zero > 1 and axis("pipeline").size > 1:
-            raise Refused(
+            raise RefusedError(
                 f"zero = {self.zero} sends the gradients of each micro-batch, and a pipeline has many of those",
                 fix=f"--set techniques.{self.name}.zero=1",
             )
@@ -129,15 +131,15 @@ class Shard(Technique):
         return sharded(model, self.zero, low if self.gathered == "bfloat16" else MixedPrecisionPolicy())
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return own_share(source)
+        return rank_shard(source)
 
     def objective(self, objective: Objective) -> Objective:
-        return Gathering(objective, self.zero)
+        return ShardingObjective(objective, self.zero)
 
     def backward(self, backward: Backward) -> Backward:
         data = axis("data")
 
-        def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             outcome = backward(model, objective, batch)
             loss = outcome.loss.clone()
             dist.all_reduce(loss, group=data.group)

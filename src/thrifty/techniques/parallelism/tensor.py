@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.shard_layout import local
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
@@ -40,7 +40,7 @@ STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
 are given; along tokens what the layers are given alone."""
 
 
-class DividedHead(Around):
+class VocabularyParallelHead(WrappedObjective):
     """Another objective that is given a divided head as a bare linear layer, so that the loss works on each rank's part
     of the vocabulary. Called as a module the head gives all logits."""
 
@@ -63,7 +63,7 @@ def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGrou
         if parameter.grad is None:
             continue
         if name in summed:
-            partial += local([parameter.grad])
+            partial += local_tensors([parameter.grad])
         elif isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
     for dtype in dict.fromkeys(gradient.dtype for gradient in partial):  # in one order on all ranks
@@ -103,12 +103,12 @@ class TensorParallel(Technique):
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return DividedHead(objective) if axis("tensor").size > 1 else objective
+        return VocabularyParallelHead(objective) if axis("tensor").size > 1 else objective
 
     def backward(self, backward: Backward) -> Backward:
         tensor = axis("tensor")
 
-        def settled(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+        def settled(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             outcome = backward(model, objective, batch)
             settle_gradients(model, model.splitting.summed, tensor.group)
             return outcome
@@ -150,7 +150,7 @@ class TensorParallel(Technique):
         whole = {name: p for name, p in state.model.named_parameters() if not is_divided(p)}
         if tensor.size == 1 or not whole:
             return
-        sums = torch.stack([values.double().sum() for values in local([*whole.values()])])
+        sums = torch.stack([values.double().sum() for values in local_tensors([*whole.values()])])
         least, most = sums.clone(), sums
         dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
         dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)

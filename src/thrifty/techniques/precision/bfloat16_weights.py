@@ -25,23 +25,32 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.gradient_transform import Chain, Content, Numbers, Reach, Slots, Transform, chain, moves
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.gradient_transform import (
+    Content,
+    GradientTransform,
+    Scalars,
+    Slots,
+    TransformChain,
+    TransformScope,
+    chain,
+    changes_updates,
+)
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
-from thrifty.core.run_notes import note
-from thrifty.core.shard_layout import local
+from thrifty.core.run_notes import add_note
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
-from thrifty.modeling.parameter_kinds import standing_for
-from thrifty.optim.fused_updates import Fused, by_kernels, fused_tail
-from thrifty.optim.parameter_partition import Partition
-from thrifty.optim.transform_elements import Selective
+from thrifty.modeling.parameter_kinds import stand_in_for
+from thrifty.optim.fused_updates import FusedUpdate, fuse_elements, fused_tail
+from thrifty.optim.parameter_partition import ParameterPartition
+from thrifty.optim.transform_elements import SelectiveTransform
 
 Rounding = Literal["stochastic", "kahan", "nearest"]
 
 
-def by_chance(sums: Tensor, seed: int | Tensor) -> Tensor:
+def round_stochastically(sums: Tensor, seed: int | Tensor) -> Tensor:
     """float32 in bfloat16, rounded by the value of a number, its column and the step's seed: whoever holds whichever
     rows rounds them alike."""
     # a vector counts as one column, since a part of it does not know where in it it begins
@@ -49,14 +58,14 @@ def by_chance(sums: Tensor, seed: int | Tensor) -> Tensor:
     return round_to_bfloat16(rows, seed).view_as(sums)
 
 
-def compensated(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
+def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
     """float32 as the nearest in bfloat16, and what that cut off, in bfloat16 too: rounded by chance, since the small
     updates that add up in it would be off by the same few per cent each time."""
     near = sums.bfloat16()
-    return near, by_chance(sums - near, seed)
+    return near, round_stochastically(sums - near, seed)
 
 
-class InFloat32(Transform):
+class Float32Update(GradientTransform):
     """A chain for weights in bfloat16: it sees gradients and weights in float32, and weights become the rounded sum.
 
     What is returned is the difference of two bfloat16 numbers. Added in float32 it gives the second of them exactly,
@@ -66,13 +75,13 @@ class InFloat32(Transform):
     name = "in_float32"
     weights = frozenset({"compensation"})
 
-    def __init__(self, inner: Chain, rounding: Rounding):
+    def __init__(self, inner: TransformChain, rounding: Rounding):
         self.inner, self.rounding = inner, rounding
-        self.before: Chain = inner
-        self.kernel: Fused | None = None
+        self.before: TransformChain = inner
+        self.kernel: FusedUpdate | None = None
 
     @property
-    def reach(self) -> Reach:  # type: ignore[override]
+    def reach(self) -> TransformScope:  # type: ignore[override]
         return self.inner.reach
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
@@ -80,12 +89,12 @@ class InFloat32(Transform):
         return {**self.inner.numbers(step, age), "rounding_seed": float(chance)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
-        slots = self.inner.init(names, [standing_for(each, each.detach().float()) for each in parameters])
+        slots = self.inner.init(names, [stand_in_for(each, each.detach().float()) for each in parameters])
         if self.rounding == "kahan":
             slots["compensation"] = [torch.zeros_like(parameter) for parameter in parameters]
         return slots
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         sums = [parameter.float() for parameter in parameters]
         if self.rounding == "kahan":
             torch._foreach_add_(sums, slots["compensation"])
@@ -98,64 +107,68 @@ class InFloat32(Transform):
         torch._foreach_sub_(sums, parameters)
         return sums
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         self.inner.follow(slots, parameters, numbers)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         return self.inner.judged(slots, parameters, numbers)
 
     def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
         self.inner.impose(slots, parameters)
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.inner = chain(self.inner.only(indices))
         # parts are run by kernels where there are some; what is compiled is not divided into parts
         before, some.kernel = fused_tail(some.inner) or (some.inner, None)
-        some.before = by_kernels(before)
+        some.before = fuse_elements(before)
         return some
 
     def content(self, slot: str) -> Content:
         return "moments" if slot in self.weights else self.inner.content(slot)
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         return self.inner.rate(numbers)
 
-    def _round(self, sums: list[Tensor], slots: Slots, numbers: Numbers) -> None:
+    def _round(self, sums: list[Tensor], slots: Slots, numbers: Scalars) -> None:
         """Each sum as bfloat16 will hold it, still in float32."""
         seed = numbers["rounding_seed"]
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
-        kept = local(slots["compensation"]) if self.rounding == "kahan" else []
-        for index, sum_here in enumerate(local(sums)):
+        kept = local_tensors(slots["compensation"]) if self.rounding == "kahan" else []
+        for index, sum_here in enumerate(local_tensors(sums)):
             if self.rounding == "kahan":
-                near, cut = compensated(sum_here, seed)
+                near, cut = round_with_compensation(sum_here, seed)
                 kept[index].copy_(cut)
             else:
-                near = by_chance(sum_here, seed) if self.rounding == "stochastic" else sum_here.bfloat16()
+                near = round_stochastically(sum_here, seed) if self.rounding == "stochastic" else sum_here.bfloat16()
             sum_here.copy_(near)
 
 
-def in_float32(transform: Transform, rounding: Rounding = "stochastic") -> Transform:
-    """Any transform for parameters in bfloat16: `in_float32(adamw(1e-3))`.
+def update_in_float32(transform: GradientTransform, rounding: Rounding = "stochastic") -> GradientTransform:
+    """Any transform for parameters in bfloat16: `update_in_float32(adamw(1e-3))`.
 
     What must see all gradients together and remembers nothing, such as clipping, comes first and acts on them as they
     are, so that all that follows can be run in pieces and float32 is never more than those.
     """
     elements = list(chain(transform).elements.values())
-    moving = [element for element in elements if moves(element)]
-    leading = list(takewhile(lambda element: type(element).init in (Transform.init, Selective.init), moving))
-    far = max((i + 1 for i, element in enumerate(leading) if element.reach is Reach.ALL), default=0)
+    moving = [element for element in elements if changes_updates(element)]
+    leading = list(
+        takewhile(lambda element: type(element).init in (GradientTransform.init, SelectiveTransform.init), moving)
+    )
+    far = max((i + 1 for i, element in enumerate(leading) if element.reach is TransformScope.ALL), default=0)
     # what only follows the weights sees them as they are
-    following = [element for element in elements if not moves(element)]
+    following = [element for element in elements if not changes_updates(element)]
     return chain(*moving[:far], _rounded(moving[far:], rounding), *following)
 
 
-def _rounded(elements: Sequence[Transform], rounding: Rounding) -> Transform:
+def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
     """Elements in float32 with the rounding behind them: behind each member's own where there is a partition, so that
     each can be run in the pieces that it allows."""
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
-        if isinstance(element, Partition) and all(other.reach is not Reach.ALL for other in (*before, *after)):
+        if isinstance(element, ParameterPartition) and all(
+            other.reach is not TransformScope.ALL for other in (*before, *after)
+        ):
             parts = copy(element)
             parts.rules = {
                 # elements learn the parameters that they meet, so that each member needs its own
@@ -166,10 +179,10 @@ def _rounded(elements: Sequence[Transform], rounding: Rounding) -> Transform:
                 for label, (rule, inner) in element.rules.items()
             }
             return parts
-    return InFloat32(chain(*elements), rounding)
+    return Float32Update(chain(*elements), rounding)
 
 
-class GivenBfloat16(Around):
+class Bfloat16InputObjective(WrappedObjective):
     """Another objective with the numbers that the model is given in its own format. What follows the logits is
     float32: objectives see to that themselves."""
 
@@ -192,14 +205,16 @@ class Bfloat16Weights(Technique):
         parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         for parameter in parameters:
             parameter.data = parameter.data.bfloat16()
-        note(f"{sum(map(torch.numel, parameters)):,} numbers in {len(parameters)} parameters; buffers stay as they are")
+        add_note(
+            f"{sum(map(torch.numel, parameters)):,} numbers in {len(parameters)} parameters; buffers stay as they are"
+        )
         return model
 
     def objective(self, objective: Objective) -> Objective:
-        return GivenBfloat16(objective)
+        return Bfloat16InputObjective(objective)
 
-    def update(self, transform: Transform) -> Transform:
-        return in_float32(transform, self.rounding)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return update_in_float32(transform, self.rounding)
 
     def finish(self, model: nn.Module) -> nn.Module:
         for parameter in model.parameters():

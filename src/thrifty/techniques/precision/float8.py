@@ -30,24 +30,24 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import ranks
-from thrifty.core.run_notes import note
-from thrifty.core.setting_bounds import Bound, Positive
+from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import Positive, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.float8 import FORMATS, MULTIPLE, has_units
-from thrifty.kernels.float8_linear import Casting, Delayed, float8_linear, next_scales
+from thrifty.kernels.float8_linear import CastRule, DelayedScaling, float8_linear, next_scales
 from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
 
 BUFFERS = ("float8_history", "float8_scales", "float8_seen")
 
 
-def put_on(layer: nn.Module, casting: Casting, history: int = 0) -> None:
+def use_float8(layer: nn.Module, casting: CastRule, history: int = 0) -> None:
     """Let a linear layer (or `Conv1D`) compute its products in 8 bits while it is trained. With a `history` its scales
     are delayed, and whoever trains it calls `roll` after each step."""
     layer.float8_casting, layer.float8_former = casting, vars(layer).get("forward")
@@ -59,8 +59,8 @@ def put_on(layer: nn.Module, casting: Casting, history: int = 0) -> None:
     wrap_forward(layer, _multiply)
 
 
-def take_off(layer: nn.Module) -> None:
-    """Undo `put_on`."""
+def remove_float8(layer: nn.Module) -> None:
+    """Undo `use_float8`."""
     if layer.float8_former is None:
         del layer.forward
     else:
@@ -75,7 +75,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
     if not layer.training:
         return inner(x)
     weight = layer.weight.T if is_transposed(layer) else layer.weight
-    delayed = Delayed(layer.float8_scales, layer.float8_seen) if hasattr(layer, "float8_seen") else None
+    delayed = DelayedScaling(layer.float8_scales, layer.float8_seen) if hasattr(layer, "float8_seen") else None
     return float8_linear(x, weight, layer.bias, layer.float8_casting, delayed)
 
 
@@ -95,7 +95,7 @@ def roll(layers: Sequence[nn.Module], most_recent: bool = False) -> None:
 def rolled(backward: Backward, most_recent: bool = False) -> Backward:
     """A backward pass, of all micro-batches and over all ranks, after which scales follow what it has seen."""
 
-    def whole_step(model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def whole_step(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
         for layer in layers:
             layer.float8_seen.zero_()
@@ -120,7 +120,7 @@ class Float8(Technique):
     """Steps that a delayed scale looks back on; their largest number decides, ..."""
     most_recent: bool = False
     """... or that of the last step alone."""
-    margin: Annotated[int, Bound(least=0, most=8)] = 0
+    margin: Annotated[int, SettingBound(least=0, most=8)] = 0
     """Powers of two left free above the largest number."""
     powers_of_two: bool = False
     """Round scales down to powers of two, so that scaling itself rounds nothing."""
@@ -139,7 +139,7 @@ class Float8(Technique):
             )
 
     def model(self, model: nn.Module) -> nn.Module:
-        casting = Casting(
+        casting = CastRule(
             rows=self.granularity == "row",
             margin=self.margin,
             powers_of_two=self.powers_of_two,
@@ -147,8 +147,10 @@ class Float8(Technique):
             emulated=not has_units(next(model.parameters()).device),
         )
         for layer in self.layers(model).values():
-            put_on(layer, casting, self.history if self.scaling == "delayed" else 0)
-        note("products are emulated: the device has no units for them" if casting.emulated else "on the device's units")
+            use_float8(layer, casting, self.history if self.scaling == "delayed" else 0)
+        add_note(
+            "products are emulated: the device has no units for them" if casting.emulated else "on the device's units"
+        )
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
@@ -172,7 +174,7 @@ class Float8(Technique):
     def finish(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
             if hasattr(module, "float8_casting"):
-                take_off(module)
+                remove_float8(module)
         return model
 
 

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.core.objective import Around, Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Positive
-from thrifty.core.shard_layout import local
+from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
@@ -69,24 +69,24 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
     return found
 
 
-class Scaled:
+class LossScalingBackward:
     """A backward pass of the loss times a scale that follows the range of float16. What `state` holds counts from
     zero: how often the scale has doubled since the start less how often it was halved, and `LossScale`'s counts."""
 
-    def __init__(self, inner: Backward, settings: "Mixed"):
+    def __init__(self, inner: Backward, settings: "MixedPrecision"):
         self.inner, self.settings = inner, settings
         self.first, self.least = round(math.log2(settings.init_scale)), round(math.log2(settings.min_scale))
         # values that can be read even where nothing but shapes is traced, unlike those of torch.zeros
         self.state = {name: torch.tensor(0) for name in ("doublings", "clean_steps", "passed")}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         now = self.scale()
         factor = 2.0**now.exponent
         # the weights carry the scale, since a loss in chunks computes gradients from them in its forward pass
         outcome = self.inner(model, objective, batch.weighted(batch.weight * factor))
         loss = outcome.loss / factor
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        wrong = unscale(local(gradients), 1 / factor) + ~loss.isfinite()
+        wrong = unscale(local_tensors(gradients), 1 / factor) + ~loss.isfinite()
         # where ranks hold parts each sees its own, and all must take the same decision; shapes alone take none
         finite = isinstance(wrong, FakeTensor) or not bool(mean_over_ranks(wrong))
         then = next_scale(now, finite, self.settings.growth_interval, self.settings.hysteresis, self.least)
@@ -97,7 +97,7 @@ class Scaled:
                 "learning rate; parameters are as they were before",
             )
         self._keep(then)
-        return Outcome(loss, outcome.notes | {"loss_scale": factor}, outcome.answered or not finite)
+        return BackwardResult(loss, outcome.notes | {"loss_scale": factor}, outcome.answered or not finite)
 
     def scale(self) -> LossScale:
         doublings, clean_steps, passed = (int(tensor) for tensor in self.state.values())
@@ -109,7 +109,7 @@ class Scaled:
             tensor.fill_(count)
 
 
-class UnderAutocast(Around):
+class AutocastObjective(WrappedObjective):
     """Another objective with the model's forward pass, and its head wherever it is called, under autocast. What
     follows the logits is float32: objectives see to that themselves."""
 
@@ -141,7 +141,7 @@ class UnderAutocast(Around):
 
 
 @dataclass(frozen=True)
-class Mixed(Technique):
+class MixedPrecision(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({"precision"})
 
@@ -171,7 +171,7 @@ class Mixed(Technique):
             )
 
     def objective(self, objective: Objective) -> Objective:
-        return UnderAutocast(objective, getattr(torch, self.format))
+        return AutocastObjective(objective, getattr(torch, self.format))
 
     def backward(self, backward: Backward) -> Backward:
-        return Scaled(backward, self) if self.format == "float16" else backward
+        return LossScalingBackward(backward, self) if self.format == "float16" else backward

@@ -22,18 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from thrifty.core.errors import Refused
-from thrifty.core.gradient_transform import Chain, Numbers, Reach, Slots, Transform, chain, moves
+from thrifty.core.errors import RefusedError
+from thrifty.core.gradient_transform import (
+    GradientTransform,
+    Scalars,
+    Slots,
+    TransformChain,
+    TransformScope,
+    chain,
+    changes_updates,
+)
 from thrifty.core.randomness import seed_of
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.blockwise_quantization import CodeBook, code_book, decode, encode
+from thrifty.kernels.blockwise_quantization import CodeBook, code_book, dequantize, quantize
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
-from thrifty.optim.fused_updates import by_kernels
-from thrifty.optim.parameter_partition import Partition
-from thrifty.optim.transform_elements import Selective
+from thrifty.optim.fused_updates import fuse_elements
+from thrifty.optim.parameter_partition import ParameterPartition
+from thrifty.optim.transform_elements import SelectiveTransform
 
 SHORTEST_ROW = 16
 """Rows of fewer numbers keep float32: a block's scale would weigh as much as their codes save."""
@@ -42,7 +50,7 @@ Seed = int | Tensor | None
 """Of the step, for rounding by chance; None rounds to the nearest."""
 
 
-class Format(Protocol):
+class StateFormat(Protocol):
     parts: Sequence[str]
     """A moment's slots, as endings of its name."""
 
@@ -51,7 +59,7 @@ class Format(Protocol):
     def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor: ...
 
 
-class Bfloat16:
+class Bfloat16Format:
     parts = ("",)
 
     def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
@@ -61,17 +69,17 @@ class Bfloat16:
         return parts[0].float()
 
 
-class Int8:
+class Int8Format:
     parts = ("", ".scales")
 
     def __init__(self) -> None:
         self.books: dict[tuple[bool, torch.device], CodeBook] = {}
 
     def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
-        return encode(moment, self._book(moment, never_negative), seed)
+        return quantize(moment, self._book(moment, never_negative), seed)
 
     def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor:
-        return decode(*parts, self._book(parts[0], never_negative))
+        return dequantize(*parts, self._book(parts[0], never_negative))
 
     def _book(self, like: Tensor, never_negative: bool) -> CodeBook:
         key = (never_negative, like.device)
@@ -80,19 +88,19 @@ class Int8:
         return self.books[key]
 
 
-class Stored(Transform):
+class CompactStateTransform(GradientTransform):
     """An element whose large moments are stored in fewer bits between steps; it itself only ever sees float32.
 
     Slots keep their names; scales are in one beside them. What is not stored in fewer bits stays in its place as it is.
     """
 
-    def __init__(self, element: Transform, form: Format, smallest: int):
+    def __init__(self, element: GradientTransform, form: StateFormat, smallest: int):
         self.element, self.form, self.smallest = element, form, smallest
         self.name, self.weights, self.squares = element.name, element.weights, element.squares
         self.stored: dict[str, list[int]] = {}
 
     @property
-    def reach(self) -> Reach:  # type: ignore[override]
+    def reach(self) -> TransformScope:  # type: ignore[override]
         return self.element.reach
 
     def numbers(self, step: int, age: int) -> dict[str, float]:
@@ -114,39 +122,39 @@ class Stored(Transform):
                     slots[slot + part][i] = divided_like(moments[i], tensor)
         return slots
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         opened = self._open(slots)
         updates = self.element.update(updates, opened, parameters, numbers)
         self._close(opened, slots, numbers)
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> None:
-        if type(self.element).follow is not Transform.follow:
+    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        if type(self.element).follow is not GradientTransform.follow:
             opened = self._open(slots)
             self.element.follow(opened, parameters, numbers)
             self._close(opened, slots, numbers)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor] | None:
-        if type(self.element).judged is Transform.judged:
+    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        if type(self.element).judged is GradientTransform.judged:
             return None
         return self.element.judged(self._open(slots), parameters, numbers)
 
     def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
-        if type(self.element).impose is not Transform.impose:
+        if type(self.element).impose is not GradientTransform.impose:
             opened = self._open(slots)
             self.element.impose(opened, parameters)
             self._close(opened, slots, {"rounding_seed": 0.0})
 
-    def only(self, indices: Sequence[int]) -> Transform:
+    def only(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         # parts are run by kernels where there are some; what is compiled is not divided into parts
-        (some.element,) = by_kernels(chain(self.element.only(indices))).elements.values()
+        (some.element,) = fuse_elements(chain(self.element.only(indices))).elements.values()
         some.stored = {
             slot: [place for place, i in enumerate(indices) if i in stored] for slot, stored in self.stored.items()
         }
         return some
 
-    def rate(self, numbers: Numbers) -> float:
+    def rate(self, numbers: Scalars) -> float:
         return self.element.rate(numbers)
 
     def _fits(self, moment: Tensor, parameter: Tensor) -> bool:
@@ -155,27 +163,27 @@ class Stored(Transform):
         return by_rows and alike and is_large(parameter, self.smallest)
 
     def _closed(self, slot: str, moment: Tensor, seed: Seed) -> tuple[Tensor, ...]:
-        return self.form.close(held(moment), slot in self.squares, seed)
+        return self.form.close(local_tensor(moment), slot in self.squares, seed)
 
     def _open(self, slots: Slots) -> Slots:
         opened: Slots = {}
         for slot, stored in self.stored.items():
             opened[slot] = list(slots[slot])
             for i in stored:
-                parts = [held(slots[slot + part][i]) for part in self.form.parts]
+                parts = [local_tensor(slots[slot + part][i]) for part in self.form.parts]
                 opened[slot][i] = divided_like(slots[slot][i], self.form.open(parts, slot in self.squares))
         return opened
 
-    def _close(self, opened: Slots, slots: Slots, numbers: Numbers) -> None:
+    def _close(self, opened: Slots, slots: Slots, numbers: Scalars) -> None:
         seed = numbers["rounding_seed"]
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
         for slot, stored in self.stored.items():
             for i in stored:
                 for part, tensor in zip(self.form.parts, self._closed(slot, opened[slot][i], seed), strict=True):
-                    held(slots[slot + part][i]).copy_(tensor)
+                    local_tensor(slots[slot + part][i]).copy_(tensor)
 
 
-def held(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -196,20 +204,26 @@ def is_large(parameter: Tensor, smallest: int) -> bool:
     return parameter.numel() >= SHORTEST_ROW * parameter.shape[0]
 
 
-def stored(transform: Transform, form: Callable[[], Format] = Int8, smallest: int = 4096) -> Transform:
+def with_compact_state(
+    transform: GradientTransform, form: Callable[[], StateFormat] = Int8Format, smallest: int = 4096
+) -> GradientTransform:
     """Any transform with the moments in it stored in fewer bits, element by element, so that each can still be run in
     pieces: `stored(lion(1e-4), Bfloat16)`."""
-    if type(transform) is Chain:
-        return chain(*(stored(element, form, smallest) for element in transform.elements.values()))
-    if type(transform) is Partition:
+    if type(transform) is TransformChain:
+        return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
+    if type(transform) is ParameterPartition:
         some = copy(transform)
-        some.rules = {label: (rule, stored(inner, form, smallest)) for label, (rule, inner) in transform.rules.items()}
+        some.rules = {
+            label: (rule, with_compact_state(inner, form, smallest)) for label, (rule, inner) in transform.rules.items()
+        }
         return some
-    stateless = type(transform).init in (Transform.init, Selective.init)
-    return transform if stateless or not moves(transform) else Stored(transform, form(), smallest)
+    stateless = type(transform).init in (GradientTransform.init, SelectiveTransform.init)
+    return (
+        transform if stateless or not changes_updates(transform) else CompactStateTransform(transform, form(), smallest)
+    )
 
 
-FORMATS: dict[str, Callable[[], Format]] = {"int8": Int8, "bfloat16": Bfloat16}
+FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16": Bfloat16Format}
 
 
 @dataclass(frozen=True)
@@ -225,13 +239,13 @@ class OptimizerState(Technique):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         large = [parameter for parameter in trained if is_large(parameter, self.smallest)]
         if not large:
-            raise Refused(
+            raise RefusedError(
                 f"no matrix of the model has {self.smallest} numbers, in rows of at least {SHORTEST_ROW}",
                 fix=f"train without it, there is little to save, or --set {self.name}.smallest=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
-        note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
+        add_note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
         return model
 
-    def update(self, transform: Transform) -> Transform:
-        return stored(transform, FORMATS[self.format], self.smallest)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return with_compact_state(transform, FORMATS[self.format], self.smallest)

@@ -6,8 +6,8 @@ Promise   one constant phase can serve runs of several lengths; fully decayed wh
 
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -27,10 +27,10 @@ class ConstantThenDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({"schedule"})
 
-    warmup: Moment = 0.05
-    decay_from: Moment = 0.8
-    until: Moment = 1.0
+    warmup: StepOrFraction = 0.05
+    decay_from: StepOrFraction = 0.8
+    until: StepOrFraction = 1.0
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         warmup, decay_from, until = int(self.warmup), int(self.decay_from), int(self.until)
         return chain(ScaleBySchedule(lambda step: constant_then_decay(step, warmup, decay_from, until)), transform)

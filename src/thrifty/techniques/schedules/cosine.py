@@ -8,8 +8,8 @@ Promise   a rate that is fully decayed when the run ends, which is what makes co
 import math
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -22,16 +22,16 @@ def cosine(progress: float, floor: float = 0.0) -> float:
 
 
 @dataclass(frozen=True)
-class Cosine(Technique):
+class CosineDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({"schedule"})
 
-    warmup: Moment = 0.05
-    until: Moment = 1.0
+    warmup: StepOrFraction = 0.05
+    until: StepOrFraction = 1.0
     """When the decay is over; the factor stays at `floor` afterwards."""
     floor: float = 0.0
     """Smallest factor, as a fraction of the peak rate."""
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         factor = warmed_up(int(self.warmup), int(self.until), lambda progress: cosine(progress, self.floor))
         return chain(ScaleBySchedule(factor), transform)

@@ -7,8 +7,8 @@ Promise   a run that may be prolonged: everything before `cooldown` does not dep
 
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -29,10 +29,10 @@ class InverseSquareRoot(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({"schedule"})
 
-    warmup: Moment = 0.05
-    cooldown: Moment = 0.8
-    until: Moment = 1.0
+    warmup: StepOrFraction = 0.05
+    cooldown: StepOrFraction = 0.8
+    until: StepOrFraction = 1.0
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         warmup, cooldown, until = int(self.warmup), int(self.cooldown), int(self.until)
         return chain(ScaleBySchedule(lambda step: inverse_square_root(step, warmup, cooldown, until)), transform)

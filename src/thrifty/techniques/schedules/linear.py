@@ -7,8 +7,8 @@ Promise   fully decayed when the run ends.
 
 from dataclasses import dataclass
 
-from thrifty.core.gradient_transform import Transform, chain
-from thrifty.core.run_relative_settings import Moment
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -16,14 +16,14 @@ from thrifty.techniques.schedules._warmup import warmed_up
 
 
 @dataclass(frozen=True)
-class Linear(Technique):
+class LinearDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({"schedule"})
 
-    warmup: Moment = 0.05
-    until: Moment = 1.0
+    warmup: StepOrFraction = 0.05
+    until: StepOrFraction = 1.0
     floor: float = 0.0
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         factor = warmed_up(int(self.warmup), int(self.until), lambda progress: 1 - (1 - self.floor) * progress)
         return chain(ScaleBySchedule(factor), transform)

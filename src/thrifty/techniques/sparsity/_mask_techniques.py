@@ -1,4 +1,4 @@
-"""What techniques that keep weights under masks have in common, beside what each decides (`Masking`)."""
+"""What techniques that keep weights under masks have in common, beside what each decides (`MaskPolicy`)."""
 
 import math
 import re
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.gradient_transform import MOVE, Numbers, Slots, Transform
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment, refuse_shares
-from thrifty.core.setting_bounds import Positive, Probability, Share, check_pattern
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction, refuse_shares
+from thrifty.core.setting_bounds import Fraction, Positive, Probability, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
-from thrifty.distributed.stage_communication import over_stages
+from thrifty.distributed.stage_communication import merge_over_stages
 from thrifty.optim.mask_selection import (
     Shapes,
     drop_fraction,
@@ -35,10 +35,10 @@ from thrifty.optim.mask_selection import (
     masked_shapes,
     random_mask,
 )
-from thrifty.optim.weight_masks import Layer, Masking, Masks, check_masks, mask_of, masks_in
+from thrifty.optim.weight_masks import MaskedLayer, MaskedUpdate, MaskPolicy, check_masks, mask_of, masks_in
 
 
-class Telling:
+class DensityLogger:
     """A backward pass that notes the density of the masks, and how many masked weights have nothing left."""
 
     def __init__(self, inner: Backward):
@@ -46,7 +46,7 @@ class Telling:
         self.known = WeakIdKeyDictionary()
         """By mask, the version of it that was counted, and its places."""
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = self.inner(model, objective, batch)
         masks = [mask for parameter in model.parameters() if (mask := mask_of(parameter)) is not None]
         # a stage of a pipeline sees its own blocks only, and fake masks have no values
@@ -54,7 +54,7 @@ class Telling:
             return outcome
         kept = [self._kept(mask) for mask in masks]
         density = sum(kept) / sum(mask.numel() for mask in masks)
-        return Outcome(
+        return BackwardResult(
             outcome.loss,
             outcome.notes | {"density": density, "empty_weights": float(kept.count(0))},
             outcome.answered,
@@ -69,8 +69,8 @@ class Telling:
 
 
 @dataclass(frozen=True)
-class UnderMasks(Technique):
-    """A technique that is its own `Masking`; masks are at rest until a subclass says otherwise."""
+class MaskTechnique(Technique):
+    """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({"weight masks"})
@@ -78,11 +78,11 @@ class UnderMasks(Technique):
     instead: ClassVar[bool] = True
 
     def backward(self, backward: Backward) -> Backward:
-        return Telling(backward)
+        return DensityLogger(backward)
 
-    def update(self, transform: Transform) -> Transform:
+    def update(self, transform: GradientTransform) -> GradientTransform:
         refuse_shares(self, self.name)  # in a loop of one's own
-        return Masks(transform, self)
+        return MaskedUpdate(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
         raise NotImplementedError
@@ -93,15 +93,17 @@ class UnderMasks(Technique):
     def due(self, step: int) -> bool:
         return False
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
 
 @dataclass(frozen=True)
-class MaskedWeights(UnderMasks):
+class MatrixMaskTechnique(MaskTechnique):
     """Masks of the matrices that a pattern names, full at first."""
 
-    density: Share = 0.2
+    density: Fraction = 0.2
     """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
     where: str = r"\.\d+\."
     """Pattern of the names of masked matrices; those of numbered blocks by default."""
@@ -114,17 +116,17 @@ class MaskedWeights(UnderMasks):
         parameters = dict(model.named_parameters())
         found = self.masked(masked_shapes(parameters))
         if not found:
-            raise Refused(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
+            raise RefusedError(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
         tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         if self.where == type(self).where and (inside := tables.intersection(found)):
-            raise Refused(
+            raise RefusedError(
                 f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
                 "would be pruned first",
                 fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
             )
         dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in found]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
-        note(
+        add_note(
             f"{len(found)} matrices, such as {found[0]}; norms and biases stay dense"
             + (f", and {left}" if left else "")
         )
@@ -159,18 +161,20 @@ class MaskedWeights(UnderMasks):
             return
         shapes = self.shapes(state)
         parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
-        found = sum(over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values())
+        found = sum(
+            merge_over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values()
+        )
         if found > (most := global_count(shapes, density)):
             raise IntegrityError(f"{self.name}: {found} weights are not zero, at most {most} promised")
         places = sum(
-            over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
+            merge_over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
         )
         if places > most:
             raise IntegrityError(f"{self.name}: masks keep {places} weights, at most {most} promised")
 
 
 @dataclass(frozen=True)
-class MovingMasks(MaskedWeights):
+class DynamicMaskTechnique(MatrixMaskTechnique):
     """Masks drawn at random, of which every so often a share moves: as many connections grow as are dropped."""
 
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it moves weights that adapters keep frozen"}
@@ -181,12 +185,14 @@ class MovingMasks(MaskedWeights):
     """Steps between moves."""
     alpha: Probability = 0.3
     """Share of the active connections moved at first; it anneals by cosine."""
-    until: Moment = 0.75
+    until: StepOrFraction = 0.75
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:
         if not self.due(self.every):
-            note(f"masks never move: every {self.every} steps, until step {int(self.until)}, with alpha {self.alpha:g}")
+            add_note(
+                f"masks never move: every {self.every} steps, until step {int(self.until)}, with alpha {self.alpha:g}"
+            )
         return super().model(model)
 
     def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -204,10 +210,10 @@ class MovingMasks(MaskedWeights):
         check_masks(self.name, state, self.allowed(state, self.density, self.distribution))
 
 
-class ScoredMasks(Masks):
+class SaliencyMaskedUpdate(MaskedUpdate):
     """Masks that are full until the gradients of the first steps have been summed and all are chosen by them."""
 
-    def __init__(self, rest: Transform, masking: Masking, steps: int):
+    def __init__(self, rest: GradientTransform, masking: MaskPolicy, steps: int):
         super().__init__(rest, masking)
         self.steps = steps
 
@@ -224,12 +230,12 @@ class ScoredMasks(Masks):
                 sums[i] = torch.zeros_like(parameters[i])
         return {"sum": sums, **slots}
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         if numbers["scoring"] and self.steps > 1:
             sums = slots["sum"]
             for i in self.names:
                 updates[i] = sums[i].add_(updates[i])
-        if numbers["scoring"] and not numbers[MOVE]:
+        if numbers["scoring"] and not numbers[MASK_MOVE]:
             return [torch.zeros_like(parameter) for parameter in parameters]
         updates = super().update(updates, slots, parameters, numbers)
         if numbers["scoring"]:
@@ -239,10 +245,10 @@ class ScoredMasks(Masks):
 
 
 @dataclass(frozen=True)
-class ScoredWeights(MaskedWeights):
+class SaliencyMaskTechnique(MatrixMaskTechnique):
     """Masks chosen once, over all layers together, by scores of the gradients of the first steps."""
 
-    density: Share = 0.1
+    density: Fraction = 0.1
     scoring_steps: Positive = 1
     """Steps whose gradients are summed and then scored; they make no other update."""
 
@@ -250,13 +256,15 @@ class ScoredWeights(MaskedWeights):
         """Of each weight; the largest are kept."""
         raise NotImplementedError
 
-    def update(self, transform: Transform) -> Transform:
-        return ScoredMasks(transform, self, self.scoring_steps)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return SaliencyMaskedUpdate(transform, self, self.scoring_steps)
 
     def due(self, step: int) -> bool:
         return step == self.scoring_steps - 1
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         scores = {}
         for name in names:
             found = layer(name)

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Positive, Probability, Share
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Positive, Probability
 from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
-from thrifty.modeling.structured_pruning import Pieces, arrange, find_pieces
-from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, like_parameter, replaced
-from thrifty.optim.weight_masks import Layer, check_masks, masks_in
-from thrifty.techniques.sparsity._mask_techniques import UnderMasks
+from thrifty.modeling.structured_pruning import PrunableUnits, find_units, prune_units
+from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, replace_connections, shard_like_parameter
+from thrifty.optim.weight_masks import MaskedLayer, check_masks, masks_in
+from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:
@@ -51,11 +51,11 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
     """The mask of pieces (n,) after dropping the `fraction` of the kept ones with the least |sum of weight · gradient|
     and growing as many with the largest norm of the gradient. Weight and gradient are the writer's (out, in)."""
     worth = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
-    return replaced(kept, worth, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
+    return replace_connections(kept, worth, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
 
 
 @dataclass(frozen=True)
-class DynamicHeads(UnderMasks):
+class DynamicHeads(MaskTechnique):
     claims = frozenset({"weight masks", "heads and neurons"})
     clashes: ClassVar[Mapping[str, str]] = {
         "frozen base weights": "it moves weights that adapters keep frozen",
@@ -65,15 +65,15 @@ class DynamicHeads(UnderMasks):
         "width": "both decide how wide the blocks are",
     }
 
-    density: Share = 0.5
+    density: Fraction = 0.5
     """Share of the heads of each block that is kept; one at least."""
-    neurons: Share = 1.0
+    neurons: Fraction = 1.0
     """The same of the neurons of its feed-forward network."""
     every: Positive = 100
     """Steps between moves."""
     alpha: Probability = 0.5
     """Share of the kept heads moved at first; it anneals by cosine."""
-    until: Moment = 0.8
+    until: StepOrFraction = 0.8
     seed: int = 0
 
     @cached_property
@@ -86,13 +86,13 @@ class DynamicHeads(UnderMasks):
             left = self.left(pieces)
             self.counts[f"{pieces.name}.weight"] = pieces.count, left
             moves = self.due(self.every) and round(self.fraction(self.every) * left)
-            note(f"{left} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
+            add_note(f"{left} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
         return model
 
-    def _masked(self, model: nn.Module) -> list[Pieces]:
-        return [pieces for pieces in find_pieces(model).values() if self.left(pieces) < pieces.count]
+    def _masked(self, model: nn.Module) -> list[PrunableUnits]:
+        return [pieces for pieces in find_units(model).values() if self.left(pieces) < pieces.count]
 
-    def left(self, pieces: Pieces) -> int:
+    def left(self, pieces: PrunableUnits) -> int:
         """How many of the pieces of a branch are kept."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
@@ -111,10 +111,12 @@ class DynamicHeads(UnderMasks):
         for name, parameter in parameters.items():
             count, left = self.counts[name]
             drawn = torch.rand(count, generator=keyed_generator(f"{self.seed}/{name}"))
-            masks[name] = like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
+            masks[name] = shard_like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
         return masks
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             found = layer(name)
             kept = by_piece(found.mask, self.counts[name][0]).any(1)
@@ -125,7 +127,7 @@ class DynamicHeads(UnderMasks):
         """Without the heads that were dropped: what they would write is zero."""
         for pieces in self._masked(model):
             sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
-            arrange(pieces, largest(sizes, self.left(pieces)).nonzero().flatten().tolist())
+            prune_units(pieces, largest(sizes, self.left(pieces)).nonzero().flatten().tolist())
         return model
 
     def holds(self, state: TrainState) -> None:

@@ -26,30 +26,30 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
-from thrifty.core.gradient_transform import Numbers, Reach, Slots, Transform, chain
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Positive, Probability, Rate
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Positive, Probability, Rate, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.structured_pruning import (
     add_coefficients,
-    arrange,
     coefficients_of,
-    find_pieces,
+    find_units,
     fold_coefficients,
+    prune_units,
 )
 from thrifty.optim.mask_selection import largest, largest_of_all
-from thrifty.optim.transform_elements import Selective
+from thrifty.optim.transform_elements import SelectiveTransform
 
-Part = Annotated[float, Bound(least=0, below=1)]
+Part = Annotated[float, SettingBound(least=0, below=1)]
 Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
 KINDS = ("heads", "neurons")
@@ -83,29 +83,29 @@ def from_hex(text: str, count: int) -> list[int]:
     return [place for place, bit in enumerate(f"{int(text, 16):0{count}b}") if bit == "1"]
 
 
-def slim(model: nn.Module, kept: Mapping[str, Any]) -> None:
+def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
     """Take out of a whole model what a ticket's decision, `kept`, does not keep."""
-    for name, pieces in find_pieces(model).items():
-        arrange(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
+    for name, pieces in find_units(model).items():
+        prune_units(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
 
 
-class AddSigns(Selective):
+class AddSignPenalty(SelectiveTransform):
     """The gradient of penalty · |c| for each coefficient c."""
 
     name = "add_signs"
-    reach = Reach.ROWS
+    reach = TransformScope.ROWS
 
     def __init__(self, penalty: float):
         super().__init__(lambda name, parameter: name.endswith(".coefficients"))
         self.penalty = penalty
 
-    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Numbers) -> list[Tensor]:
+    def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         for i in self.chosen:
             updates[i].add_(parameters[i].sign(), alpha=self.penalty)
         return updates
 
 
-class Watching:
+class EarlyBirdBackward:
     """A backward pass after which, every so often, coefficients are made into masks and kept for a while. `state`
     counts calls; the masks are buffers of the layers that have coefficients."""
 
@@ -113,7 +113,7 @@ class Watching:
         self.inner, self.settings = inner, settings
         self.state = {"calls": torch.zeros((), dtype=torch.int64)}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome, counter = self.inner(model, objective, batch), self.state["calls"]
         if is_fake(counter):
             return outcome
@@ -127,7 +127,7 @@ class Watching:
             return outcome
         distances = self.settings.distances(model, min(known, self.settings.queue))
         notes = {f"mask_distance_of_{kind}": distance for kind, distance in distances.items()}
-        return Outcome(outcome.loss, outcome.notes | notes, outcome.answered)
+        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ class EarlyBird(Technique):
     """Whether neurons of all blocks are compared, or those of each by themselves."""
     penalty: Rate = 1e-4
     """Of the sum of all |coefficients|, added to the loss that is trained on."""
-    every: Moment = 0.01
+    every: StepOrFraction = 0.01
     """Steps from one mask to the next, one at least."""
     queue: Positive = 5
     """Masks that are compared, the newest with all others."""
     distance: Probability = 0.1
     """The ticket is drawn when all others differ from the newest in less than this share of places."""
-    latest: Moment = 0.15
+    latest: StepOrFraction = 0.15
     """The ticket is drawn here if it was not before."""
     draw: Draw = "coefficients"
     seed: int = 0
@@ -169,7 +169,7 @@ class EarlyBird(Technique):
         return max(1, int(self.every))
 
     def model(self, model: nn.Module) -> nn.Module:
-        found, kept = find_pieces(model), getattr(model, "kept_pieces", None)
+        found, kept = find_units(model), getattr(model, "kept_pieces", None)
         if kept is None:
             for pieces in found.values():
                 add_coefficients(pieces)
@@ -177,19 +177,19 @@ class EarlyBird(Technique):
                 memory = torch.zeros(self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device)
                 pieces.writer.register_buffer("recent_masks", memory)
             for kind in KINDS:
-                note(f"{sum(each.count for each in found.values() if each.kind == kind)} {kind} have a coefficient")
+                add_note(f"{sum(each.count for each in found.values() if each.kind == kind)} {kind} have a coefficient")
             return model
-        slim(model, kept)
+        prune_model(model, kept)
         for kind in KINDS:
-            own = [each for each in find_pieces(model).values() if each.kind == kind]
-            note(f"{sum(each.count for each in own)} {kind} are left")
+            own = [each for each in find_units(model).values() if each.kind == kind]
+            add_note(f"{sum(each.count for each in own)} {kind} are left")
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        return Watching(backward, self)
+        return EarlyBirdBackward(backward, self)
 
-    def update(self, transform: Transform) -> Transform:
-        return chain(AddSigns(self.penalty), transform)
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return chain(AddSignPenalty(self.penalty), transform)
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
         """What would be kept now, by the name of the writer."""
@@ -211,7 +211,7 @@ class EarlyBird(Technique):
         kinds = {kind: [w.recent_masks[:known] for w in writers if w.kind_of_pieces == kind] for kind in KINDS}
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided, reason = state.decided(self.name, step), ""
         if decided is None and step == 0:
             decided, reason = {"phase": SEARCH}, "look for a ticket"
@@ -223,14 +223,14 @@ class EarlyBird(Technique):
                 return None
             decided = {"phase": TRAIN, "kept": self._drawn(state.model)}
         if decided["phase"] == SEARCH:
-            return Change(reason, decided)
+            return StructuralChange(reason, decided)
         kept = decided["kept"]
 
         def mark(model: nn.Module) -> nn.Module:
             model.kept_pieces = kept
             return model
 
-        return Change(reason, decided, mark, origin=lambda parameter: None, moments="reset")
+        return StructuralChange(reason, decided, mark, origin=lambda parameter: None, moments="reset")
 
     def _why_now(self, step: int, state: TrainState, model: nn.Module) -> str:
         known = (int(state.techniques[self.name]["calls"]) - 1) // self.spacing
@@ -266,7 +266,7 @@ class EarlyBird(Technique):
         phases = [entry.decision for entry in state.log if entry.technique == self.name]
         if not phases:
             raise IntegrityError(f"{self.name}: the run's log does not say whether a ticket was drawn")
-        found, coefficients = find_pieces(state.model), coefficients_of(state.model)
+        found, coefficients = find_units(state.model), coefficients_of(state.model)
         if phases[-1]["phase"] == SEARCH:
             if coefficients.keys() != found.keys():
                 raise IntegrityError(f"{self.name}: {len(coefficients)} of {len(found)} layers have their coefficients")

@@ -19,12 +19,12 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Positive, Share
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.state import TrainState
 from thrifty.optim.mask_selection import global_count, largest, largest_of_all, layer_counts
-from thrifty.optim.weight_masks import Layer, check_masks
-from thrifty.techniques.sparsity._mask_techniques import MaskedWeights
+from thrifty.optim.weight_masks import MaskedLayer, check_masks
+from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 def cubic_density(step: int, start: int, until: int, initial: float, final: float) -> float:
@@ -40,13 +40,13 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gradual(MaskedWeights):
+class GradualPruning(MatrixMaskTechnique):
     instead: ClassVar[bool] = False
 
-    initial: Share = 1.0
+    initial: Fraction = 1.0
     """Density from `start` on."""
-    start: Moment = 0.0
-    until: Moment = 0.75
+    start: StepOrFraction = 0.0
+    until: StepOrFraction = 0.75
     """When the final density is reached."""
     every: Positive = 100
     """Steps between prunings; there is one more at `until`."""
@@ -79,7 +79,9 @@ class Gradual(MaskedWeights):
         """After the update of this step, if it is due then."""
         return cubic_density(step, int(self.start), int(self.until), self.initial, self.density)
 
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         scores = {}
         for name in names:
             found = layer(name)

@@ -25,15 +25,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError, Refused
-from thrifty.core.objective import Around, Objective, Prediction
-from thrifty.core.setting_bounds import Bound
+from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.state import TrainState
 from thrifty.optim.mask_selection import masked_shapes
 from thrifty.optim.transform_elements import global_norm
-from thrifty.techniques.sparsity._mask_techniques import ScoredWeights
+from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
     return weight * hessian_gradient
 
 
-class Cooled(nn.Module):
+class TemperatureHead(nn.Module):
     """A head whose logits are divided by a number. It is no plain linear layer, so that losses build the logits
     outright, which can be differentiated twice."""
 
@@ -54,7 +54,7 @@ class Cooled(nn.Module):
         return self.head(hidden) / self.temperature
 
 
-class Tempered(Around):
+class TemperedObjective(WrappedObjective):
     """Another objective with the gradients of losses whose logits were divided by a temperature; losses keep their
     values."""
 
@@ -67,14 +67,14 @@ class Tempered(Around):
             cooled = Prediction(given=prediction.given / self.temperature)
         else:
             assert prediction.head is not None
-            cooled = Prediction(hidden=prediction.hidden, head=Cooled(prediction.head, self.temperature))
+            cooled = Prediction(hidden=prediction.hidden, head=TemperatureHead(prediction.head, self.temperature))
         losses = super().losses(cooled, batch)
         with torch.no_grad():
             values = super().losses(prediction, batch)
         return losses + (values - losses.detach())
 
 
-class Along(Around):
+class DirectionalObjective(WrappedObjective):
     """Another objective whose weighted losses sum to the product of their gradient with a given vector: the gradient of
     that is the Hessian's product with the vector."""
 
@@ -99,10 +99,10 @@ def hessian_gradient(
     batch: Batch,
     parameters: Sequence[Tensor],
     temperature: float,
-) -> Outcome:
+) -> BackwardResult:
     """Two backward passes over a batch that leave H g in `.grad`, the loss taken as a function of these parameters,
     logits divided by the temperature. Both draw the same random values."""
-    tempered = Tempered(objective, temperature)
+    tempered = TemperedObjective(objective, temperature)
     devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
         with torch.random.fork_rng(devices):
@@ -110,11 +110,11 @@ def hessian_gradient(
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         for parameter in model.parameters():
             parameter.grad = None
-        again = backward(model, Along(tempered, parameters, gradient), batch)
-    return Outcome(outcome.loss, outcome.notes, outcome.answered or again.answered)
+        again = backward(model, DirectionalObjective(tempered, parameters, gradient), batch)
+    return BackwardResult(outcome.loss, outcome.notes, outcome.answered or again.answered)
 
 
-class Scoring:
+class GraspBackward:
     """A backward pass that leaves H g in place of gradients in the first steps. `state` counts those that the loop
     takes, which are those with finite numbers."""
 
@@ -123,7 +123,7 @@ class Scoring:
         # a value that can be read even where nothing but shapes is traced
         self.state = {"scored": torch.tensor(0)}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         if int(self.state["scored"]) >= self.settings.scoring_steps:
             return self.inner(model, objective, batch)
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -136,9 +136,9 @@ class Scoring:
 
 
 @dataclass(frozen=True)
-class Grasp(ScoredWeights):
+class Grasp(SaliencyMaskTechnique):
     clashes: ClassVar[Mapping[str, str]] = {
-        **ScoredWeights.clashes,
+        **SaliencyMaskTechnique.clashes,
         "compiled blocks": "compiled blocks have no second derivative",
         "attention core": "tiled attention has no second derivative",
         "linear products": "products in 8 bits have no second derivative",
@@ -149,19 +149,19 @@ class Grasp(ScoredWeights):
         "which examples are trained on": "both passes of a scoring step must see the same examples",
     }
 
-    temperature: Annotated[float, Bound(above=0)] = 200.0
+    temperature: Annotated[float, SettingBound(above=0)] = 200.0
     """Logits are divided by it while scoring."""
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
-            raise Refused(
+            raise RefusedError(
                 "a loss of several examples together has no second derivative here",
                 fix="--with sparsity.snip in its place",
             )
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return Scoring(super().backward(backward), self)
+        return GraspBackward(super().backward(backward), self)
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return grasp_scores(weight, gradient)

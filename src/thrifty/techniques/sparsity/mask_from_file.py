@@ -29,15 +29,15 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thrifty.core.errors import IntegrityError, Refused, UsageError, did_you_mean
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError, did_you_mean
 from thrifty.core.randomness import keyed_generator
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.state import TrainState, full_value
-from thrifty.core.tensor_tracing import unseen
+from thrifty.core.tensor_tracing import untraced
 from thrifty.modeling.parameter_kinds import fused_slices
-from thrifty.optim.mask_selection import Shapes, largest, like_parameter, masked_shapes, random_mask
+from thrifty.optim.mask_selection import Shapes, largest, masked_shapes, random_mask, shard_like_parameter
 from thrifty.optim.weight_masks import check_masks, masks_in
-from thrifty.techniques.sparsity._mask_techniques import UnderMasks
+from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 KEY = "thrifty-ticket"
 """Of a ticket's metadata: one entry of JSON, since the order of several is not the same each time they are written."""
@@ -46,7 +46,7 @@ Weights = Mapping[str, Tensor]
 Scope = Literal["global", "layerwise"]
 
 
-def pruned(
+def prune_by_magnitude(
     weights: Weights, masks: Weights, prune: float, scope: str = "global", half: Collection[str] = ()
 ) -> Weights:
     """The masks without the share `prune` of the weights they keep that are smallest in magnitude: of all together
@@ -79,7 +79,7 @@ def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
             part.copy_(part.flatten()[order].view_as(part))
 
 
-def ticket_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
+def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
     """A ticket as a file has it: safetensors of booleans by parameter name, and where it was drawn, of which weights
     (their sha256) and at what density. The same ticket is the same bytes."""
     digest = hashlib.sha256()
@@ -98,7 +98,7 @@ def density_of(masks: Weights) -> float:
     return sum(counts_of(masks).values()) / sum(mask.numel() for mask in masks.values())
 
 
-def read_ticket(file: str, sha256: str) -> dict[str, Tensor]:
+def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
     """The masks of a ticket. Raises UsageError where there is none, IntegrityError where its bytes are not those that
     this sha256 was taken of."""
     path = Path(file).expanduser()
@@ -118,7 +118,7 @@ def read_ticket(file: str, sha256: str) -> dict[str, Tensor]:
         stored = dict(sorted(deserialize(content)))  # come in another order in each process; ranks need one
     except SafetensorError as error:
         raise IntegrityError(f"{path} is no safetensors file: {error}", fix="draw the ticket again") from error
-    with unseen(), unset_fake_temporarily():  # real where all else is counted on fake tensors, and gone before a step
+    with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors, and gone before a step
         return {name: _mask(path, name, entry) for name, entry in stored.items()}
 
 
@@ -130,7 +130,7 @@ def _mask(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
     return values.bool().view(shape)
 
 
-class Contents(NamedTuple):
+class MaskFileContents(NamedTuple):
     """What a run must know of a ticket all the time: the shape of each mask, and how many weights it keeps."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -142,16 +142,16 @@ class Contents(NamedTuple):
 
 
 @lru_cache(maxsize=4)
-def contents_of(file: str, sha256: str) -> Contents:
-    masks = read_ticket(file, sha256)
-    with unseen(), unset_fake_temporarily():
-        return Contents({name: tuple(mask.shape) for name, mask in masks.items()}, counts_of(masks))
+def contents_of(file: str, sha256: str) -> MaskFileContents:
+    masks = read_mask_file(file, sha256)
+    with untraced(), unset_fake_temporarily():
+        return MaskFileContents({name: tuple(mask.shape) for name, mask in masks.items()}, counts_of(masks))
 
 
 @dataclass(frozen=True)
-class Ticket(UnderMasks):
+class MaskFromFile(MaskTechnique):
     clashes: ClassVar[Mapping[str, str]] = {
-        **UnderMasks.clashes,
+        **MaskTechnique.clashes,
         "depth": "a ticket is drawn for the blocks of one model",
         "width": "a ticket is drawn for matrices of one size",
         "parameters of several blocks": "a ticket has a mask for each block, and they have one matrix together",
@@ -166,23 +166,25 @@ class Ticket(UnderMasks):
     """Of the control, together with each parameter's name."""
 
     @property
-    def contents(self) -> Contents:
-        return contents_of(self.file, self.sha256) if self.file else Contents({}, {})
+    def contents(self) -> MaskFileContents:
+        return contents_of(self.file, self.sha256) if self.file else MaskFileContents({}, {})
 
     def model(self, model: nn.Module) -> nn.Module:
         parameters, drawn = dict(model.named_parameters()), self.contents
         for name, shape in drawn.shapes.items():
             if name not in parameters:
-                raise Refused(f"the ticket masks {name}, which the model has not", fix=did_you_mean(name, parameters))
+                raise RefusedError(
+                    f"the ticket masks {name}, which the model has not", fix=did_you_mean(name, parameters)
+                )
             if not masked_shapes({name: parameters[name]}) or parameters[name].shape != shape:
-                raise Refused(
+                raise RefusedError(
                     f"the ticket's mask of {name} is {shape}, the weight {tuple(parameters[name].shape)}",
                     fix="take the model it was drawn in; masks are for matrices, and tables of positions are none",
                 )
         if self.control == "reinitialise":
             shuffle_values(parameters, f"{self.seed}")
         found = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
-        note(f"{found}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
+        add_note(f"{found}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
         return model
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -192,8 +194,8 @@ class Ticket(UnderMasks):
         if not parameters:
             return {}
         if self.control != "random-mask":
-            drawn = read_ticket(self.file, self.sha256)
-            return {name: like_parameter(drawn[name], parameter) for name, parameter in parameters.items()}
+            drawn = read_mask_file(self.file, self.sha256)
+            return {name: shard_like_parameter(drawn[name], parameter) for name, parameter in parameters.items()}
         counts = self.contents.counts
         return {
             name: random_mask(each, counts[name] / each.numel(), f"{self.seed}/{name}")

@@ -31,20 +31,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
-from thrifty.core.run_notes import note
-from thrifty.core.run_relative_settings import Moment
-from thrifty.core.setting_bounds import Bound, Positive, Rate, check_pattern
-from thrifty.core.shard_layout import held_parts, local
+from thrifty.core.run_notes import add_note
+from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.setting_bounds import Positive, Rate, SettingBound, check_pattern
+from thrifty.core.shard_layout import local_shards, local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.n_of_m_linear import Products, has_sparse_units, masked_linear
-from thrifty.kernels.n_of_m_masks import Pattern, add_masked_decay
+from thrifty.kernels.n_of_m_linear import NOfMProducts, has_sparse_units, masked_linear
+from thrifty.kernels.n_of_m_masks import NOfMPattern, add_masked_decay
 from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
 
@@ -52,15 +52,15 @@ MASK = "n_of_m_mask"
 """The buffer of a treated layer, in the shape of its weight."""
 
 
-def put_on(layer: nn.Module, products: Products) -> None:
+def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
     """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`."""
     layer.n_of_m, layer.n_of_m_dense = products, False
     layer.register_buffer(MASK, _mask_for(layer))
     wrap_forward(layer, _multiply)
 
 
-def take_off(layer: nn.Module) -> None:
-    """Undo `put_on`, with the weights as they acted."""
+def remove_masked_product(layer: nn.Module) -> None:
+    """Undo `use_masked_product`, with the weights as they acted."""
     with torch.no_grad():
         layer.weight.mul_(layer.n_of_m_mask)
     del layer.forward, layer.n_of_m, layer.n_of_m_dense, layer.n_of_m_mask
@@ -81,7 +81,7 @@ def _mask_for(layer: nn.Module) -> Tensor:
     return pattern.mask(weight.T).T.contiguous() if is_transposed(layer) else pattern.mask(weight)
 
 
-def treated(model: nn.Module) -> list[nn.Module]:
+def masked_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if hasattr(module, MASK)]
 
 
@@ -103,13 +103,13 @@ def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
-        weight, gradient = local([layer.weight, layer.weight.grad])
-        for part in held_parts(layer.weight):
+        weight, gradient = local_tensors([layer.weight, layer.weight.grad])
+        for part in local_shards(layer.weight):
             mask = layer.n_of_m_mask[part.box.slices]
             add_masked_decay(gradient[part.place], weight[part.place], mask, decay)
 
 
-class Masked:
+class NOfMBackward:
     """A backward pass, of all micro-batches and over all ranks, under masks that are made before it where they are due.
     `state` holds the step that comes next and how often masks were made; the first time they always are."""
 
@@ -118,10 +118,10 @@ class Masked:
         # values that can be read even where nothing but shapes is traced
         self.state = {name: torch.tensor(0) for name in ("step", "made")}
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step, made = (int(count) for count in self.state.values())
         self.state["step"].add_(1)
-        layers, notes = treated(model), {}
+        layers, notes = masked_layers(model), {}
         dense = step >= int(self.settings.dense_from)
         if dense:
             fill_masks(layers)
@@ -133,7 +133,7 @@ class Masked:
         outcome = self.inner(model, objective, batch)
         if self.settings.decay and not dense:
             decay_masked(layers, self.settings.decay)
-        return Outcome(outcome.loss, outcome.notes | notes, outcome.answered)
+        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
 
 
 def fill_masks(layers: Iterable[nn.Module]) -> None:
@@ -155,14 +155,14 @@ class NOfM(Technique):
 
     n: Positive = 2
     """Weights kept of each m neighbours along a layer's inputs."""
-    m: Annotated[int, Bound(least=2, most=32)] = 4
+    m: Annotated[int, SettingBound(least=2, most=32)] = 4
     transposable: bool = False
     """Whether masks are N:M along a layer's outputs too; of those, the best in each tile (m up to 4)."""
     decay: Rate = 2e-4
     """Times a masked weight is added to its gradient; 0 is the plain straight-through estimate."""
     every: Positive = 1
     """Steps from one making of the masks to the next."""
-    dense_from: Moment = 1.0
+    dense_from: StepOrFraction = 1.0
     """From this step on masks keep everything."""
     mvue: bool = False
     """Make the weight's gradient from the minimum-variance unbiased N:M estimate of the output's, along tokens."""
@@ -175,14 +175,16 @@ class NOfM(Technique):
         _ = self.pattern  # refuses what is none
 
     @property
-    def pattern(self) -> Pattern:
-        return Pattern(self.n, self.m, self.transposable)
+    def pattern(self) -> NOfMPattern:
+        return NOfMPattern(self.n, self.m, self.transposable)
 
     def model(self, model: nn.Module) -> nn.Module:
         on_units = has_sparse_units(next(model.parameters()).device, self.pattern)
         for layer in self.layers(model).values():
-            put_on(layer, Products(self.pattern, self.mvue, on_units))
-        note("sparse products on the device's units, in 16 bits" if on_units else "dense products of masked weights")
+            use_masked_product(layer, NOfMProducts(self.pattern, self.mvue, on_units))
+        add_note(
+            "sparse products on the device's units, in 16 bits" if on_units else "dense products of masked weights"
+        )
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
@@ -198,7 +200,7 @@ class NOfM(Technique):
         return select(model, (nn.Linear, *kinds), self.where, skip).matched
 
     def backward(self, backward: Backward) -> Backward:
-        return Masked(backward, self)
+        return NOfMBackward(backward, self)
 
     def changes(self, step: int, state: TrainState) -> None:
         """Changes no structure. A run that was forked from one without masks begins to count where it begins."""
@@ -206,8 +208,8 @@ class NOfM(Technique):
             state.techniques[self.name]["step"].fill_(step)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        for layer in treated(model):
-            take_off(layer)
+        for layer in masked_layers(model):
+            remove_masked_product(layer)
         return model
 
     def holds(self, state: TrainState) -> None:
@@ -224,7 +226,7 @@ class NOfM(Technique):
                 raise IntegrityError(f"{self.name}: the mask of {name} keeps more than {self.pattern}{ways}")
 
 
-def _reason_to_skip(layer: nn.Module, pattern: Pattern) -> str | None:
+def _reason_to_skip(layer: nn.Module, pattern: NOfMPattern) -> str | None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return "the attention that holds it reads its weight itself"
     if "forward" in vars(layer) or (isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward):

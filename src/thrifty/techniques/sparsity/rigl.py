@@ -19,20 +19,22 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.optim.mask_selection import replaced
-from thrifty.optim.weight_masks import Layer
-from thrifty.techniques.sparsity._mask_techniques import MovingMasks
+from thrifty.optim.mask_selection import replace_connections
+from thrifty.optim.weight_masks import MaskedLayer
+from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
 def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
     """The mask after dropping the `fraction` smallest |weight| of the active and growing as many inactive places
     (just-dropped ones included) with the largest |gradient|. All tensors have the weight's shape."""
-    return replaced(mask, weight.abs(), gradient.abs(), fraction)
+    return replace_connections(mask, weight.abs(), gradient.abs(), fraction)
 
 
 @dataclass(frozen=True)
-class Rigl(MovingMasks):
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+class Rigl(DynamicMaskTechnique):
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             found = layer(name)
             yield name, moved_mask(found.mask, found.weight, found.gradient, self.fraction(step))

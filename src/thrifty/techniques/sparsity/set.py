@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from thrifty.core.randomness import keyed_generator
-from thrifty.optim.mask_selection import replaced
-from thrifty.optim.weight_masks import Layer
-from thrifty.techniques.sparsity._mask_techniques import MovingMasks
+from thrifty.optim.mask_selection import replace_connections
+from thrifty.optim.weight_masks import MaskedLayer
+from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
 def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Tensor:
     """The mask after dropping the `fraction` smallest |weight| of the active and growing as many inactive places
     (just-dropped ones included), each with the same chance, drawn from `key` alone. Both have the weight's shape."""
     chance = torch.rand(mask.shape, generator=keyed_generator(key), dtype=torch.float64).to(mask.device)
-    return replaced(mask, weight.abs(), chance, fraction)
+    return replace_connections(mask, weight.abs(), chance, fraction)
 
 
 @dataclass(frozen=True)
-class Set(MovingMasks):
-    def moved(self, names: Sequence[str], layer: Callable[[str], Layer], step: int) -> Iterator[tuple[str, Tensor]]:
+class SparseEvolution(DynamicMaskTechnique):
+    def moved(
+        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
+    ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             found = layer(name)
             yield name, regrown_mask(found.mask, found.weight, self.fraction(step), f"{self.seed}/{name}/{step}")

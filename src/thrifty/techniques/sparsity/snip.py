@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thrifty.techniques.sparsity._mask_techniques import ScoredWeights
+from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
@@ -27,6 +27,6 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Snip(ScoredWeights):
+class Snip(SaliencyMaskTechnique):
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return snip_scores(weight, gradient)

@@ -32,21 +32,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from thrifty.core.backward import Backward, Outcome
+from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.errors import Refused
+from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
-from thrifty.core.run_notes import note
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
-from thrifty.core.structural_change import Change
+from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.sparse.block_sparse_matrix import Blocks, kept_blocks
-from thrifty.kernels.sparse.csr_matrix import LANES, Csr
-from thrifty.kernels.sparse.sparse_breakeven import Case, Form, Line, best_form, forms_of
+from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix, kept_blocks
+from thrifty.kernels.sparse.csr_matrix import LANES, CsrMatrix
+from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase, DensityTimeFit, Form, best_form, forms_of
 from thrifty.kernels.sparse.sparse_linear import sparse_linear
-from thrifty.kernels.sparse.sparsity_pattern import Pattern
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.modeling.module_surgery import weight_layers, wrap_forward
 from thrifty.optim.weight_masks import masks_in
@@ -54,16 +54,16 @@ from thrifty.optim.weight_masks import masks_in
 WORTH = 0.9
 """Of the time of dense products that sparse ones may take at most to be chosen."""
 UNMASKED = "dense: its weight is under no mask"
-Lines = dict[torch.dtype, dict[Form, Line]]
+Lines = dict[torch.dtype, dict[Form, DensityTimeFit]]
 """Times of products over density, by their dtype and by form."""
 
 
-class Product:
+class LayerProducts:
     """What a layer knows of the mask that its weight is under, and which products it has chosen."""
 
     def __init__(self, lines: Lines):
         self.lines = lines
-        self.patterns: dict[torch.dtype, Pattern] = {}
+        self.patterns: dict[torch.dtype, SparsityPattern] = {}
         """By the dtype of products, where sparse ones are chosen."""
         self.is_sparse = False
         """In some dtype."""
@@ -91,32 +91,32 @@ class Product:
         densities: dict[Form, float] = {"csr": float(mask.sum()) / mask.numel()}
         if "blocks" in forms_of(*mask.shape):
             densities["blocks"] = float(kept_blocks(mask, LANES).float().mean())
-        made: dict[Form, Pattern] = {}
+        made: dict[Form, SparsityPattern] = {}
         said: dict[str, str] = {}
         for dtype, lines in self.lines.items():
             form, ratio = best_form(lines, densities)
             if ratio <= WORTH:
-                made[form] = made.get(form) or (Csr.of(mask) if form == "csr" else Blocks.of(mask))
+                made[form] = made.get(form) or (CsrMatrix.of(mask) if form == "csr" else BlockSparseMatrix.of(mask))
                 self.patterns[dtype] = made[form]
-            said.setdefault(in_words(form, densities["csr"], ratio), str(dtype).removeprefix("torch."))
+            said.setdefault(format_products(form, densities["csr"], ratio), str(dtype).removeprefix("torch."))
         self.said = "; ".join(f"{words} in {dtype}" if len(said) > 1 else words for words, dtype in said.items())
 
 
-def in_words(form: Form, density: float, ratio: float) -> str:
+def format_products(form: Form, density: float, ratio: float) -> str:
     """Which products a layer chose and why."""
     if ratio <= WORTH:
         return f"{form}: at density {density:.3g} it takes {ratio:.2f} of the time of dense products"
     return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
 
 
-def put_on(layer: nn.Linear, lines: Lines) -> None:
+def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
     """Let a linear layer use sparse products while it is trained, once its `sparse_product` follows a mask."""
-    layer.sparse_product = Product(lines)  # type: ignore[assignment]
+    layer.sparse_product = LayerProducts(lines)  # type: ignore[assignment]
     wrap_forward(layer, _multiply)
 
 
-def take_off(layer: nn.Linear) -> None:
-    """Undo `put_on`."""
+def remove_sparse_product(layer: nn.Linear) -> None:
+    """Undo `use_sparse_product`."""
     del layer.forward, layer.sparse_product
 
 
@@ -142,13 +142,13 @@ def products_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-class Counting:
+class SparseProductCounter:
     """A backward pass that notes how many layers used sparse products."""
 
     def __init__(self, inner: Backward):
         self.inner = inner
 
-    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> Outcome:
+    def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         products = [layer.sparse_product for _, layer in products_of(model)]
         for product in products:
             product.used = False
@@ -176,17 +176,17 @@ class SparseProducts(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         layers = {name: layer for name, layer in weight_layers(model).items() if re.search(self.where, name)}
         if not layers:
-            raise Refused(f"no layer has a name that matches {self.where!r}", fix="give another pattern as where")
+            raise RefusedError(f"no layer has a name that matches {self.where!r}", fix="give another pattern as where")
         reasons = {name: reason for name, layer in layers.items() if (reason := _reason_to_skip(layer))}
         shapes: dict[tuple[int, ...], list[str]] = {}
         for name, layer in layers.items():
             if name in reasons:
-                note(f"skipped {name}: {reasons[name]}")
+                add_note(f"skipped {name}: {reasons[name]}")
                 continue
-            put_on(layer, self.lines(layer.weight))  # type: ignore[arg-type]
+            use_sparse_product(layer, self.lines(layer.weight))  # type: ignore[arg-type]
             shapes.setdefault(tuple(layer.weight.shape), []).append(name)  # type: ignore[union-attr]
         for shape, names in shapes.items():
-            note(self._crossovers(shape, names, layers[names[0]]))
+            add_note(self._crossovers(shape, names, layers[names[0]]))
         return model
 
     def lines(self, weight: Tensor) -> Lines:
@@ -196,7 +196,9 @@ class SparseProducts(Technique):
             if self.costs == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
                 continue
             name = str(torch.bfloat16 if dtype is torch.float16 else dtype).removeprefix("torch.")
-            cases = {form: Case(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)}
+            cases = {
+                form: BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)
+            }
             found[dtype] = {
                 form: case.counted() if self.costs == "counted" else case.measured() for form, case in cases.items()
             }
@@ -208,24 +210,24 @@ class SparseProducts(Technique):
         found = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
         return f"{found}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
 
-    def changes(self, step: int, state: TrainState) -> Change | None:
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         """No change of structure: layers follow their masks, which may have moved in the last update."""
         if state.model is None or state.optimizer is None:
             return None
         masks = {} if state.optimizer.site.behind else masks_in(state)
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
-        moving = state.optimizer.will_move()
+        moving = state.optimizer.will_move_masks()
         for _, layer in products_of(state.model):
             layer.sparse_product.follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
             layer.sparse_product.dense_gradient = moving
         return None
 
     def backward(self, backward: Backward) -> Backward:
-        return Counting(backward)
+        return SparseProductCounter(backward)
 
     def finish(self, model: nn.Module) -> nn.Module:
         for _, layer in products_of(model):
-            take_off(layer)
+            remove_sparse_product(layer)
         return model
 
 

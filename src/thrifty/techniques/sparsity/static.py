@@ -26,16 +26,16 @@ from thrifty.optim.mask_selection import (
     largest_of_all,
     layer_counts,
     layer_densities,
-    like_parameter,
     masked_shapes,
     random_mask,
+    shard_like_parameter,
 )
 from thrifty.optim.weight_masks import check_masks
-from thrifty.techniques.sparsity._mask_techniques import MaskedWeights
+from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 @dataclass(frozen=True)
-class Static(MaskedWeights):
+class StaticMask(MatrixMaskTechnique):
     by: Literal["random", "magnitude"] = "random"
     """What decides which weights are kept: chance, or the size of their first values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
@@ -53,7 +53,7 @@ class Static(MaskedWeights):
         else:
             densities = layer_densities(shapes, self.density, self.distribution)
             return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
-        return {name: like_parameter(masks[name], parameters[name]) for name in parameters}
+        return {name: shard_like_parameter(masks[name], parameters[name]) for name in parameters}
 
     def _scores(self, name: str, parameter: Tensor) -> Tensor:
         if self.by == "magnitude":

@@ -8,14 +8,14 @@ import importlib
 import pkgutil
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.design_stream import Design
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign
 
 
 def design_names() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
-def find_design(name: str) -> Design:
+def find_design(name: str) -> AcceleratorDesign:
     """The design of this name; raises UsageError with the nearest name where there is none."""
     if name not in design_names():
         raise UsageError(f"there is no design {name!r}", fix=did_you_mean(str(name), design_names()))

@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -38,7 +38,7 @@ def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers:
     return iterations + refill
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     approximate = bool(machine.settings["approximate"])
     keys = layer.unit_keys[:, None]
     of_scores, of_values = (-(-layer.width // machine.stations[name].width) for name in ("score", "output"))
@@ -63,7 +63,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     scores, weighed = (float(layer.per_query(each).sum()) for each in (candidates, kept))
     read, written = operand_bytes(layer, machine.number("bits"))
     sorted_keys = 2 * layer.unit_keys * layer.width * machine.number("bits") / 8 if approximate else 0
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -77,25 +77,31 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
 
 
 def _operations(
-    layer: AttentionLayer, machine: Machine, candidates: float, kept: float, iterations: float
-) -> dict[Operation, float]:
+    layer: AttentionLayer, machine: AcceleratorSpec, candidates: float, kept: float, iterations: float
+) -> dict[PricedOperation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
     memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
     refilled = 2 * machine.number("depth") * width * queries * bool(iterations)
     return add_up(
         # an iteration compares all columns in a tree, at both ends, adds to a score and makes one new product of each
-        {Operation("int_add", 2 * bits): iterations * (2 * width + 2), Operation("int_multiply", bits): 2 * iterations},
-        {Operation("int_multiply", bits): refilled},
-        {Operation("sram", 2 * bits, memories["sorted keys"]): 2 * iterations + refilled},
+        {
+            PricedOperation("int_add", 2 * bits): iterations * (2 * width + 2),
+            PricedOperation("int_multiply", bits): 2 * iterations,
+        },
+        {PricedOperation("int_multiply", bits): refilled},
+        {PricedOperation("sram", 2 * bits, memories["sorted keys"]): 2 * iterations + refilled},
         multiply_accumulate((candidates + kept) * width, bits),
-        {Operation("sram", width * bits, memories["keys"]): candidates},
-        {Operation("sram", width * bits, memories["values"]): kept},
-        {Operation("int_multiply", 2 * bits): kept + queries * width, Operation("int_add", 2 * bits): 2 * candidates},
+        {PricedOperation("sram", width * bits, memories["keys"]): candidates},
+        {PricedOperation("sram", width * bits, memories["values"]): kept},
+        {
+            PricedOperation("int_multiply", 2 * bits): kept + queries * width,
+            PricedOperation("int_add", 2 * bits): 2 * candidates,
+        },
     )
 
 
-def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
+def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     notes = []
     if machine.settings["approximate"]:
         notes.append("A3's keys are sorted elsewhere, which is not counted")
@@ -110,11 +116,11 @@ def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["output"].width
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """More copies; one is as small as it gets, since it takes a key a cycle."""
     own = multipliers(machine)
     if budget < own:
@@ -122,7 +128,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=budget // own)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="a3",
     stations=STATIONS,
     lower=lower,

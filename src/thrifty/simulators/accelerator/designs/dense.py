@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -23,7 +23,7 @@ from thrifty.simulators.accelerator.design_stream import (
 STATIONS = ("score", "softmax", "value")
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     keys = layer.unit_keys[:, None]
     widths = {name: machine.stations[name].width for name in STATIONS}
     cycles = [ceil_div(keys * layer.width, widths["score"]), ceil_div(keys, widths["softmax"])]
@@ -31,7 +31,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     pairs = float((layer.unit_queries * layer.unit_keys).sum())
     read, written = operand_bytes(layer, machine.number("bits"))
     bits, memory = int(machine.number("bits")), machine.size("operands")
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=np.stack([layer.per_query(each) for each in cycles]),
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -41,17 +41,20 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         written=written,
         operations=add_up(
             multiply_accumulate(2 * pairs * layer.width, bits),
-            {Operation("sram", layer.width * bits, memory): 2 * pairs + 2 * float(layer.unit_queries.sum())},
-            {Operation("float_multiply", 16): pairs + written.sum() * 8 / bits, Operation("float_add", 16): pairs},
+            {PricedOperation("sram", layer.width * bits, memory): 2 * pairs + 2 * float(layer.unit_queries.sum())},
+            {
+                PricedOperation("float_multiply", 16): pairs + written.sum() * 8 / bits,
+                PricedOperation("float_add", 16): pairs,
+            },
         ),
     )
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["value"].width
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Half of the multipliers for scores, half for values, and as wide a softmax as they can use."""
     if budget < 2:
         raise UsageError(f"{budget} multipliers cannot be divided", fix="give at least 2")
@@ -62,7 +65,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="dense",
     stations=STATIONS,
     lower=lower,

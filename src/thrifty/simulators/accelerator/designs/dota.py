@@ -18,12 +18,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -65,7 +65,7 @@ def imbalance(kept: np.ndarray, lanes: int) -> float:
     return float(longest / counts.sum() - 1)
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     lanes, width, bits = machine.stations["attend"].width, layer.width, int(machine.number("bits"))
     each, kept = int(machine.number("lane")), layer.kept()
     if not machine.settings["approximate"]:
@@ -82,7 +82,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     service = np.stack([ceil_div(fetched, machine.stations["fetch"].width), detecting + attending]).astype(np.int64)
     computed = float(kept.sum())
     read, written = operand_bytes(layer, bits)
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=(machine.stations["fetch"].buffer,),
@@ -97,25 +97,25 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
 
 
 def _operations(
-    layer: AttentionLayer, machine: Machine, kept: float, fetched: float, reduced: int
-) -> dict[Operation, float]:
+    layer: AttentionLayer, machine: AcceleratorSpec, kept: float, fetched: float, reduced: int
+) -> dict[PricedOperation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries, pairs = float(layer.unit_queries.sum()), float((layer.unit_queries * layer.unit_keys).sum())
     memory = machine.size("operands")
     return add_up(
         multiply_accumulate(pairs * reduced, int(machine.number("detected_bits")), 16),
-        {Operation("int_add", 16): pairs * bool(reduced)},
+        {PricedOperation("int_add", 16): pairs * bool(reduced)},
         multiply_accumulate(2 * kept * width, bits),
-        {Operation("sram", width * bits, memory): 2 * fetched + 2 * queries},
-        {Operation("float_multiply", 32): kept + queries * width, Operation("float_add", 32): kept},
+        {PricedOperation("sram", width * bits, memory): 2 * fetched + 2 * queries},
+        {PricedOperation("float_multiply", 32): kept + queries * width, PricedOperation("float_add", 32): kept},
     )
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["attend"].width * int(machine.number("lane"))
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Lanes of fewer multipliers, or more copies: a group stays of as many queries."""
     lanes, own = machine.stations["attend"].width, multipliers(machine)
     if budget < lanes:
@@ -126,7 +126,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, settings={**machine.settings, "lane": budget // lanes}, modules=modules)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="dota",
     stations=STATIONS,
     lower=lower,

@@ -16,12 +16,12 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.attention_filters.elsa_filter import factor_sizes, multiplies
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -48,7 +48,7 @@ def bank_counts(kept: np.ndarray, banks: int) -> np.ndarray:
     return padded.reshape(*kept.shape[:2], -1, banks).sum(2, dtype=np.int64)
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     approximate = bool(machine.settings["approximate"])
     banks, width = machine.stations["attend"].width, layer.width
     hashing, dividing = (machine.stations[name].width for name in ("hash", "divide"))
@@ -70,7 +70,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     computed = float(layer.per_query(kept).sum())
     read, written = operand_bytes(layer, machine.number("bits"))
     pairs = float((layer.unit_queries * layer.unit_keys).sum()) if approximate else 0.0
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -89,7 +89,9 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     )
 
 
-def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: float) -> dict[Operation, float]:
+def _operations(
+    layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float
+) -> dict[PricedOperation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
     hashed = queries + keys if pairs else 0.0
@@ -98,28 +100,32 @@ def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: flo
         multiply_accumulate(hashed * hash_multiplications(width), bits),
         multiply_accumulate(keys * width if pairs else 0.0, bits),  # norms
         # a query's hash against a key's: 64 XORs and their count, a cosine from a table, a product and a comparison
-        {Operation("int_add", width): 2 * pairs, Operation("int_multiply", 8): pairs, Operation("int_add", 16): pairs},
-        {Operation("sram", width + 8, 4096): pairs + keys * bool(pairs)},
+        {
+            PricedOperation("int_add", width): 2 * pairs,
+            PricedOperation("int_multiply", 8): pairs,
+            PricedOperation("int_add", 16): pairs,
+        },
+        {PricedOperation("sram", width + 8, 4096): pairs + keys * bool(pairs)},
         multiply_accumulate(2 * kept * width, bits),
-        {Operation("sram", width * bits, operand_memory): 2 * kept + 2 * queries},
+        {PricedOperation("sram", width * bits, operand_memory): 2 * kept + 2 * queries},
         # an exponential by table and product, and a division by the reciprocal of the sum: floats of 16 bits
-        {Operation("float_multiply", 16): kept + queries * width, Operation("float_add", 16): kept},
+        {PricedOperation("float_multiply", 16): kept + queries * width, PricedOperation("float_add", 16): kept},
     )
 
 
-def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
+def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     most = machine.number("most_keys")
     if layer.keys <= most:
         return ()
     return (f"ELSA's memories hold {most:.0f} keys; area and power are those, for {layer.keys}",)
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     """Of scores and values: 2·d for each bank. Hash and division have others, which a budget does not count."""
     return 2 * int(machine.number("head_width")) * machine.stations["attend"].width
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Fewer banks, or more copies; what hashes and divides is in proportion to the banks."""
     bank = 2 * int(machine.number("head_width"))
     if budget < bank:
@@ -137,7 +143,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations, modules=modules)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="elsa",
     stations=STATIONS,
     lower=lower,

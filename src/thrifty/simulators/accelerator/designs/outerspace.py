@@ -24,16 +24,23 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
-from thrifty.simulators.accelerator.design_stream import Design, Operation, Stream, add_up, ceil_div, whole_cycles
-from thrifty.simulators.accelerator.spgemm_workload import Phase, Product
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
+from thrifty.simulators.accelerator.design_stream import (
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
+    add_up,
+    ceil_div,
+    whole_cycles,
+)
+from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmProduct
 
 STATIONS = ("deal", "work", "move")
 NUMBER, CHUNK, ROW, POINTER = 12, 4, 4, 6
 """Bytes: a number with its place, the head of a chunk, that of a row of results, and that of an operand's row."""
 
 
-def traffic(product: Product, machine: Machine) -> dict[str, float]:
+def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float]:
     """Bytes between the chip and its memory: operands "A" and "B", products "T" (written and read), the result "Z"."""
     used = product.columns > 0
     read_again = _reads(product, machine)
@@ -47,24 +54,24 @@ def traffic(product: Product, machine: Machine) -> dict[str, float]:
     }
 
 
-def _reads(product: Product, machine: Machine) -> np.ndarray:
+def _reads(product: SpgemmProduct, machine: AcceleratorSpec) -> np.ndarray:
     """(k,) how often a row of B comes in: once if the tile's cache holds it, else for each `elements` of the column."""
     held = product.rows * NUMBER <= machine.size("cache")
     return np.where(held, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
-def merge_passes(chunks: np.ndarray, machine: Machine) -> np.ndarray:
+def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
     """How often rows of so many chunks are gone through, where a scratchpad holds the heads of only so many."""
     heads = max(2, machine.size("scratchpad") // (NUMBER + CHUNK))
     return np.maximum(1, np.ceil(np.log(np.maximum(chunks, 1)) / np.log(heads) - 1e-9)).astype(np.int64)
 
 
-def lower(phase: Phase, machine: Machine) -> Stream:
+def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     lowered = {"multiply": _multiply, "merge": _merge}
     return lowered[phase.name](phase.product, machine)
 
 
-def _multiply(product: Product, machine: Machine) -> Stream:
+def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     elements = machine.stations["work"].width
     used = np.flatnonzero((product.columns > 0) & (product.rows > 0))
     columns, rows, again = (each[used] for each in (product.columns, product.rows, _reads(product, machine)))
@@ -85,14 +92,14 @@ def _multiply(product: Product, machine: Machine) -> Stream:
         moved["A"] + moved["B"],
         moved["T"] / 2,
         add_up(
-            {Operation("float_multiply", 64): product.multiplies},
-            {Operation("sram", 96, machine.size("cache")): product.multiplies},
+            {PricedOperation("float_multiply", 64): product.multiplies},
+            {PricedOperation("sram", 96, machine.size("cache")): product.multiplies},
         ),
         macs=product.multiplies,
     )
 
 
-def _merge(product: Product, machine: Machine) -> Stream:
+def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
     # a number is sorted in among the heads of all chunks, half of which it passes
     sorting = ceil_div(product.chunks, 2 * int(machine.number("sorted")))
@@ -107,9 +114,9 @@ def _merge(product: Product, machine: Machine) -> Stream:
         traffic(product, machine)["T"] / 2,
         traffic(product, machine)["Z"],
         add_up(
-            {Operation("float_add", 64): product.adds},
-            {Operation("sram", 96, machine.size("scratchpad")): 2 * float(product.partial.sum())},
-            {Operation("int_add", 32): float((product.partial * passes * sorting).sum())},
+            {PricedOperation("float_add", 64): product.adds},
+            {PricedOperation("sram", 96, machine.size("scratchpad")): 2 * float(product.partial.sum())},
+            {PricedOperation("int_add", 32): float((product.partial * passes * sorting).sum())},
         ),
         macs=0.0,
     )
@@ -117,16 +124,16 @@ def _merge(product: Product, machine: Machine) -> Stream:
 
 
 def _stream(
-    product: Product,
-    machine: Machine,
+    product: SpgemmProduct,
+    machine: AcceleratorSpec,
     service: np.ndarray,
     read: float,
     written: float,
-    operations: dict[Operation, float],
+    operations: dict[PricedOperation, float],
     macs: float,
-) -> Stream:
+) -> ItemStream:
     none = np.zeros(service.shape[1])
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -150,15 +157,15 @@ def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
     return whole_cycles(dealt)
 
 
-def _latency(machine: Machine) -> int:
+def _latency(machine: AcceleratorSpec) -> int:
     return round(_outer(machine).latency * machine.clock)
 
 
-def _bandwidth(machine: Machine) -> float:
+def _bandwidth(machine: AcceleratorSpec) -> float:
     return _outer(machine).bandwidth
 
 
-def _outer(machine: Machine) -> Memory:
+def _outer(machine: AcceleratorSpec) -> AcceleratorMemory:
     if "dram" not in machine.memories:
         raise UsageError(
             f"machine {machine.name} lacks memory 'dram', which outerspace needs", fix="add [memories.dram]"
@@ -166,11 +173,11 @@ def _outer(machine: Machine) -> Memory:
     return machine.memories["dram"]
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["work"].width
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """More or fewer tiles, each with its share of the memory."""
     own = multipliers(machine)
     if budget < own:
@@ -178,7 +185,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=budget // own)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="outerspace",
     stations=STATIONS,
     lower=lower,

@@ -11,14 +11,20 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine, Memory
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import Design, Operation, Stream, add_up, whole_cycles
+from thrifty.simulators.accelerator.design_stream import (
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
+    add_up,
+    whole_cycles,
+)
 
 STATIONS = ("device",)
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     queries, keys = layer.unit_queries, layer.unit_keys
     if machine.settings["padded"]:
         queries, keys = np.full_like(queries, layer.queries), np.full_like(keys, layer.keys)
@@ -30,10 +36,10 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         written = written + 2 * queries * keys * each
         moved = moved + 4 * queries * keys * each
     computing = operations / (machine.stations["device"].width * machine.number("efficiency"))
-    moving = moved / machine.memories.get("dram", Memory("dram")).bandwidth * machine.clock
+    moving = moved / machine.memories.get("dram", AcceleratorMemory("dram")).bandwidth * machine.clock
     bits = int(machine.number("bits"))
     macs = float(operations.sum()) / 2
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=whole_cycles(np.maximum(computing, moving))[None, :, None],
         buffers=(),
@@ -42,15 +48,15 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         read=moved - written,
         written=written,
         overlapped=True,
-        operations=add_up({Operation("float_multiply", bits): macs, Operation("float_add", bits): macs}),
+        operations=add_up({PricedOperation("float_multiply", bits): macs, PricedOperation("float_add", bits): macs}),
     )
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["device"].width // 2
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """A device with so many multipliers and the same bandwidth; its power is not known then."""
     if budget < 1:
         raise UsageError(f"a device cannot have {budget} multipliers", fix="give at least 1")
@@ -58,7 +64,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations, modules={})
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="roofline",
     stations=STATIONS,
     lower=lower,

@@ -18,12 +18,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -84,7 +84,7 @@ def utilisation(kept: np.ndarray, ports: int, elements: int) -> float:
     return float(counts.sum() / max(elements * ceil_div(counts, elements).sum(), 1))
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
     ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
     packing = str(machine.settings["packing"])
@@ -107,7 +107,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     service = np.stack([*(whole_cycles(each) for each in before), attending]).astype(np.int64)
     read, written = operand_bytes(layer, machine.number("bits"))
     lead = np.full(layer.units, 0 if machine.settings["skewed"] else int(machine.number("skew")), dtype=np.int64)
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -119,7 +119,9 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     )
 
 
-def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: float) -> dict[Operation, float]:
+def _operations(
+    layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float
+) -> dict[PricedOperation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
     memory = machine.size("operands")
@@ -127,20 +129,20 @@ def _operations(layer: AttentionLayer, machine: Machine, kept: float, pairs: flo
         multiply_accumulate(pairs * width, int(machine.number("predicted_bits")), 16),
         # lengths of queries and keys, and each predicted score scaled by both and compared
         multiply_accumulate((queries + keys) * width, bits),
-        {Operation("int_multiply", bits): 2 * pairs, Operation("int_add", bits): pairs},
+        {PricedOperation("int_multiply", bits): 2 * pairs, PricedOperation("int_add", bits): pairs},
         multiply_accumulate(2 * kept * width, bits),
-        {Operation("sram", width * bits, memory): 2 * kept / machine.number("elements") + 2 * queries + 2 * keys},
+        {PricedOperation("sram", width * bits, memory): 2 * kept / machine.number("elements") + 2 * queries + 2 * keys},
         # an exponential by a power of two and a table in the element, a division at the end of a row
-        {Operation("int_multiply", bits): kept + queries * width, Operation("int_add", bits): 2 * kept},
+        {PricedOperation("int_multiply", bits): kept + queries * width, PricedOperation("int_add", bits): 2 * kept},
     )
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     """Of the array; the predicting array's, of 4 bits, are not counted, nor in the paper."""
     return machine.stations["attend"].width * int(machine.number("elements"))
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Fewer rows, with the predicting array in proportion, or more copies."""
     elements, own = int(machine.number("elements")), multipliers(machine)
     if budget < elements:
@@ -156,7 +158,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations, modules=modules)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="sanger",
     stations=STATIONS,
     lower=lower,

@@ -17,12 +17,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -39,7 +39,7 @@ def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
     return queries, keys
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     width = layer.width
     queries, keys = survivors(layer)
     again = layer.count("again")
@@ -57,7 +57,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     share = machine.number("again") if again is None else float((again * queries).sum() / max(queries.sum(), 1))
     left = queries.sum(1)
     values = (layer.kept() & (queries > 0)[..., None]).any(1).sum(-1) * width * (high + low) / 8
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=np.stack(cycles).astype(np.int64),
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
@@ -70,18 +70,20 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     )
 
 
-def _operations(machine: Machine, width: int, scored: float, kept: float, queries: float) -> dict[Operation, float]:
+def _operations(
+    machine: AcceleratorSpec, width: int, scored: float, kept: float, queries: float
+) -> dict[PricedOperation, float]:
     bits = int(machine.number("high_bits") + machine.number("low_bits"))
     memory = machine.size("operands")
     return add_up(
         multiply_accumulate((scored + kept) * width, bits),
-        {Operation("sram", width * bits, memory): scored + kept},
-        {Operation("float_multiply", 32): scored, Operation("float_add", 32): scored + queries},
-        {Operation("int_add", bits): 3 * scored},  # two expected comparisons of a top-k, and importance added up
+        {PricedOperation("sram", width * bits, memory): scored + kept},
+        {PricedOperation("float_multiply", 32): scored, PricedOperation("float_add", 32): scored + queries},
+        {PricedOperation("int_add", bits): 3 * scored},  # two expected comparisons of a top-k, and importance added up
     )
 
 
-def _notes(layer: AttentionLayer, machine: Machine, scored: float, kept: float) -> tuple[str, ...]:
+def _notes(layer: AttentionLayer, machine: AcceleratorSpec, scored: float, kept: float) -> tuple[str, ...]:
     notes = []
     if layer.packed is not None and scored > 2 * kept:
         notes.append(
@@ -93,11 +95,11 @@ def _notes(layer: AttentionLayer, machine: Machine, scored: float, kept: float) 
     return tuple(notes)
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["value"].width
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Everything in proportion, as the paper does for an eighth; more copies beyond its size."""
     own = multipliers(machine)
     if budget >= own:
@@ -113,7 +115,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations, settings=settings, modules=modules)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="spatten",
     stations=STATIONS,
     lower=lower,

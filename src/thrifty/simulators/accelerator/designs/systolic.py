@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     multiply_accumulate,
     operand_bytes,
@@ -47,7 +47,7 @@ def reported_cycles(m: Count, n: Count, k: Count, rows: int, columns: int, dataf
     return count * each - 1
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     rows, columns = int(machine.number("rows")), int(machine.number("columns"))
     dataflow, width = str(machine.settings["dataflow"]), layer.width
     queries, keys = layer.unit_queries, layer.unit_keys
@@ -61,7 +61,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     read, written = operand_bytes(layer, bits)
     fetched = (score_folds * score_cycles + value_folds * value_cycles).sum() * (rows + columns)
     memory = machine.size("operands")
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=(),
@@ -69,16 +69,16 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
         lead=np.zeros(layer.units, dtype=np.int64),
         read=read,
         written=written,
-        operations=add_up(multiply_accumulate(macs, bits), {Operation("sram", bits, memory): float(fetched)}),
+        operations=add_up(multiply_accumulate(macs, bits), {PricedOperation("sram", bits, memory): float(fetched)}),
         notes=("systolic: softmax is not modelled",),
     )
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return int(machine.number("rows") * machine.number("columns"))
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """As square an array as powers of two make, with no more multipliers than that."""
     if budget < 1:
         raise UsageError(f"an array cannot have {budget} multipliers", fix="give at least 1")
@@ -87,7 +87,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, settings=settings)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="systolic",
     stations=STATIONS,
     lower=lower,

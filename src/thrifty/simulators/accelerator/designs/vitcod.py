@@ -17,12 +17,12 @@ from dataclasses import replace
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.simulators.accelerator.accelerator_spec import Machine
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
-    Design,
-    Operation,
-    Stream,
+    AcceleratorDesign,
+    ItemStream,
+    PricedOperation,
     add_up,
     ceil_div,
     multiply_accumulate,
@@ -43,7 +43,7 @@ def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndar
     return np.clip(share, np.minimum(denser, 1), lines - np.minimum(sparser, 1))
 
 
-def lower(layer: AttentionLayer, machine: Machine) -> Stream:
+def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     lines, each = machine.stations["lines"].width, int(machine.number("line"))
     width, bits = layer.width, machine.number("bits")
     global_tokens, sparser = split_pairs(layer.kept(), int(machine.number("global_tokens")))
@@ -67,7 +67,7 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     share = code / layer.heads if code else 1.0
     computed = (denser + sparser).astype(float)
     indices = 2 * sparser * machine.number("index_bits") / 8
-    return Stream(
+    return ItemStream(
         stations=STATIONS,
         service=service,
         buffers=(),
@@ -80,18 +80,20 @@ def lower(layer: AttentionLayer, machine: Machine) -> Stream:
     )
 
 
-def _operations(layer: AttentionLayer, machine: Machine, pairs: float, decoded: float) -> dict[Operation, float]:
+def _operations(
+    layer: AttentionLayer, machine: AcceleratorSpec, pairs: float, decoded: float
+) -> dict[PricedOperation, float]:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
     memory = machine.size("operands")
     return add_up(
         multiply_accumulate(2 * pairs * width + decoded, bits),
-        {Operation("sram", width * bits, memory): 2 * pairs + 2 * queries},
-        {Operation("float_multiply", 16): pairs + queries * width, Operation("float_add", 16): pairs},
+        {PricedOperation("sram", width * bits, memory): 2 * pairs + 2 * queries},
+        {PricedOperation("float_multiply", 16): pairs + queries * width, PricedOperation("float_add", 16): pairs},
     )
 
 
-def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
+def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     notes = ["ViTCoD: softmax is not modelled, as in its released simulator"]
     operands = layer.keys * layer.width * machine.number("bits") / 8
     if operands > machine.size("operands"):
@@ -99,11 +101,11 @@ def _notes(layer: AttentionLayer, machine: Machine) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def multipliers(machine: Machine) -> int:
+def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["lines"].width * int(machine.number("line"))
 
 
-def scaled(machine: Machine, budget: int) -> Machine:
+def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """More or fewer lines; both parts need one."""
     each = int(machine.number("line"))
     if budget < 2 * each:
@@ -114,7 +116,7 @@ def scaled(machine: Machine, budget: int) -> Machine:
     return replace(machine, copies=1, stations=stations, modules=modules)
 
 
-DESIGN = Design(
+DESIGN = AcceleratorDesign(
     name="vitcod",
     stations=STATIONS,
     lower=lower,
