@@ -19,8 +19,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from board.browser import CHROMIUM, Browser
-from report.conftest import records, write_run_folder
+from headless_browser import CHROMIUM, Browser
+
+from reporting.conftest import records, write_run_folder
 from side_by_side import write
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite

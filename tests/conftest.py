@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-
 from rank_processes import in_a_group_of_one
+from tiny_runs import DEVICE
+
 from thrifty.core.tensor_tracing import gc_frozen
 from thrifty.training.determinism import deterministic_kernels
-from tiny_runs import DEVICE
 
 FINISHED, KEPT = itertools.count(1), [0]
 """Tests, and how many modules there were at each time that what is there was kept."""

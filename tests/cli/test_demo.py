@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from click import Command, Group
 from click.testing import CliRunner
+from tiny_runs import technique
 
 from thrifty.cli import demo
 from thrifty.cli.main import thrifty
 from thrifty.core.technique import Technique
 from thrifty.recipes.language_recipes import plain
 from thrifty.recipes.recipe_toml import write_recipe
-from tiny_runs import technique
 
 
 @pytest.fixture

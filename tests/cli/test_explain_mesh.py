@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-
 from mesh_runs import recipe, stated_and_held
 from rank_processes import on_ranks
+
 from thrifty.cli.explain import command, explain_recipe
 from thrifty.core.errors import UsageError
 

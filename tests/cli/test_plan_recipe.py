@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner, Result
+from command_line import TINY, write_corpus
 
-from end_to_end.command_line import TINY, write_corpus
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
 from thrifty.cli.plan.plan_local import _evidence

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from simulated_runs import Simulated
 
-from comparing.simulated_runs import Simulated
 from thrifty.cli.compare import command
 from thrifty.cli.show import command as show
 from thrifty.core.errors import UsageError

@@ -12,20 +12,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
-from torch import nn
-
-from runs_for import RUNS, plain_for
-from thrifty import techniques
-from thrifty.composition.compose import BaseRun, Run
-from thrifty.composition.explain import explain, passes_of
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
-from thrifty.core.mesh import USED_BY
-from thrifty.core.plain_values import build, to_data
-from thrifty.core.stages import HOW, Stage
-from thrifty.core.state import TrainState, read_log
-from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.weight_masks import masks_in
-from thrifty.training import checkpoint
+from technique_runs import RUNS, plain_for
 from tiny_runs import (
     DEVICE,
     LEAST_GAIN,
@@ -40,6 +27,19 @@ from tiny_runs import (
     technique,
     with_optimizer,
 )
+from torch import nn
+
+from thrifty import techniques
+from thrifty.composition.compose import BaseRun, Run
+from thrifty.composition.explain import explain, passes_of
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.mesh import USED_BY
+from thrifty.core.plain_values import build, to_data
+from thrifty.core.stages import HOW, Stage
+from thrifty.core.state import TrainState, read_log
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.weight_masks import masks_in
+from thrifty.training import checkpoint
 
 STEPS = 6
 
@@ -314,7 +314,7 @@ def test_off_is_off() -> None:
         "from tiny_runs import losses, plain_run, run_through, technique\n"
         "print(*[loss.hex() for loss in losses(run_through(plain_run(), [technique('optimizers.adamw')], 4)[0])])"
     )
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[1] / "support"
     alone = subprocess.run(
         [sys.executable, "-c", f"import torch; torch.set_num_threads(1)\n{program}"],
         cwd=tests, capture_output=True, text=True, check=True,

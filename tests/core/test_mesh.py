@@ -5,8 +5,8 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rank_processes import on_ranks
+
 from thrifty.core import mesh
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import AXES, Mesh, axis

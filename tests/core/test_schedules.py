@@ -5,13 +5,13 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import plain_run, run_through, technique
 
 from thrifty import techniques
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.run_relative_settings import resolve_moments
 from thrifty.core.technique import Technique
 from thrifty.techniques.schedules._warmup import warmed_up
-from tiny_runs import plain_run, run_through, technique
 
 SCHEDULES = [name for name in techniques.names() if name.startswith("schedules.")]
 

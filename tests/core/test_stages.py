@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
+from tiny_runs import plain_run, technique
 from torch import Tensor, nn
 
 from thrifty import techniques
@@ -14,7 +15,6 @@ from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, c
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from tiny_runs import plain_run, technique
 
 HEARD: list[str] = []
 

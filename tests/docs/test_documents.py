@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine
 
-from end_to_end.command_line import CommandLine
 from thrifty import techniques
 from thrifty.cli.main import ABOUT
 

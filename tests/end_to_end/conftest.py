@@ -2,8 +2,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-from end_to_end.command_line import CommandLine, write_corpus
+from command_line import CommandLine, write_corpus
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine
 
-from end_to_end.command_line import CommandLine
 from thrifty.training.trained_model import load_trained_model
 
 peft = pytest.importorskip("peft")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command_line import CommandLine, assert_equal
 from PIL import Image
 
-from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.kernels.token_gather import gather_tokens
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.training.evaluation import held_out_loss

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
+from command_line import CommandLine, assert_equal, kill, wait_until
 
 USAGE, INFEASIBLE, INTEGRITY = 2, 3, 4
 

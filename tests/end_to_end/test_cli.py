@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import CommandLine, assert_equal
 
-from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.cli.main import ABOUT
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from chat_runs import sums, write_rows
+from command_line import PLAIN, CommandLine, assert_equal, write_corpus
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chatting import sums, write_rows
-from end_to_end.command_line import PLAIN, CommandLine, assert_equal, write_corpus
 from thrifty.data.catalogue import entry
 
 CHAT = {"objective__name": "answer", "data__length": 48, "evaluation__at_start": True, "data__held_out": 0.2}

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
+from command_line import CommandLine, Running, assert_equal, kill, rank_processes, wait_until
 
-from end_to_end.command_line import CommandLine, Running, assert_equal, kill, rank_processes, wait_until
 from thrifty.training.run_folder import RunFolder
 
 REPLICATED = ("--with", "parallelism.replicate")

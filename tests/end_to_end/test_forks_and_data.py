@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import CommandLine
 
-from end_to_end.command_line import CommandLine
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, ModelSettings, Recipe
 from thrifty.techniques.optimizers.adamw import AdamW

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
+from command_line import CommandLine, assert_equal, kill, wait_until
 
 pytestmark = pytest.mark.slow
 

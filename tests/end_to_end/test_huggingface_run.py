@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine, assert_equal, kill, wait_until
 
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.training.trained_model import load_trained_model
 
 transformers = pytest.importorskip("transformers")

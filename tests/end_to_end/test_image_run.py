@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command_line import CommandLine, assert_equal
+from image_files import write_folder
 
-from data.image_files import write_folder
-from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import AugmentationSettings, Budget, ObjectiveSettings
 from thrifty.data.images.image_data import open_images

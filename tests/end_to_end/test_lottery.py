@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import CommandLine, assert_equal, kill, wait_until
 from torch import Tensor, nn
 
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
 from thrifty.core.state import fill_tensor

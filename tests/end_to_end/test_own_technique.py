@@ -7,8 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from end_to_end.command_line import CommandLine
+from command_line import CommandLine
 
 CONTRACT = Path(__file__).parents[1] / "contract" / "test_every_technique.py"
 FILE = '''

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command_line import CommandLine, assert_equal
 from PIL import Image
 
-from end_to_end.command_line import CommandLine, assert_equal
 from thrifty.core.recipe import DataSettings
 from thrifty.data.pairs.pair_data import open_image_pairs
 from thrifty.training.trained_model import load_trained_model

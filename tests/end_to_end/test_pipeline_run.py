@@ -1,6 +1,7 @@
 """A pipeline as a user starts it: two processes, one model, and one voice; and on with a single process."""
 
-from end_to_end.command_line import CommandLine, kill, wait_until
+from command_line import CommandLine, kill, wait_until
+
 from end_to_end.test_ranks import assert_same_curve
 
 STEPS = 12

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command_line import CommandLine
 from PIL import Image
 
-from end_to_end.command_line import CommandLine
 from thrifty.core.score_file import read_scores
 from thrifty.data.images.digits import DigitImages
 

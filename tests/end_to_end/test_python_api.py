@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import assert_equal
 from torch import Tensor, nn
 
-from end_to_end.command_line import assert_equal
 from thrifty.core.gradient_transform import chain
 from thrifty.core.recipe import Budget, DataSettings, Recipe
 from thrifty.optim.torch_optimizer import TransformOptimizer

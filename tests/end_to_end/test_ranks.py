@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from end_to_end.command_line import CommandLine, kill, wait_until
+from command_line import CommandLine, kill, wait_until
 
 STEPS = 20
 TECHNIQUES = ("parallelism.replicate", "parallelism.shard")

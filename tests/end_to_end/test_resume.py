@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from command_line import CommandLine, assert_equal, kill, wait_until
 
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until
 from thrifty.reporting.run_record import read_run
 
 PER_STEP = 8 * 32

@@ -6,8 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-from end_to_end.command_line import CommandLine, assert_equal, family, kill, wait_until
+from command_line import CommandLine, assert_equal, family, kill, wait_until
 
 STEPS = 120
 OFTEN = {"checkpoints__every": 1000, "evaluation__every": 1000}

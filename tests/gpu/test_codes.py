@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from gpu_only import GPU, on_a_gpu
 from torch import Tensor
 
-from gpu_only import GPU, on_a_gpu
 from thrifty.kernels.float8 import (
     E4M3,
     E5M2,

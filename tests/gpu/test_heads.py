@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from gpu_only import GPU, on_a_gpu
+
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 pytestmark = on_a_gpu

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from end_to_end.command_line import CommandLine, assert_equal, kill, wait_until, write_corpus
+from command_line import CommandLine, assert_equal, kill, wait_until, write_corpus
 from gpu_only import on_a_gpu
 
 pytestmark = on_a_gpu

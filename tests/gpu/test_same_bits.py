@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-
 from gpu_only import GPU, on_a_gpu
+from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, technique
+
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.deterministic_cumsum import running_sums
@@ -11,7 +12,6 @@ from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.determinism import deterministic_kernels
-from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, technique
 
 pytestmark = on_a_gpu
 

@@ -3,12 +3,12 @@
 import gc
 
 import torch
-
 from gpu_only import GPU, on_a_gpu
+from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, with_optimizer
+
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.memory.host_tier import tier_for
-from tiny_runs import advance, assert_same, losses, plain_run, snapshot, technique, with_optimizer
 
 pytestmark = on_a_gpu
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tiny_networks import VOCABULARY, HeadApart, bert
 from torch import nn
 
-from objectives.tiny_networks import VOCABULARY, HeadApart, bert
 from thrifty.core.batches import Batch, MappedSource, OversampledSource, RankShard
 from thrifty.core.errors import UsageError
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tiny_networks import VOCABULARY
 from transformers import MarianConfig, MarianMTModel, T5Config, T5ForConditionalGeneration
 
-from objectives.tiny_networks import VOCABULARY
 from thrifty.core.batches import Batch, MappedSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import ModelSettings

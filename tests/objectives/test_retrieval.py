@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-
 from pair_runs import SIDE, Crosses, pair_run, tiny_clip
+
 from thrifty.core.batches import Batch
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.objectives.retrieval_metrics import (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from command_line import CommandLine, assert_equal, write_corpus
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
-from end_to_end.command_line import CommandLine, assert_equal, write_corpus
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, ObjectiveSettings, Recipe
 from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tiny_networks import T5, VOCABULARY
 from torch import Tensor, nn
 from transformers import T5ForConditionalGeneration
 
-from objectives.tiny_networks import T5, VOCABULARY
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.kernels.chunked_cross_entropy import IGNORED

@@ -13,15 +13,15 @@ from itertools import combinations
 
 import pytest
 import torch
-
-from pairs.covering import Group, around, covering
+from covering_arrays import Group, around, covering
 from rank_processes import in_a_group_of_one
-from runs_for import RUNS, plain_for
+from technique_runs import RUNS, plain_for
+from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
+
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
-from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
 
 STEPS, SAVED = 4, 2
 AT_ONCE = 8

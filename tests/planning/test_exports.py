@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig
+from command_line import write_corpus
+from planned_runs import CATALOGUE
 
-from end_to_end.command_line import write_corpus
-from planning.planned_runs import CATALOGUE
 from thrifty.cli.plan.plan_exports import write_exports
 from thrifty.core.errors import RefusedError
 from thrifty.core.mesh import Mesh

@@ -9,6 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_runs import (
+    advance,
+    assert_same,
+    corpus,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
 from torch import nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
@@ -27,18 +39,6 @@ from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory import activation_budget
 from thrifty.techniques.memory.activation_budget import ActivationBudget, ActivationPlanner
-from tiny_runs import (
-    advance,
-    assert_same,
-    corpus,
-    losses,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    with_optimizer,
-)
 
 
 def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> BaseRun:

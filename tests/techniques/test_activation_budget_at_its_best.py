@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
 from image_runs import image_run
 from rank_processes import on_ranks
 from recompute_work import same_on_ranks
+from tiny_runs import assert_same, corpus, losses, plain_run, run_through, snapshot, technique, with_optimizer
+from torch import nn
+
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import InfeasibleError
@@ -38,7 +39,6 @@ from thrifty.memory.recompute_schedule import RecomputeAction, ScheduledOperatio
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from tiny_runs import assert_same, corpus, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 LINK, COMPRESSION = OffloadLink(2e9), CompressionOption(stored_bits(4), 1e-9)
 EXACT = AllowedActions(link=LINK)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
 from torch import Tensor
 
 from thrifty.composition.compose import Run, compose
@@ -14,7 +15,6 @@ from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.techniques.growth._flops_by_size import step_flops
 from thrifty.techniques.growth.auto_grow import AutoGrow, blocks_at
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
 
 THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
 """Small up to step 8, a search of 6 steps, a middle stage, and the full size from step 16 on."""

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import write_corpus
 from hypothesis import given
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
+from precision_work import CASES
+from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 from torch import Tensor, nn
 
-from end_to_end.command_line import write_corpus
-from precision_work import CASES
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import count
 from thrifty.core.backward import plain_backward
@@ -44,7 +45,6 @@ from thrifty.techniques.precision.optimizer_state import Bfloat16Format, with_co
 from thrifty.training.checkpoint import load
 from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
-from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 ROUNDINGS: tuple[Rounding, ...] = ("stochastic", "kahan", "nearest")
 SHAPES = {

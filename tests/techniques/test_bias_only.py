@@ -3,14 +3,14 @@
 import pytest
 import torch
 import transformers
-
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
+from tiny_runs import advance, plain_run, technique, tiny_model
+
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
 from thrifty.techniques.adapters.bias_only import BiasOnly, bias_names
-from tiny_runs import advance, plain_run, technique, tiny_model
 
 
 def test_biases_of_layers_and_norms_are_trained_and_nothing_else() -> None:

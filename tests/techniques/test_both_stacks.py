@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from stacked_models import KINDS
+
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.techniques.compile import CompiledBlocks

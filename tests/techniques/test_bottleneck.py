@@ -5,16 +5,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from adapter_models import TOKENS, theirs
 from stacked_models import KINDS
+from tiny_runs import advance, plain_run, technique, tiny_model
+from torch import nn
+
 from thrifty.composition.compose import compose
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.techniques.adapters.bottleneck import PARTS, BottleneckAdapter, apply_bottleneck
-from tiny_runs import advance, plain_run, technique, tiny_model
 
 
 def trained(model: nn.Module) -> list[str]:

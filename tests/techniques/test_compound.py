@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from stacked_models import KINDS
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 from torch import Tensor, nn
 
-from stacked_models import KINDS
 from thrifty.composition.compose import Run, compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
@@ -22,7 +23,6 @@ from thrifty.techniques.growth._width_growth import (
     narrow_networks,
 )
 from thrifty.techniques.growth.compound import CompoundGrowth, divisor_at
-from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, tiny_model
 
 
 def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Run, TrainState, TrainState]:

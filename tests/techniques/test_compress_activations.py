@@ -6,9 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from parallel_work import STEPS
+from tiny_runs import (
+    advance,
+    assert_same,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
 from torch import Tensor, nn
 
-from parallel_work import STEPS
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.composition.step_footprint import CountedPasses
@@ -27,17 +38,6 @@ from thrifty.techniques.memory.compress_activations import (
     CompressActivations,
     QuantizingBackward,
     QuantizingObjective,
-)
-from tiny_runs import (
-    advance,
-    assert_same,
-    losses,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    with_optimizer,
 )
 
 DRAWS = 2000

@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from torch import nn
-
 from autoencoder_work import STEPS, trained_along
 from image_runs import autoencoder_run, tiny_mae, tiny_vit
 from rank_processes import on_ranks
+from tiny_runs import advance, losses, run_through, technique, with_optimizer
+from torch import nn
+
 from thrifty.composition.compose import Run, compose
 from thrifty.composition.explain import count
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.distributed.model_partition import partition_model
 from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches, VisiblePatchObjective
-from tiny_runs import advance, losses, run_through, technique, with_optimizer
 
 AXES = {
     "parallelism.replicate": {"replicate": 2},

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from masked_work import ALONG, SETTINGS, double, trained_along
+from rank_processes import on_ranks
+from technique_runs import masked_run
+from tiny_runs import VOCABULARY, corpus, losses, plain_run, run_through, technique, tiny_model, with_optimizer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from masked_work import ALONG, SETTINGS, double, trained_along
-from rank_processes import on_ranks
-from runs_for import masked_run
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count, explain
 from thrifty.core.batches import Batch
@@ -29,7 +30,6 @@ from thrifty.techniques.data_selection.drop_masked_tokens import (
     DecoderCrossAttention,
     DropMaskedTokens,
 )
-from tiny_runs import VOCABULARY, corpus, losses, plain_run, run_through, technique, tiny_model, with_optimizer
 
 transformers = pytest.importorskip("transformers")
 

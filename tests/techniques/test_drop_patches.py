@@ -5,10 +5,11 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-
 from image_runs import autoencoder_run, image_run, tiny_vit
 from pair_runs import pair_run, tiny_clip
+from tiny_runs import advance, losses, plain_run, technique, with_optimizer
+from torch import nn
+
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
 from thrifty.core.batches import Batch, BatchSource, MappedSource
@@ -21,7 +22,6 @@ from thrifty.techniques.data_selection.drop_patches import (
     kept_patches,
     visible_patches,
 )
-from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 STEPS = 4
 

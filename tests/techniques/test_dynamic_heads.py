@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-
 from image_runs import image_run
 from rank_processes import on_ranks
-from runs_for import masked_run
 from sparsity_work import masks_of_each, masks_under_each
+from technique_runs import masked_run
+from tiny_runs import VOCABULARY, advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+from torch import Tensor, nn
+
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.run_notes import collect_notes
@@ -20,7 +21,6 @@ from thrifty.models import export_model
 from thrifty.models.model_presets import ModelConfig
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.dynamic_heads import DynamicHeads, moved_pieces
-from tiny_runs import VOCABULARY, advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 MOVING = DynamicHeads(every=1, alpha=1.0, until=5)
 NAME = MOVING.name

@@ -8,6 +8,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tiny_runs import (
+    advance,
+    assert_same,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    tiny_model,
+    with_optimizer,
+)
 from torch import Tensor, nn
 
 from thrifty.composition.compose import Run, compose
@@ -24,18 +36,6 @@ from thrifty.techniques.sparsity.early_bird import (
     mask_distance,
 )
 from thrifty.training import checkpoint
-from tiny_runs import (
-    advance,
-    assert_same,
-    losses,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    tiny_model,
-    with_optimizer,
-)
 
 SCORES = some.lists(
     some.lists(some.integers(0, 9).map(float), min_size=1, max_size=6), min_size=1, max_size=4

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from stacked_models import KINDS, TOKENS, VOCABULARY, gpt
+from tiny_runs import tiny_model
 from torch import Tensor, nn
 
-from stacked_models import KINDS, TOKENS, VOCABULARY, gpt
 from thrifty.core.run_notes import collect_notes
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import scale_by_learning_rate
 from thrifty.techniques.initializations.fixup import Fixup, depth_factor, is_scalar
 from thrifty.techniques.initializations.t_fixup import TFixup, decoder_factor, encoder_factor
-from tiny_runs import tiny_model
 
 
 def embedded_by_hand(model: nn.Module) -> Tensor:

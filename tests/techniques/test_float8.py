@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from parallel_work import train_with_each
 from rank_processes import on_ranks
-from thrifty.composition.compose import BaseRun, Run, compose
-from thrifty.composition.explain import explain
-from thrifty.core.errors import RefusedError, UsageError
-from thrifty.core.run_notes import collect_notes
-from thrifty.core.state import TrainState
-from thrifty.core.technique import Technique
-from thrifty.data.text.token_windows import PackedTokens
-from thrifty.kernels.float8 import E4M3, E5M2, cast_float8, dequantize_float8
-from thrifty.kernels.float8_linear import CastRule
-from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.precision.float8 import Float8, remove_float8, roll, use_float8
 from tiny_runs import (
     advance,
     assert_same,
@@ -34,6 +21,19 @@ from tiny_runs import (
     tiny_model,
     with_optimizer,
 )
+from torch import Tensor, nn
+
+from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.composition.explain import explain
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.kernels.float8 import E4M3, E5M2, cast_float8, dequantize_float8
+from thrifty.kernels.float8_linear import CastRule
+from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.precision.float8 import Float8, remove_float8, roll, use_float8
 
 TOKENS = torch.arange(16)[None]
 

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-
 from pair_runs import pair_run
+from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
+
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.techniques.large_batch.gradient_cache import GradientCache, cached
-from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
 
 def gradients_by(backward, parts: int = 0, **model) -> tuple[float, dict[str, torch.Tensor]]:

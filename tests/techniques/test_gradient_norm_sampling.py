@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_processes import on_ranks
+from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
+from technique_runs import plain_for
+from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
-from rank_processes import on_ranks
-from runs_for import plain_for
-from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
 from thrifty.composition.compose import compose
 from thrifty.core.backward import BackwardResult
 from thrifty.core.batches import Batch, BatchSource, RankShard
@@ -29,7 +30,6 @@ from thrifty.techniques.data_selection.gradient_norm_sampling import (
     weighted_scores,
 )
 from thrifty.training.run_setup import prepare_run
-from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 
 def test_tau_is_the_formula_and_one_for_equal_scores() -> None:

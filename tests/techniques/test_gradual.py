@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import advance, plain_run, technique, with_optimizer
 
 from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.gradual import GradualPruning, cubic_density, magnitudes
-from tiny_runs import advance, plain_run, technique, with_optimizer
 
 
 def test_the_schedule_is_the_paper_s_equation() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
@@ -19,7 +20,6 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 from thrifty.techniques.sparsity.grasp import Grasp, grasp_scores, hessian_gradient
-from tiny_runs import advance, losses, plain_run, technique, with_optimizer
 
 
 class Doubles(Objective):

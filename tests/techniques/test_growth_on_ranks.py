@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-
 from pipeline_work import Case, Found, found, on_mesh
 from rank_processes import on_ranks
+
 from thrifty.core.errors import UsageError
 
 PIPELINE = {"parallelism.pipeline": {"costs": "counted"}}

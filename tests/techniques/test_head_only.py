@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
 from image_runs import image_run, tiny_vit
+from tiny_runs import losses, run_through, technique, tiny_model, with_optimizer
+
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import count
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.techniques.adapters.head_only import HeadOnly
 from thrifty.techniques.optimizers.sgd import Sgd
-from tiny_runs import losses, run_through, technique, tiny_model, with_optimizer
 
 
 def probed(steps: int = 5) -> tuple[list[float], TrainState]:

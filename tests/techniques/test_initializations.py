@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from stacked_models import KINDS, TARGETS, THEIRS, TOKENS, VOCABULARY, WIDTH, Kind, gpt
+from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
 from torch import Tensor, nn
 
-from stacked_models import KINDS, TARGETS, THEIRS, TOKENS, VOCABULARY, WIDTH, Kind, gpt
 from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState
@@ -22,7 +23,6 @@ from thrifty.techniques.initializations.layer_scale import LayerScale
 from thrifty.techniques.initializations.rezero import ReZero
 from thrifty.techniques.initializations.skip_init import SkipInit, largest_start
 from thrifty.techniques.initializations.t_fixup import TFixup
-from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
 
 WITHOUT_NORMS: dict[str, Technique] = {
     "rezero": ReZero(), "skip_init": SkipInit(), "fixup": Fixup(), "t_fixup": TFixup()

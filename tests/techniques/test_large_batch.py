@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-
 from large_batch_work import averages, noise_scales, with_each_strategy
 from rank_processes import on_ranks
+from tiny_runs import plain_run, run_through, technique, with_optimizer
+
 from thrifty.composition.compose import Run, compose
 from thrifty.core.batches import Batch, RankShard
 from thrifty.core.errors import RefusedError
@@ -18,7 +19,6 @@ from thrifty.techniques.large_batch.batch_ramp import BatchRamp, size_at
 from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.run_setup import _steps_in_tokens
-from tiny_runs import plain_run, run_through, technique, with_optimizer
 
 
 def test_the_linear_rule_is_that_of_the_one_hour_imagenet_run() -> None:

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 import torch
 import transformers
+from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +18,6 @@ from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
-from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, tiny_model
 
 DROPPING = LayerDrop(settle=1, theta=0.5)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import FAMILIES, TWO_SIDED, random_model
+from tiny_runs import advance, plain_run, technique, tiny_model
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
@@ -27,7 +28,6 @@ from thrifty.modeling.lora_model import (
     unmerge,
 )
 from thrifty.techniques.adapters.lora import Lora
-from tiny_runs import advance, plain_run, technique, tiny_model
 
 TOKENS = torch.arange(16)[None]
 CONFIGS = FAMILIES | TWO_SIDED

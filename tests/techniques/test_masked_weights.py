@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
-
 from rank_processes import on_ranks
 from sparsity_work import masks_of_each, masks_under_each
+from tiny_runs import VOCABULARY, advance, plain_run, technique, with_optimizer
+from torch import nn
+
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.errors import IntegrityError, UsageError
@@ -18,7 +19,6 @@ from thrifty.optim.mask_selection import global_count
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import mask_of, masks_in
 from thrifty.techniques.optimizers.adamw import adamw
-from tiny_runs import VOCABULARY, advance, plain_run, technique, with_optimizer
 
 MASKED = [name for name in techniques.names() if "weight masks" in techniques.find(name).claims]
 BY_FILE = {"sparsity.mask_from_file"}

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from torch import Tensor, nn
-
 from overflow_work import Overflowing, float16, train_with_overflows
 from precision_work import CASES
 from rank_processes import on_ranks
+from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
+from torch import Tensor, nn
+
 from thrifty.composition.compose import Run, compose
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import ThriftyError, UsageError
@@ -22,7 +23,6 @@ from thrifty.techniques.precision.mixed import LossScale, MixedPrecision, next_s
 from thrifty.training import checkpoint
 from thrifty.training.loop import PATIENCE
 from thrifty.training.trainer import _matrix_type
-from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 finite_or_not = some.lists(some.booleans(), max_size=40)
 

@@ -5,17 +5,6 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import FAMILIES, random_model
-from torch import Tensor, nn
-
-from thrifty.composition.compose import Run, compose
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
-from thrifty.core.run_notes import collect_notes
-from thrifty.core.state import TrainState
-from thrifty.core.technique import Technique
-from thrifty.kernels.n_of_m_linear import NOfMProducts
-from thrifty.kernels.n_of_m_masks import NOfMPattern, n_of_m_mask
-from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, remake, remove_masked_product, use_masked_product
 from tiny_runs import (
     advance,
     assert_same,
@@ -28,6 +17,17 @@ from tiny_runs import (
     tiny_model,
     with_optimizer,
 )
+from torch import Tensor, nn
+
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.state import TrainState
+from thrifty.core.technique import Technique
+from thrifty.kernels.n_of_m_linear import NOfMProducts
+from thrifty.kernels.n_of_m_masks import NOfMPattern, n_of_m_mask
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, remake, remove_masked_product, use_masked_product
 
 TOKENS = torch.arange(16)[None]
 LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")

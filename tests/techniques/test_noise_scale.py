@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 from torch import Tensor, nn
 
 from thrifty.composition.step_footprint import CountedPasses
@@ -22,7 +23,6 @@ from thrifty.techniques.measure.noise_scale import (
     signal_and_noise,
 )
 from thrifty.techniques.optimizers.adamw import adamw
-from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
 MEAN = torch.tensor([0.5, -0.25, 0.0, 1.0, 0.0, 0.25], dtype=torch.float64)
 DEVIATION = torch.tensor([2.0, 1.0, 0.5, 3.0, 1.0, 0.1], dtype=torch.float64)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
-
 from offload_work import differences
 from rank_processes import on_ranks
+from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
+from torch import Tensor
+
 from thrifty.composition.compose import Run, compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import RefusedError
@@ -19,7 +20,6 @@ from thrifty.memory.host_tier import Where, tier_for
 from thrifty.memory.saved_tensor_hooks import use_activation_store
 from thrifty.memory.simulated_tier import SimulatedLink, SimulatedTier
 from thrifty.techniques.memory.offload_activations import OffloadingStore
-from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 EARLY = {"ahead": 2, "keep_last": 0, "smallest": 1}

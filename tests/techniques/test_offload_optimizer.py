@@ -6,10 +6,23 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
+from tiny_runs import (
+    advance,
+    assert_same,
+    corpus,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    tiny_model,
+    with_optimizer,
+)
+from torch import Tensor, nn
+
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
@@ -25,19 +38,6 @@ from thrifty.optim.transform_elements import ClipByGlobalNorm, scale_by_learning
 from thrifty.techniques.memory import offload_optimizer
 from thrifty.techniques.memory.offload_optimizer import HostCopyUpdate, OffloadOptimizer, offloaded, tiles
 from thrifty.techniques.optimizers.adamw import adamw
-from tiny_runs import (
-    advance,
-    assert_same,
-    corpus,
-    losses,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    tiny_model,
-    with_optimizer,
-)
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 ACTING = [name for name in techniques.names() if name.startswith(("optimizers.", "sparsity.", "precision."))]

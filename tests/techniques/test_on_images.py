@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-
 from image_runs import image_run, tiny_vit
 from image_work import AUGMENT, STEPS, own_rows, trained_along
 from rank_processes import on_ranks
+from tiny_runs import advance, assert_same, losses, restored, snapshot, technique, with_optimizer
+
 from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
 from thrifty.training.evaluation import evaluate
-from tiny_runs import advance, assert_same, losses, restored, snapshot, technique, with_optimizer
 
 OF_TEXT = {
     "adapters.prompt_tuning": "adapters.visual_prompt",

@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+from torch import Tensor, nn
+
 from thrifty.composition.compose import compose
 from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
 from thrifty.core.tensor_tracing import StepTrace
@@ -18,7 +19,6 @@ from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, ScheduledRecompute
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 SETTINGS: list[dict[str, Any]] = [
     {"bytes": 0.1}, {"bytes": 0.4}, {"bytes": 0.7}, {"bytes": 1.0}, {"bytes": 200_000},

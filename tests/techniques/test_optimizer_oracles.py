@@ -4,10 +4,10 @@ import pytest
 import pytorch_optimizer
 import schedulefree
 import torch
+from optimizer_runs import Tensors, parameters, random_tensors, take_steps, trained
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from optimizer_runs import Tensors, parameters, random_tensors, take_steps, trained
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
@@ -31,7 +32,6 @@ from thrifty.techniques.precision.optimizer_state import (
     OptimizerState,
     with_compact_state,
 )
-from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 
 SHAPES = {"embedding.weight": (40, 32), "blocks.0.up.weight": (24, 300), "kernel": (6, 4, 3, 3), "bias": (300,)}
 OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {

@@ -7,8 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from torch import Tensor, nn
-
 from optimizer_runs import (
     OPTIMIZERS,
     SHAPES,
@@ -22,6 +20,9 @@ from optimizer_runs import (
 )
 from pair_runs import pair_run
 from rank_processes import on_ranks
+from tiny_runs import run_through, technique
+from torch import Tensor, nn
+
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.optim import chunked_update
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -34,7 +35,6 @@ from thrifty.techniques.optimizers.muon import muon, orthogonalized
 from thrifty.techniques.optimizers.schedule_free import ScheduleFreeTransform, schedule_free
 from thrifty.techniques.optimizers.sgd import sgd
 from thrifty.techniques.optimizers.soap import soap
-from tiny_runs import run_through, technique
 
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2]
 HIDDEN = [name for name in MATRICES if "embedding" not in name]

@@ -4,14 +4,14 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-
 from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predicted, refusals, train_with_each
 from rank_processes import on_ranks
+from tiny_runs import plain_run, technique, with_optimizer
+
 from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
-from tiny_runs import plain_run, technique, with_optimizer
 
 CLAIMING = ("parallelism.replicate", "parallelism.shard")
 SUMMED = technique("large_batch.gradient_accumulation")

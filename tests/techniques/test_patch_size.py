@@ -5,15 +5,15 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-
 from image_runs import PIXELS, autoencoder_run, image_run
 from pair_runs import pair_run
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
+from torch import nn
+
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.kernels.image_resizing import resized_patches
 from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 HALVING = PatchSizeCurriculum(at=(1, 3))
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
-
 from parallel_work import digests
 from pipeline_work import Case, Found, footprints, found, most_alive, on_mesh, resumed, save_after, sent_and_buffered
 from rank_processes import on_ranks
-from runs_for import RUNS
+from technique_runs import RUNS
+from tiny_runs import advance, snapshot, tiny_model
+from torch import nn
+
 from thrifty import techniques
 from thrifty.core.errors import RefusedError
 from thrifty.distributed.model_partition import balanced_partition, partition_model
 from thrifty.techniques.parallelism import pipeline
 from thrifty.techniques.parallelism.pipeline import stage_places
 from thrifty.training import checkpoint
-from tiny_runs import advance, snapshot, tiny_model
 
 NAME = "parallelism.pipeline"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-
 from image_runs import image_run
+from tiny_runs import plain_run, run_through, with_optimizer
+
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.score_file import ExampleScores, PredictedLabels, ScoreProvenance, read_scores, scores_bytes
 from thrifty.techniques.data_selection.prune import PrunedExamples, kept_examples, order_by_abundance
-from tiny_runs import plain_run, run_through, with_optimizer
 
 FEW = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.6])
 

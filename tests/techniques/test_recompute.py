@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
+from tiny_runs import plain_run, technique, with_optimizer
+from torch import Tensor, nn
+
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import UsageError
@@ -17,7 +18,6 @@ from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import plain_run, technique, with_optimizer
 
 SETTINGS: list[dict[str, Any]] = [
     {"every": 1}, {"every": 2}, {"schedule": "sqrt"}, {"schedule": "selective"}, {"schedule": "selective", "every": 2},

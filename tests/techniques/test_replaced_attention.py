@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
-
 from adapter_models import TOKENS, theirs
 from image_runs import PIXELS, tiny_vit
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
+from torch import Tensor, nn
+
 from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.state import TrainState
@@ -20,7 +21,6 @@ from thrifty.kernels.tiled_attention import causal_attention_reference, full_att
 from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 CALIBRATED = ("attention.elsa", "attention.sanger")
 FIXED = ("attention.window", "attention.block_sparse")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import advance, plain_run, technique, with_optimizer
 from torch import Tensor
 
 from thrifty.composition.compose import Run, compose
@@ -16,7 +17,6 @@ from thrifty.optim.mask_selection import drop_fraction
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import MaskedUpdate
 from thrifty.techniques.sparsity.rigl import Rigl, moved_mask
-from tiny_runs import advance, plain_run, technique, with_optimizer
 
 STEPS = 8
 

@@ -3,11 +3,11 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import advance, plain_run, technique, with_optimizer
 
 from thrifty.composition.compose import compose
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.set import regrown_mask
-from tiny_runs import advance, plain_run, technique, with_optimizer
 
 
 @given(rows=some.integers(1, 8), columns=some.integers(1, 8), fraction=some.floats(0, 1), seed=some.integers(0, 9999))

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
 from rank_processes import on_ranks
 from shard_work import (
     BATCH,
@@ -24,6 +22,9 @@ from shard_work import (
     resume_each,
     trained,
 )
+from tiny_runs import plain_run, technique
+from torch import nn
+
 from thrifty.composition.compose import compose
 from thrifty.core.backward import BackwardResult
 from thrifty.core.batches import Batch
@@ -31,7 +32,6 @@ from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
-from tiny_runs import plain_run, technique
 
 REPLICATE = Way(technique("parallelism.replicate"))
 ZERO: dict[int, Way] = {zero: Way(technique("parallelism.shard", zero=zero)) for zero in (1, 2, 3)}

@@ -6,10 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
-from torch import nn
-
 from adapter_models import TOKENS, next_token_loss, theirs
 from stacked_models import KINDS
+from tiny_runs import advance, plain_run, technique, tiny_model
+from torch import nn
+
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, RefusedError
@@ -17,7 +18,6 @@ from thrifty.modeling.module_surgery import find_stacks, tied_names
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.share_parameters import ShareParameters, first_of_group
-from tiny_runs import advance, plain_run, technique, tiny_model
 
 IDS = TOKENS % 256
 

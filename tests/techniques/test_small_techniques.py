@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import plain_run, run_through, technique, tiny_model, with_optimizer
 from torch import Tensor, nn
 
 from thrifty.composition.compose import compose
@@ -18,7 +19,6 @@ from thrifty.techniques.growth._depth_growth import stacked_origin
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import plain_run, run_through, technique, tiny_model, with_optimizer
 
 TOKENS = torch.arange(16)[None]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 from torch import Tensor
 
 from thrifty.composition.compose import compose
@@ -10,7 +11,6 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.sparsity.snip import Snip, snip_scores
-from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 
 
 def by_hand(weights: dict[str, Tensor], batches: list[dict[str, Tensor]], density: float) -> set[tuple[str, int]]:

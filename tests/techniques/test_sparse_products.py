@@ -3,11 +3,22 @@
 from typing import Any
 
 import pytest
+import sparse_work
 import torch
+from rank_processes import on_ranks
+from tiny_runs import (
+    advance,
+    assert_same,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+    with_optimizer,
+)
 from torch import Tensor, nn
 
-import sparse_work
-from rank_processes import on_ranks
 from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.core.state import TrainState
@@ -23,17 +34,6 @@ from thrifty.techniques.sparsity.sparse_products import (
     products_of,
     remove_sparse_product,
     use_sparse_product,
-)
-from tiny_runs import (
-    advance,
-    assert_same,
-    losses,
-    plain_run,
-    restored,
-    run_through,
-    snapshot,
-    technique,
-    with_optimizer,
 )
 
 LAYERS = 16

@@ -7,16 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_runs import PIXELS, image_run, tiny_vit
+from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 from torch import Tensor
 
-from image_runs import PIXELS, image_run, tiny_vit
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.attention_filters.keep_masks import visible_pairs
 from thrifty.kernels.attention_filters.spatten_filter import CascadeState, KeptShares, cascade_attention
 from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import losses, plain_run, run_through, technique, with_optimizer
 
 NAME = "attention.spatten"
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from tiny_runs import advance, plain_run, technique, with_optimizer
 
 from thrifty.composition.compose import compose
 from thrifty.optim.mask_selection import layer_counts
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
-from tiny_runs import advance, plain_run, technique, with_optimizer
 
 
 @pytest.mark.parametrize("by", ["random", "magnitude"])

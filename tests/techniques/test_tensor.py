@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
-
 import tensor_work as work
+import torch
 from parallel_work import alone
 from rank_processes import on_ranks
-from runs_for import RUNS
+from technique_runs import RUNS
 from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
+from torch import nn
+
 from thrifty import techniques
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
 

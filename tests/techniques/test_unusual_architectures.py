@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import transformers
+from stacked_models import HEADS, HIDDEN, LABELS, LENGTH, PIXELS, TARGETS, TOKENS, VOCABULARY, WIDTH
 from torch import nn
 
-from stacked_models import HEADS, HIDDEN, LABELS, LENGTH, PIXELS, TARGETS, TOKENS, VOCABULARY, WIDTH
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.technique import Technique

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
+from stacked_models import KINDS, LABELS, PIXELS
+from tiny_runs import tiny_model
 from torch import Tensor, nn
 
-from stacked_models import KINDS, LABELS, PIXELS
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.techniques.adapters.visual_prompt import NAME, VisualPrompt, cut_out, first_bound, insert
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import tiny_model
 
 VIT = KINDS["vit"]
 

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from adapter_models import theirs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_runs import PIXELS, image_run
+from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor
 
-from adapter_models import theirs
-from image_runs import PIXELS, image_run
 from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState
@@ -23,7 +24,6 @@ from thrifty.kernels.sparse_attention.dense_reference import kept_attention_refe
 from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
-from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 
 NAME = "attention.vitcod"
 START = 2

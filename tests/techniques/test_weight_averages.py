@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
+from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_swa_avg_fn
 
@@ -23,7 +24,6 @@ from thrifty.techniques.optimizers.adamw import AdamW, adamw
 from thrifty.training import checkpoint
 from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
-from tiny_runs import advance, losses, plain_run, run_through, technique, with_optimizer
 
 AVERAGES = ("averaging.latest", "averaging.ema")
 

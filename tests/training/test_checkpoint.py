@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_worlds import assert_same, bits, names, state_of
 from safetensors.torch import load_file
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.training.checkpoint import fill, find, load, save
 from thrifty.training.checkpoint_index import best, checkpoints
-from training.checkpoint_worlds import assert_same, bits, names, state_of
 
 STORABLE = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-
+from checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
 from rank_processes import PROCESSES
+
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import LoadedCheckpoint, load, save
 from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 from thrifty.training.checkpoint_manifest import verify
-from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
 
 HISTORIES = {
     "the first save": ([], 1, 2),

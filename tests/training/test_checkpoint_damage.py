@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from checkpoint_worlds import Crash, FailingDisk, assert_same, names, state_of
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -14,7 +15,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training.checkpoint import load, save
 from thrifty.training.checkpoint_index import best, checkpoints
-from training.checkpoint_worlds import Crash, FailingDisk, assert_same, names, state_of
 
 Damage = Callable[[Path, random.Random], None]
 

@@ -5,13 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-from thrifty.core.errors import ThriftyError
-from thrifty.training.checkpoint import load, save
-from thrifty.training.sharded_safetensors import StoredTensorBoxes
-from training.checkpoint_worlds import assert_same, state_of
-from training.rank_work import (
+from checkpoint_worlds import assert_same, state_of
+from rank_work import (
     SECONDS,
     die_in_a_save,
     fail_everywhere,
@@ -25,6 +20,11 @@ from training.rank_work import (
     whole,
     whole_tensors,
 )
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from thrifty.core.errors import ThriftyError
+from thrifty.training.checkpoint import load, save
+from thrifty.training.sharded_safetensors import StoredTensorBoxes
 
 
 @pytest.mark.parametrize(("size", "dim"), [(2, 0), (2, 1), (3, 0)])

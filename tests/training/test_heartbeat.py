@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from command_line import free_port
+from meeting_work import meet_and_die
 
-from end_to_end.command_line import free_port
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.training import heartbeat, progress_watchdog
 from thrifty.training.failure_verdict import restart_advice
@@ -19,7 +20,6 @@ from thrifty.training.rendezvous import ProcessIdentity, Rendezvous
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_lock import RunLock
 from thrifty.training.stack_state import ThreadState, thread_state
-from training.meeting_work import meet_and_die
 
 WORKING, WAITING, COMPILING = ThreadState("here"), ThreadState("there", waits=True), ThreadState("far", long=True)
 

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from tiny_runs import Repeated, advance, plain_run, snapshot, technique
 from torch import Tensor
 
 from thrifty.composition.compose import BaseRun, Run, compose
@@ -12,7 +13,6 @@ from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Prediction
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.loop import PATIENCE, step_seed, train
-from tiny_runs import Repeated, advance, plain_run, snapshot, technique
 
 STILL = technique("optimizers.adamw", lr=0.0)
 SLOW = 0.05

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from rank_processes import PROCESSES
+from run_starters import append_forever, go_on, start
+
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.training.run_folder import RunFolder
-from training.run_starters import append_forever, go_on, start
 
 
 def existing_run(path: Path) -> Path:

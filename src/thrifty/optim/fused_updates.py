@@ -2,7 +2,7 @@
 
 A chain states what is computed; when it ends in Adam, or momentum, or a plain gradient, with decay and scalar factors,
 one pass over memory does all of it and writes the parameters directly. Nothing here changes a formula:
-`tests/core/test_transforms.py` holds the fused and the element-wise result together.
+`tests/optim/test_transform_elements.py` holds the fused and the element-wise result together.
 """
 
 from collections.abc import Iterator, Sequence

@@ -197,7 +197,8 @@ class Heartbeat:
             if self.verdict is None and seconds > self.silence:
                 what = (
                     f"{self.name} has not reached {self.meeting.address}, where the ranks meet, for {seconds:.0f} s, "
-                    f"last seen in {self.pulse.doing}: it is cut off, or the start of all has ended\n  fix: {restart_advice()}"
+                    f"last seen in {self.pulse.doing}: it is cut off, or the start of all has ended\n"
+                    f"  fix: {restart_advice()}"
                 )
                 self._judge(FailureVerdict(self.rank, what), speaks=self.meeting.is_first_near)
                 self._is_cut_off = True

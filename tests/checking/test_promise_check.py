@@ -1,0 +1,204 @@
+"""What a check measures, tells and refuses."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from careless_techniques import MeanOfMeans
+from click.testing import CliRunner
+from command_line import settings, write_corpus
+from small_recipes import tiny_digits
+from tiny_runs import plain_run, technique, with_optimizer
+from torch import nn
+
+from thrifty.checking import promise_check as checking
+from thrifty.checking.check_verdicts import PromiseVerdict
+from thrifty.checking.label_check import labels
+from thrifty.checking.observed_runs import farthest, relative
+from thrifty.checking.promise_check import check, check_run
+from thrifty.checking.rank_check import smaller_mesh
+from thrifty.cli.check import command
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.mesh import Mesh
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.objectives.chat_answers import ChatAnswers
+from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
+
+
+@dataclass(frozen=True)
+class Scaled(Technique):
+    """Gradients times a factor, the loss as it was."""
+
+    stage, numerics, tolerance = Stage.SCALE, Numerics.EXACT, 0.0
+
+    by: float = 1.0
+
+    def backward(self, backward: Backward) -> Backward:
+        def scaled(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            outcome = backward(model, objective, batch)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.by)
+            return outcome
+
+        return scaled
+
+
+@dataclass(frozen=True)
+class ScaledWithin(Scaled):
+    stage, numerics, tolerance = Stage.SCALE, Numerics.ROUNDING, 1e-4
+
+
+@dataclass(frozen=True)
+class FromTwelveOn(Technique):
+    """Refuses smaller batches."""
+
+    stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
+
+    def batches(self, source: BatchSource) -> BatchSource:
+        if source.batch < 12:
+            raise RefusedError(f"a batch of {source.batch} is too small", fix="--set data.batch=12")
+        return source
+
+
+def verdict_of(one: Technique) -> PromiseVerdict:
+    found = check_run(plain_run, with_optimizer([one]))
+    (verdict,) = [verdict for verdict in found if verdict.about == one.name]
+    return verdict
+
+
+@pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1 + 1e-6, "broken")])
+def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: str) -> None:
+    verdict = verdict_of(Scaled(by))
+    assert (verdict.promise, verdict.outcome) == ("exact", outcome)
+    if outcome == "broken":
+        assert "the gradient norm of step 1 is" in verdict.measured and verdict.fix == "--without scaled"
+
+
+@pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1.001, "holds"), (1.01, "broken"), (0.5, "broken")])
+def test_what_promises_rounding_is_held_to_its_tolerance_in_gradients_too(by: float, outcome: str) -> None:
+    verdict = verdict_of(ScaledWithin(by))
+    assert (verdict.promise, verdict.outcome) == ("rounding", outcome), verdict.measured
+
+
+def test_a_gradient_is_as_far_off_as_its_worst_parameter_and_next_to_none_is_measured_by_all() -> None:
+    wanted = {"large": torch.tensor([3.0, 4.0]), "small": torch.tensor([0.0, 0.0])}
+    assert farthest(wanted, wanted) == (0.0, "")
+    distance, whose = farthest({"large": torch.tensor([3.0, 3.0]), "small": torch.tensor([0.0, 0.0])}, wanted)
+    assert (distance, whose) == (pytest.approx(0.2), "large")
+    distance, whose = farthest({"large": wanted["large"], "small": torch.tensor([0.0, 0.01])}, wanted)
+    assert (distance, whose) == (pytest.approx(2.0), "small")
+    assert farthest({"small": wanted["small"]}, wanted) == (pytest.approx(1.0), "large")
+    assert farthest({"large": torch.tensor([3.0, torch.nan])}, wanted) == (math.inf, "large")
+    assert relative(3.0, 4.0) == 0.25 and relative(math.nan, 4.0) == math.inf
+
+
+def test_a_row_without_a_token_that_is_learned_is_found() -> None:
+    share = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    batch = Batch({"targets": torch.ones(2, 3, dtype=torch.int64), "share": share}, torch.full((2,), 0.5))
+    verdict = labels(ChatAnswers(), batch)
+    assert verdict.outcome == "broken" and "1 of 2 examples have no token" in verdict.measured
+    assert labels(ChatAnswers(), batch.rows(0, 1)).outcome == "holds"
+
+
+def test_parameters_that_the_plain_run_does_not_use_are_named_and_are_no_fault() -> None:
+    def with_one_too_many() -> nn.Module:
+        model = plain_run().build()
+        model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+        return model
+
+    found = check_run(lambda: replace(plain_run(), build=with_one_too_many), with_optimizer([]))
+    (flow,) = [verdict for verdict in found if verdict.promise == "gradients arrive"]
+    assert flow.outcome == "holds" and "1 that the plain run does not use either (spare)" in flow.measured
+
+
+def test_frozen_parameters_are_counted_by_who_froze_them() -> None:
+    found = check_run(plain_run, with_optimizer([technique("adapters.lora")]))
+    (flow,) = [verdict for verdict in found if verdict.promise == "gradients arrive"]
+    assert "frozen by adapters.lora" in flow.measured
+
+
+def test_the_recipe_is_made_smaller_and_what_was_cut_is_said() -> None:
+    checked = check(tiny_digits(), examples=2, steps=3)
+    assert checked.cuts == ("3 steps", "an effective batch of 2 examples, not 64")
+    assert checked.name == "vit-digits"
+
+
+def test_a_batch_is_large_enough_for_the_techniques_that_share_it() -> None:
+    recipe = tiny_digits()
+    checked = check(replace(recipe, techniques=(*recipe.techniques, FromTwelveOn())))
+    assert "an effective batch of 16 examples, not 64" in checked.cuts
+
+
+def test_meshes_are_checked_on_two_ranks_to_an_axis() -> None:
+    recipe = tiny_digits()
+    assert smaller_mesh(recipe) == (Mesh(), 1)
+    assert smaller_mesh(replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel())))[1] == 2
+    wide = replace(recipe, mesh=Mesh(replicate=8, tensor=4))
+    assert smaller_mesh(wide) == (Mesh(replicate=2, tensor=2), 4)
+
+
+def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
+    """The one test that starts them as a person's check does, with all that importing takes."""
+    recipe = tiny_digits()
+    (verdict,) = [
+        verdict
+        for verdict in check(
+            replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel())), steps=3
+        ).verdicts
+        if verdict.about == "ranks"
+    ]
+    assert verdict.outcome == "holds" and verdict.measured.startswith("2 ranks against 1")
+
+
+def test_ranks_that_fail_are_a_broken_promise() -> None:
+    recipe = tiny_digits()
+    recipe = replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel()))
+    (verdict,) = [one for one in check(recipe, start=lambda *told: "rank 1: gone").verdicts if one.about == "ranks"]
+    assert verdict.measured == "2 ranks cannot do it: rank 1: gone" and verdict.fix == "--without parallelism.replicate"
+    left_out = [one for one in check(recipe, ranks=False).verdicts if one.about == "ranks"]
+    assert [one.outcome for one in left_out] == ["not applicable"]
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="too short") as refused:
+        check(tiny_digits(), steps=2)
+    assert "3" in refused.value.fix
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    write_corpus(tmp_path / "corpus")
+    plain = ("compile", "attention.tiled", "precision.mixed")
+    return ["text", "--data", str(tmp_path / "corpus"), *settings(), *(f"--without={name}" for name in plain)]
+
+
+def test_the_command_prints_a_verdict_for_each_promise(words: list[str]) -> None:
+    found = CliRunner().invoke(command, [*words, "--with", "memory.recompute"], env={"COLUMNS": "200"})
+    assert found.exit_code == 0, found.output
+    assert "memory.recompute" in found.stdout and "nothing is broken" in found.stdout
+    assert "⟦" in found.stdout and "4 steps, an effective batch of 4 examples, not 8" in found.stdout
+
+
+def test_the_command_gives_json_and_exits_with_4_on_a_broken_promise(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = check
+
+    def with_a_bug(recipe: object, **options: object) -> object:
+        assert isinstance(recipe, type(tiny_digits()))
+        return sound(replace(recipe, techniques=(*recipe.techniques, MeanOfMeans())), **options)  # type: ignore
+
+    monkeypatch.setattr(checking, "check", with_a_bug)
+    found = CliRunner().invoke(command, [*words, "--json", "--length", "16"])
+    told = json.loads(found.stdout)
+    assert found.exit_code == told["exit_code"] == 4 and told["holds"] is False
+    assert [one["promise"] for one in told["verdicts"] if one["outcome"] == "broken"] == ["one big batch"]
+    assert "examples of 16 tokens, not 32" in told["cuts"]

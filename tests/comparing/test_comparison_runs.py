@@ -1,0 +1,124 @@
+"""Runs of a comparison as they really are: processes that save when their starter is gone, and go on."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+
+import pytest
+from command_line import CommandLine, kill, wait_until
+from small_recipes import tiny_digits
+
+from comparing.test_comparison import by_kind
+from thrifty.comparing.comparison import compare
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.run_launchers import InProcessLauncher, RunExit, Worker, wait_for_release
+from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
+from thrifty.comparing.variants import Variant
+from thrifty.core.recipe import Budget, CheckpointSettings, EvaluationSettings, Recipe
+from thrifty.recipes.recipe_toml import recipe_to_data
+from thrifty.training.run_lock import RunLock, holder
+
+
+def short(name: str, steps: int) -> Recipe:
+    recipe, few = tiny_digits(), EvaluationSettings(every=10_000, examples=64)
+    return replace(
+        recipe,
+        name=name,
+        model=replace(recipe.model, depth=1),
+        budget=Budget(steps=steps),
+        evaluation=few,
+        checkpoints=CheckpointSettings(every=10_000),
+    )
+
+
+def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    recipe = short("run", 60)
+    task = tmp_path / "task.json"
+    told = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
+    task.write_text(json.dumps(told))
+    words = [sys.executable, "-m", "thrifty.comparing.run_process", str(task)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    wait_until((tmp_path / "cut" / "run" / "records.jsonl").is_file, seconds=120)
+    process.stdin.close()
+    assert process.wait(60) == 143
+    assert read_exit(task) == {"exit_code": 143, "error": ""}
+    assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
+    ended = Worker()(recipe, tmp_path / "cut")
+    assert (ended.status, ended.error) == ("finished", "")
+    assert ended.joules is None  # of its first part nobody knows
+    whole = run_to_end(recipe, tmp_path / "whole")
+    assert summary_of(tmp_path / "cut" / "run")["held_out_loss"] == whole["held_out_loss"]
+    assert run_to_end(recipe, tmp_path / "whole") == whole
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    recipe = short("run", 2)
+    wrong = replace(recipe, model=replace(recipe.model, patch=3))
+    for start in (Worker(), InProcessLauncher()):
+        ended = start(wrong, tmp_path)
+        assert ended.status == "failed" and ended.exit_code == 2
+        assert "patch" in ended.error and "Traceback" not in ended.error
+
+
+def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
+    saving = RunLock(tmp_path / "lock")
+    Timer(0.3, saving.release).start()
+    assert holder(tmp_path / "lock")
+    wait_for_release(tmp_path / "lock")
+    assert not holder(tmp_path / "lock")
+
+
+def test_only_signals_count_as_an_interruption() -> None:
+    codes = {0: "finished", 1: "failed", 2: "failed", 130: "interrupted", 143: "interrupted", -9: "failed"}
+    assert {code: RunExit(code, "", 0.0, None).status for code in codes} == codes
+
+
+def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
+    baseline = Variant("baseline", "baseline", short("tiny", 6))
+    other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
+    terms = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
+    result = compare(
+        [baseline, Variant("small", "arm-1", other)], terms, tmp_path / "race", lanes=[InProcessLauncher()]
+    )
+    assert result["status"] == "finished"
+    assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
+        result["budgets"]["small"]["steps"]
+    }
+    assert result["budgets"]["small"]["steps"] > 12
+    arm = result["outcome"]["arms"]["small"]
+    assert arm["used"] == pytest.approx(1, rel=0.1)
+    assert arm["measured_differences"].keys() == {"accuracy"}
+    assert arm["verdict"]["verdict"] == "undecided"  # of one pair
+    recipe = (tmp_path / "race" / "arm-1-seed-0" / "recipe.toml").read_text()
+    assert "seed = 0" in recipe and f"steps = {result['budgets']['small']['steps']}" in recipe
+
+
+TINY = ("--set", "model.width=16", "--set", "model.depth=1", "--set", "model.patch=4", "--budget", "8steps")
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
+    thrifty = CommandLine(tmp_path)
+    words = ["compare", "vit-digits", "data.batch=32", *TINY, "--seeds", "1", "--trials", "1", "--name", "race"]
+    file = tmp_path / "runs" / "race" / "comparison.json"
+    process = thrifty.start(*words)
+    wait_until(lambda: file.is_file() and len(json.loads(file.read_bytes())["runs"]) >= 3, process, seconds=300)
+    kill(process)
+    made = {entry["run"]: entry["elapsed"] for entry in json.loads(file.read_bytes())["runs"]}
+    result = thrifty.json(*words, timeout=600)
+    assert result["status"] == "finished" and len(result["runs"]) == 8
+    assert {entry["run"]: entry["elapsed"] for entry in result["runs"] if entry["run"] in made} == made
+
+
+@pytest.mark.slow
+def test_a_race_of_equals_with_other_seeds_says_no_difference(tmp_path: Path) -> None:
+    """Real runs: the arm differs by its seeds alone."""
+    baseline = Variant("baseline", "baseline", short("tiny", 12))
+    terms = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
+    other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))
+    result = compare([baseline, other], terms, tmp_path / "race", lanes=[InProcessLauncher()])
+    assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"

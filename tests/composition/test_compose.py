@@ -1,0 +1,126 @@
+"""What composing refuses, and what it shares."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from tiny_runs import advance, plain_run, run_through, technique
+from torch import Tensor, nn
+
+from thrifty.composition.compose import compose
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.objective import Objective
+from thrifty.core.stages import Stage
+from thrifty.core.state import TrainState
+from thrifty.core.structural_change import StructuralChange
+from thrifty.core.technique import Numerics, Technique
+
+ADAMW = technique("optimizers.adamw")
+
+
+def test_two_techniques_that_decide_the_same_are_refused_with_what_it_is() -> None:
+    with pytest.raises(UsageError, match=r"optimizers\.adamw and optimizers\.lion both decide the optimizer") as error:
+        compose(plain_run(), [technique("optimizers.lion"), ADAMW], 10)
+    assert "--without optimizers.adamw" in error.value.fix
+
+
+def test_a_clash_is_refused_with_its_reason() -> None:
+    chosen = [ADAMW, technique("adapters.lora"), technique("sparsity.rigl")]
+    for order in (chosen, chosen[::-1]):
+        with pytest.raises(UsageError, match=r"cannot go together: it moves weights that adapters keep frozen"):
+            compose(plain_run(), order, 10)
+
+
+def test_one_technique_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"gradients\.clip is given twice"):
+        compose(plain_run(), [ADAMW, technique("gradients.clip"), technique("gradients.clip", largest=2.0)], 10)
+
+
+def test_a_run_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(UsageError, match="no technique decides the optimizer") as error:
+        compose(plain_run(), [technique("gradients.clip")], 10)
+    assert "--with optimizers.adamw" in error.value.fix
+
+
+def test_a_technique_that_cannot_work_is_named_in_its_refusal() -> None:
+    run = compose(plain_run(), [ADAMW, technique("adapters.lora", where="nowhere")], 10)
+    with pytest.raises(RefusedError, match=r"^adapters\.lora: no module matches 'nowhere'"):
+        run.start()
+
+
+def test_what_surgery_touched_is_noted_under_its_technique() -> None:
+    run = compose(plain_run(depth=3), [ADAMW, technique("memory.recompute", every=2)], 10)
+    run.build_model()
+    assert run.notes == {"optimizers.adamw": [], "memory.recompute": ["2 of 3 blocks in blocks"]}
+
+
+def test_moments_are_steps_of_this_run() -> None:
+    run = compose(plain_run(), [ADAMW, technique("schedules.linear", warmup=0.1, until=1.0)], 200)
+    assert next(t for t in run.techniques if t.name == "schedules.linear") == technique(
+        "schedules.linear", warmup=20, until=200
+    )
+
+
+@dataclass(frozen=True)
+class Counting(Technique):
+    """Remembers in its backward pass how many steps it has seen."""
+
+    stage: ClassVar[Stage] = Stage.PERTURB
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    def backward(self, backward: Backward) -> Backward:
+        class Remembering:
+            def __init__(self) -> None:
+                self.state: dict[str, Tensor] = {"seen": torch.zeros(())}
+
+            def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+                self.state["seen"] += 1
+                return backward(model, objective, batch)
+
+        return Remembering()
+
+
+def test_what_a_backward_pass_remembers_is_state_and_survives_a_structural_change() -> None:
+    _, state = run_through(plain_run(), [ADAMW, Counting(), technique("growth.stacking")], 5)
+    assert state.tensors()["techniques/counting/seen"] == 5
+    _, state = run_through(plain_run(), [ADAMW, Counting(), technique("large_batch.gradient_accumulation")], 3)
+    assert state.tensors()["techniques/counting/seen"] == 3
+
+
+@dataclass(frozen=True)
+class Never(Technique):
+    stage: ClassVar[Stage] = Stage.FREEZE
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    at: int = 2
+
+    def changes(self, step: int, state: TrainState) -> StructuralChange | None:
+        return StructuralChange("nothing new", {"at": step}) if step == self.at else None
+
+    def holds(self, state: TrainState) -> None:
+        if state.log:
+            raise IntegrityError(f"{self.name}: something was changed")
+
+
+def test_a_promise_broken_by_a_change_stops_the_run_at_that_step() -> None:
+    run = compose(plain_run(), [ADAMW, Never()], 5)
+    state = run.start()
+    with pytest.raises(IntegrityError, match="something was changed"):
+        advance(run, state)
+    assert state.step == 2
+
+
+def test_a_change_of_nothing_changes_nothing() -> None:
+    """The one path of all changes (gather, rebuild, load) is exact, the optimizer's state included."""
+
+    class Silent(Never):
+        def holds(self, state: TrainState) -> None:
+            pass
+
+    expected, plain = run_through(plain_run(), [ADAMW], 5)
+    records, state = run_through(plain_run(), [ADAMW, Silent()], 5)
+    assert [record.loss for record in records] == [record.loss for record in expected]
+    assert [len(record.changes) for record in records] == [0, 0, 1, 0, 0]
+    assert all(torch.equal(tensor, plain.tensors()[name]) for name, tensor in state.tensors().items())

@@ -1,0 +1,106 @@
+"""What a run will hold and compute, told before it runs."""
+
+import psutil
+import pytest
+from tiny_runs import advance, plain_run, technique
+
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.explain import count, explain, touched_modules
+from thrifty.core.errors import RefusedError
+from thrifty.core.recipe import ModelSettings
+from thrifty.models import build_model
+
+ADAMW = technique("optimizers.adamw")
+
+
+def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended() -> None:
+    run = compose(
+        plain_run(), [technique("memory.recompute"), ADAMW, technique("large_batch.gradient_accumulation")], 10
+    )
+    explanation = explain(run)
+    assert [row.technique.name for row in explanation.rows] == [
+        "memory.recompute", "large_batch.gradient_accumulation", "optimizers.adamw",
+    ]  # fmt: skip
+    befores = [row.before for row in explanation.rows]
+    assert befores == [explanation.plain, *(row.after for row in explanation.rows[:-1])]
+    assert explanation.footprint == explanation.rows[-1].after
+
+
+def test_what_each_technique_changes_is_what_its_card_says() -> None:
+    def effect(name: str, **settings: object) -> tuple[dict[str, float], dict[str, float]]:
+        chosen = [technique(name, **settings)]
+        chosen += [] if "optimizer" in chosen[0].claims else [ADAMW]
+        row = next(r for r in explain(compose(plain_run(batch=16), chosen, 10)).rows if r.technique.name == name)
+        return row.before.as_dict(), row.after.as_dict()
+
+    before, after = effect("memory.recompute")
+    assert after["activations"] < before["activations"] / 2 and before["flops"] < after["flops"] < 1.4 * before["flops"]
+    before, after = effect("large_batch.gradient_accumulation", parts=4)
+    assert after["activations"] == pytest.approx(before["activations"] / 4, rel=0.1)
+    before, after = effect("optimizers.lion")
+    assert after["optimizer"] == after["parameters"]
+    before, after = effect("optimizers.adamw")
+    assert after["optimizer"] == 2 * after["parameters"]
+    before, after = effect("adapters.lora")
+    assert after["gradients"] < before["gradients"] / 3
+    before, after = effect("precision.mixed")
+    assert after["activations"] < before["activations"] and after["parameters"] == before["parameters"]
+    before, after = effect("data_selection.gradient_norm_sampling")
+    assert after["flops"] == 2 * before["flops"]
+    before, after = effect("sparsity.rigl")
+    assert 0 < after["optimizer"] < after["parameters"] / 2  # a byte per masked weight
+    before, after = effect("schedules.cosine")
+    assert after == before
+
+
+@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"])
+def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
+    """Though those that change the update alone share the passes through the model."""
+    names = (name, "gradients.clip", "optimizers.adamw", "schedules.cosine", "averaging.ema")
+    run = compose(plain_run(), [technique(each) for each in names], 6)
+    explanation = explain(run)
+    for place, row in enumerate(explanation.rows):
+        _, alone = count(run, run.techniques[: place + 1])
+        assert row.after == alone
+    assert any("have no images" in decision for decision in explanation.decisions) == (name == "curriculum.resolution")
+
+
+def test_explaining_changes_nothing_of_the_run() -> None:
+    chosen = [ADAMW, technique("growth.stacking"), technique("data_selection.gradient_norm_sampling")]
+    plain, explained = (compose(plain_run(), chosen, 5) for _ in range(2))
+    explain(explained)
+    touched_modules(explained)
+    results = []
+    for run in (plain, explained):
+        state = run.start()
+        results.append([record.loss for record in advance(run, state)])
+        assert not any(hasattr(tensor, "fake_mode") for tensor in state.tensors().values())
+    assert results[0] == results[1]
+
+
+def test_a_model_of_billions_of_parameters_is_explained_in_a_laptops_memory() -> None:
+    plain = plain_run()
+    build = lambda: build_model(ModelSettings(preset="llama-8b"), 256, 16, seed=0)  # noqa: E731
+    before = psutil.Process().memory_info().rss
+    explanation = explain(
+        compose(BaseRun(build, plain.source, plain.objective), [ADAMW, technique("adapters.lora")], 5)
+    )
+    assert explanation.parameters > 6e9
+    assert explanation.footprint.parameters > 4 * 6e9
+    assert psutil.Process().memory_info().rss - before < 1e9
+
+
+def test_what_surgery_touches_is_told_without_building_the_model() -> None:
+    found = touched_modules(compose(plain_run(depth=3), [ADAMW, technique("adapters.lora")], 5))
+    assert found["adapters.lora"][0].startswith("12 of 12 modules")
+    with pytest.raises(RefusedError, match=r"adapters\.lora: rank 99"):
+        touched_modules(compose(plain_run(), [ADAMW, technique("adapters.lora", rank=99)], 5))
+
+
+def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
+    run = compose(plain_run(), [ADAMW, technique("gradients.clip", largest=0.5)], 5)
+    found = explain(run).as_dict({"gradients.clip": ["a note"]})
+    clip = next(entry for entry in found["techniques"] if entry["name"] == "gradients.clip")
+    assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"largest": 0.5})
+    assert clip["touched"] == ["a note"]
+    assert found["parameters"] == sum(p.numel() for p in plain_run().build().parameters())

@@ -1,0 +1,254 @@
+"""Growth in the middle of a run: every value where it belongs."""
+
+import pytest
+import torch
+from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
+from torch import Tensor
+
+from thrifty import techniques
+from thrifty.composition.compose import Run, compose
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.state import TrainState, read_log
+from thrifty.core.structural_change import StructuralChange
+from thrifty.core.technique import Technique
+from thrifty.modeling.module_surgery import find_blocks
+from thrifty.optim.transform_elements import ScaleByAdam
+from thrifty.optim.weight_masks import SLOT
+
+
+def grown(*others: Technique, **settings: object) -> tuple[Run, TrainState, TrainState]:
+    """A run of 4 blocks that starts with 2 and doubles before step 2: the run, a copy of its state just before the
+    growth, and its state just after."""
+    chosen = [technique("growth.stacking", at=(2,), **settings), *others]
+    if not any("optimizer" in other.claims for other in others):
+        chosen.append(technique("optimizers.adamw"))
+    run = compose(plain_run(depth=4), chosen, 4)
+    state = run.start()
+    advance(run, state, 2)
+    before = restored(run, snapshot(state))
+    made = run.changes(state)
+    assert [(entry.step, entry.technique) for entry in made] == [(2, "growth.stacking")]
+    return run, before, state
+
+
+def depth(state: TrainState) -> int:
+    assert state.model is not None
+    return len(find_blocks(state.model)[1])
+
+
+def moved(name: str) -> str:
+    return name.replace("blocks.2.", "blocks.0.").replace("blocks.3.", "blocks.1.")
+
+
+def test_blocks_are_copied_on_top_of_themselves_in_order() -> None:
+    _, before, after = grown()
+    assert (depth(before), depth(after)) == (2, 4)
+    old = before.tensors()
+    for name, tensor in after.tensors().items():
+        if name.startswith("parameters/"):
+            assert torch.equal(tensor, old[moved(name)]), name
+
+
+def test_moments_start_afresh_and_the_schedule_goes_on() -> None:
+    _, _, after = grown()
+    assert after.optimizer is not None
+    assert all(not tensor.any() for name, tensor in after.tensors().items() if name.startswith("optimizer/"))
+    assert (after.optimizer.updates, after.optimizer.born) == (2, 2)
+
+
+def test_copied_moments_come_from_where_the_value_came_from() -> None:
+    _, before, after = grown(moments="copy")
+    assert after.optimizer is not None
+    assert (after.optimizer.updates, after.optimizer.born) == (2, 0)
+    for name, tensor in after.tensors().items():
+        if name.startswith("optimizer/"):
+            assert tensor.any() and torch.equal(tensor, before.tensors()[moved(name)]), name
+
+
+@pytest.mark.parametrize("moments", ["reset", "copy"])
+def test_masks_belong_to_the_weights_and_follow_them(moments: str) -> None:
+    run, before, after = grown(technique("sparsity.rigl", every=100), moments=moments)
+    masks = {name: tensor for name, tensor in after.tensors().items() if name.startswith(f"optimizer/{SLOT}/blocks")}
+    assert masks
+    for name, mask in masks.items():
+        assert torch.equal(mask, before.tensors()[moved(name)]), name
+        weight = after.tensors()[name.replace(f"optimizer/{SLOT}", "parameters")]
+        if mask.numel():
+            assert not weight[~mask].any()
+    run.verify(after)
+
+
+def test_the_log_alone_rebuilds_the_structure() -> None:
+    run, _, after = grown()
+    again = run.place(read_log(after.scalars()))
+    assert depth(again) == 4
+    assert {name: t.shape for name, t in again.tensors().items()} == {n: t.shape for n, t in after.tensors().items()}
+    start = run.place(read_log(after.scalars())[:1])
+    assert depth(start) == 2
+
+
+def test_a_depth_that_does_not_halve_still_ends_at_full_depth() -> None:
+    for full in (1, 3, 5):
+        _, state = run_through(plain_run(depth=full), [technique("growth.stacking"), technique("optimizers.adamw")], 5)
+        assert depth(state) == full
+
+
+def test_growth_goes_on_learning_when_compiled() -> None:
+    torch._dynamo.reset()
+    chosen = [technique("growth.stacking", at=(10, 20)), technique("optimizers.adamw")]
+    plain, _ = run_through(plain_run(repeated=True), chosen, 30)
+    compiled, state = run_through(plain_run(repeated=True), [*chosen, technique("compile")], 30)
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-3)
+    assert depth(state) == 4
+    assert losses(compiled)[-1] < losses(compiled)[0] - 2
+
+
+def test_a_buffer_follows_its_block() -> None:
+    """Persistent buffers are values too."""
+
+    def model() -> torch.nn.Module:
+        made = plain_run(depth=4).build()
+        for index, block in enumerate(find_blocks(made)[1]):
+            block.register_buffer("seen", torch.tensor(float(index)))
+        return made
+
+    plain = plain_run()
+    plain = type(plain)(model, plain.source, plain.objective)
+    run = compose(plain, [technique("growth.stacking", at=(2,)), technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state, 2)
+    run.changes(state)
+    seen: list[Tensor] = [state.tensors()[f"buffers/blocks.{index}.seen"] for index in range(4)]
+    assert [int(value) for value in seen] == [0, 1, 0, 1]
+
+
+def test_a_run_saved_exactly_before_a_growth_makes_it_when_resumed() -> None:
+    chosen = [technique("growth.stacking", at=(2,)), technique("optimizers.adamw")]
+    run = compose(plain_run(), chosen, 4)
+    state = run.start()
+    advance(run, state, 2)
+    resumed = restored(run, snapshot(state))
+    assert (resumed.step, depth(resumed)) == (2, 2)
+    advance(run, resumed)
+    advance(run, state)
+    assert depth(resumed) == 4
+    assert_same(snapshot(resumed), snapshot(state))
+
+
+@pytest.mark.parametrize("order", ["ABCABC", "AABBCC"])
+def test_copies_come_in_the_order_asked_for(order: str) -> None:
+    _, before, after = grown(order=order)
+    old = before.tensors()
+    for block, origin in enumerate([0, 1, 0, 1] if order == "ABCABC" else [0, 0, 1, 1]):
+        for name, tensor in after.tensors().items():
+            if name.startswith(f"parameters/blocks.{block}."):
+                assert torch.equal(tensor, old[name.replace(f"blocks.{block}.", f"blocks.{origin}.")]), name
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+@pytest.mark.parametrize("order", ["ABCABC", "AABBCC"])
+def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> None:
+    chosen = [technique("growth.stacking", at=(2,), order=order, start="zeroed"), technique("optimizers.adamw")]
+    run = compose(plain_run(depth=5, style=style), chosen, 4)
+    state = run.start()
+    advance(run, state, 2)
+    tokens = run.source.at(7)["tokens"][:, :-1]
+    assert state.model is not None
+    with torch.no_grad():
+        before, shallow = state.model.eval()(tokens), depth(state)
+        run.changes(state)
+        after = state.model.eval()(tokens)
+    assert (shallow, depth(state)) == (2, 5)
+    assert (after - before).abs().max() < 1e-6 < before.abs().max()
+    advance(run, state)
+    silent = [name for name, p in state.model.named_parameters() if not p.any()]
+    assert not silent, "what starts with zeros is trained like the rest"
+
+
+def test_a_post_norm_model_cannot_grow_by_silent_blocks() -> None:
+    chosen = [technique("growth.stacking", start="zeroed"), technique("optimizers.adamw")]
+    with pytest.raises(RefusedError, match="norm behind its sums"):
+        compose(plain_run(style="gpt1"), chosen, 4).start()
+    with pytest.raises(UsageError, match="would stay silent"):
+        compose(plain_run(), [*chosen, technique("adapters.lora")], 4)
+
+
+def first_update(age: int, square: Tensor) -> Tensor:
+    """Of Adam with a first moment of zero and this second one, for a gradient of one."""
+    adam = ScaleByAdam(0.9, 0.999)
+    slots = {"mean": [torch.zeros_like(square)], "square": [square.clone()]}
+    return adam.update([torch.ones_like(square)], slots, [torch.zeros_like(square)], adam.numbers(age, age))[0]
+
+
+def test_the_first_update_after_a_growth_is_no_larger_than_a_step() -> None:
+    zeros, ones = torch.zeros(3), torch.ones(3)
+    naive = first_update(10_000, zeros)
+    assert naive.mean() == pytest.approx((1 - 0.9) / (1 - 0.999) ** 0.5, rel=1e-3)
+    assert naive.mean() == pytest.approx(3.16, abs=0.01)
+    assert first_update(0, zeros).mean() == pytest.approx(1.0)  # reset, the age too
+    assert first_update(10_000, ones).mean() == pytest.approx(0.1, rel=1e-2)  # from the mean of the layer
+
+
+def test_second_moments_of_copies_start_from_the_mean_of_their_layer() -> None:
+    _, before, after = grown(moments="mean")
+    assert after.optimizer is not None
+    assert (after.optimizer.updates, after.optimizer.born) == (2, 0)
+    old, seen = before.tensors(), 0
+    for name, tensor in after.tensors().items():
+        kind, _, rest = name.partition("/")
+        origin = old[moved(name)]
+        if kind != "optimizer":
+            continue
+        is_copy = any(f"blocks.{block}." in rest for block in (2, 3))
+        if is_copy and ".square/" in name:
+            seen += 1
+            torch.testing.assert_close(tensor, torch.full_like(tensor, float(origin[origin > 0].mean())))
+        else:
+            assert torch.equal(tensor, origin), name
+    assert seen > 8
+
+
+def test_under_masks_second_moments_start_from_the_mean_too() -> None:
+    run, before, after = grown(technique("sparsity.rigl", every=100), moments="mean")
+    name = next(name for name in after.tensors() if name.endswith("square/blocks.2.mlp.up.weight"))
+    weight = after.tensors()["parameters/blocks.2.mlp.up.weight"]
+    found = after.tensors()[name]
+    assert not found[weight == 0].any()
+    old = before.tensors()[moved(name)]
+    torch.testing.assert_close(found[weight != 0].unique(), old[old > 0].mean()[None])
+    run.verify(after)
+
+
+@pytest.mark.parametrize("moments", ["copy", "mean"])
+@pytest.mark.parametrize("name", [name for name in techniques.names() if name.startswith("optimizers.")])
+def test_every_optimizer_goes_on_with_what_it_had(name: str, moments: str) -> None:
+    _, before, after = grown(technique(name), moments=moments)
+    assert before.tensors().keys() < after.tensors().keys()
+    old = before.tensors()
+    for key, tensor in after.tensors().items():
+        assert torch.isfinite(tensor).all()
+        if key in old:  # what was there keeps all that belongs to it
+            assert torch.equal(tensor, old[key]), key
+
+
+@pytest.mark.parametrize("average", ["averaging.ema", "averaging.latest"])
+def test_an_average_of_weights_is_copied_and_not_averaged_once_more(average: str) -> None:
+    _, before, after = grown(technique(average, start=0), technique("optimizers.adamw"), moments="mean")
+    kept = [name for name in after.tensors() if average.partition(".")[2] in name]
+    assert kept
+    for name in kept:
+        assert torch.equal(after.tensors()[name], before.tensors()[moved(name)]), name
+
+
+def test_moments_in_eight_bits_go_on_as_codes_with_their_scales() -> None:
+    _, before, after = grown(technique("precision.optimizer_state", smallest=1), moments="mean")
+    codes = [name for name, tensor in after.tensors().items() if tensor.dtype == torch.uint8]
+    assert codes
+    for name in codes:
+        assert torch.equal(after.tensors()[name], before.tensors()[moved(name)]), name
+
+
+def test_a_value_of_another_shape_must_be_said_how_to_get() -> None:
+    change = StructuralChange("wider")
+    with pytest.raises(IntegrityError, match="is to be of shape"):
+        change.resize("weight", torch.zeros(2), torch.Size([3]))

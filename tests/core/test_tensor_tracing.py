@@ -1,0 +1,144 @@
+"""Bytes and FLOPs of a step, counted by hand."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from tiny_runs import plain_run, technique
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from thrifty.composition.compose import compose
+from thrifty.composition.explain import count, passes_of
+from thrifty.core import tensor_tracing
+from thrifty.core.footprint import Footprint
+from thrifty.core.tensor_tracing import StepTrace, gc_frozen, tensor_bytes
+
+
+def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> None:
+    given = torch.zeros(1000)
+    with StepTrace(given) as live:
+        a = torch.ones(10)  # 40 bytes
+        view = a[2:5]
+        assert live.now == 40
+        b = a + 1
+        c = b * 2
+        assert (live.now, live.peak) == (120, 120)
+        del a
+        assert live.now == 120  # the view keeps it
+        del view, b
+        assert (live.now, live.peak) == (40, 120)
+        given += 1
+        assert live.now == 40
+    del c
+
+
+@settings(max_examples=30)
+@given(rows=some.lists(some.integers(1, 200), min_size=1, max_size=6))
+def test_the_peak_is_the_largest_sum_alive(rows: list[int]) -> None:
+    wanted, kept = 0, 0
+    with StepTrace() as live:
+        held = []
+        for count_ in rows:
+            temporary = torch.zeros(count_, 3)  # 12 bytes a row
+            held.append(temporary.sum(1))  # 4 bytes a row
+            wanted = max(wanted, kept + 16 * count_)
+            del temporary
+            kept += 4 * count_
+    assert (live.now, live.peak) == (kept, wanted)
+
+
+def test_what_is_made_where_a_known_tensor_was_is_counted() -> None:
+    with FakeTensorMode():
+        known = [torch.ones(100) for _ in range(50)]
+        with StepTrace(*known) as live:
+            del known
+            made = [torch.ones(100) for _ in range(50)]
+            assert live.now == 400 * len(made)
+
+
+def test_fake_tensors_are_followed_as_real_ones_are() -> None:
+    def work() -> None:
+        x = torch.ones(64, 32)
+        y = x @ torch.ones(32, 16)
+        del x
+        y.softmax(-1).sum()
+
+    peaks = []
+    with StepTrace() as live:
+        work()
+    peaks.append(live.peak)
+    with FakeTensorMode(), StepTrace() as live:
+        work()
+    assert peaks == [live.peak]
+
+
+def test_the_footprint_of_a_model_is_the_one_on_paper() -> None:
+    run = compose(plain_run(batch=4, depth=1), [technique("optimizers.adamw")], 3)
+    passes = passes_of(run, run.source.at(0))
+    model, found = passes.model, passes.followed_by(run.transform(), 3)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert found.parameters == found.gradients == 4 * size
+    assert found.optimizer == 8 * size
+    # a multiply-add is two; the backward pass makes two products for each of the forward pass; 64 tokens
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)  # tied: the embedding is the head
+    product = 2 * 4 * 4 * 16 * 16 * 8  # of attention: 4 examples, 4 heads, 16 tokens by 16, width 8; 2 and 5 of them
+    assert found.flops == 3 * 2 * 64 * matrices + 7 * product
+
+
+def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
+    small, large = (
+        count(compose(plain_run(batch=batch), [technique("optimizers.adamw")], 3), ())[1] for batch in (4, 16)
+    )
+    assert small.parameters == large.parameters and small.gradients == large.gradients
+    assert 3.5 * small.activations < large.activations < 4.1 * small.activations
+    assert large.flops == pytest.approx(4 * small.flops, rel=0.01)
+
+
+def test_the_peak_is_what_torchs_own_profiler_sees() -> None:
+    """A real step, measured by the allocator's events and counted by StepTrace."""
+    run = compose(plain_run(batch=16), [technique("optimizers.adamw")], 3)
+    _, counted = count(run, run.techniques)
+    model = run.build_model().train()
+    batch = run.source.at(2)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        run.backward(model, run.objective, batch)
+    now = peak = 0
+    events = [event for event in watched.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    predicted = max(counted.gradients, counted.activations) + counted.temporary
+    assert peak == pytest.approx(predicted, rel=0.1)
+
+
+def test_memory_is_states_plus_the_larger_of_gradients_and_activations_plus_temporary() -> None:
+    footprint = Footprint(parameters=10, gradients=7, optimizer=20, activations=5, temporary=3)
+    assert footprint.memory == 40
+    assert footprint.scale(activations=2.0).memory == 43
+    assert footprint.add(optimizer=1, traffic=9).memory == 41
+    assert footprint.as_dict()["memory"] == 40
+
+
+def test_bytes_of_a_tensor_are_those_of_its_elements() -> None:
+    assert tensor_bytes(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30
+    assert tensor_bytes(nn.Parameter(torch.zeros(2))) == 8
+
+
+def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # as it is outside of tests
+    gc.unfreeze()
+    try:
+        with gc_frozen():
+            there = gc.get_freeze_count()
+            with gc_frozen():
+                assert gc.get_freeze_count() == there > 0
+            assert gc.get_freeze_count() == there
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()  # as all other tests have it

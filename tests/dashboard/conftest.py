@@ -1,0 +1,58 @@
+"""Run folders and a board over them, for its tests."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from reporting.conftest import write_run_folder
+from thrifty.dashboard.board_server import BoardServer
+from thrifty.dashboard.board_site import BoardSite
+
+TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def site(runs: Path, tmp_path: Path) -> BoardSite:
+    return BoardSite(runs, tmp_path / "results", lambda: [LION])
+
+
+Serve = Callable[..., BoardServer]
+
+
+@pytest.fixture
+def serve(site: BoardSite) -> Iterator[Serve]:
+    """Starts a board over the site, on any free port unless one is given; all end with the test."""
+    with ExitStack() as stack:
+
+        def start(port: int = 0, token: str = TOKEN) -> BoardServer:
+            server = stack.enter_context(BoardServer(site, token, port))
+            stack.callback(server.shutdown)
+            threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def run_folder(runs: Path) -> Callable[..., Path]:
+    return lambda name="kjv", steps=120, **replaced: write_run_folder(runs / name, steps, **replaced)
+
+
+LION = {
+    "name": "optimizers.lion",
+    "stage": "precondition",
+    "numerics": "different",
+    "card": "Lion: the sign of a momentum.\n\nPaper     Chen et al. 2023.\nPromise   half of AdamW's state,\n"
+    "          and no second moment.\n\nMore is said in a line of its own.",
+    "settings": [{"name": "lr", "type": "float, at least 0", "default": 1e-4}],
+}

@@ -1,0 +1,246 @@
+"""The board in a real browser that can reach nothing but this machine."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from headless_browser import CHROMIUM, Browser
+
+from reporting.conftest import records
+from thrifty.reporting.color_theme import DARK, LIGHT
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH (Debian: apt-get install chromium)")
+
+TAB, ENTER = ("Tab", 9), ("Enter", 13)
+SUMMARY = "document.querySelector('#figure-loss .chart').getAttribute('aria-label')"
+TRAINING = """
+    import json, sys, time
+    from pathlib import Path
+    from thrifty.training.run_folder import RunFolder
+
+    with RunFolder(Path(sys.argv[1])).lock() as run:
+        for line in sys.stdin:
+            for record in json.loads(line):
+                run.append(record)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("browser") / "profile") as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def quiet(browser):
+    """No test leaves an error in the console, and none asks for anything outside the board."""
+    browser.console.clear()
+    browser.requests.clear()
+    excused = []
+    yield excused
+    browser.tell("Emulation.setEmulatedMedia", features=[])
+    told = [text for text in browser.console if not any(words in text for words in excused)]
+    assert not told, told
+    outside = [
+        address for address in browser.requests if not re.match(r"http://127\.0\.0\.1:\d+/|data:|about:", address)
+    ]
+    assert not outside, outside
+
+
+def charts_are_drawn(browser, count=5):
+    browser.until(f"document.querySelectorAll('#figures .chart svg .mark-line path').length >= {count}")
+
+
+def test_runs_and_a_run_are_drawn_without_errors_or_requests_elsewhere(browser, serve, run_folder):
+    run_folder()
+    address = serve().address
+    browser.open(address)
+    browser.until("document.querySelector('#rows .spark path')?.getAttribute('d').length > 50")
+    browser.value("document.querySelector('#rows a').click()")
+    charts_are_drawn(browser)
+    assert browser.value("document.querySelector('h1').textContent") == "kjv"
+    figures = browser.value("[...document.querySelectorAll('#figures figure')].map(figure => figure.id)")
+    assert figures == [f"figure-{name}" for name in ("loss", "memory", "throughput", "gradient_norm", "learning_rate")]
+    labels = browser.value("[...document.querySelectorAll('#figure-memory svg text')].map(text => text.textContent)")
+    assert {"predicted peak 263 MB", "measured peak 276 MB"} <= {*labels}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_and_charts_follow_the_colour_scheme(browser, serve, run_folder, scheme):
+    run_folder()
+    browser.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.open(serve().address + "run?name=kjv")
+    charts_are_drawn(browser)
+    colours = browser.value(
+        "[getComputedStyle(document.body).backgroundColor, ...[...document.querySelectorAll("
+        "'#figure-loss .mark-line path')].map(path => getComputedStyle(path).stroke)]"
+    )
+    palette = {"light": LIGHT, "dark": DARK}[scheme]
+    wanted = [tuple(int(palette[name][i : i + 2], 16) for i in (1, 3, 5)) for name in ("ground", "faint", "train")]
+    assert colours[:3] == [f"rgb{colour}" for colour in wanted]
+
+
+def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_folder, tmp_path):
+    made = [record for record in records(120, every=10) if record["kind"] != "change"]
+    folder = run_folder(records=made[:60], summary={"status": "running", "steps": 0})
+    script = tmp_path / "training.py"
+    script.write_text(textwrap.dedent(TRAINING))
+    address = serve().address
+    with subprocess.Popen([sys.executable, script, folder], stdin=subprocess.PIPE, text=True) as training:
+        browser.open(address + "run?name=kjv")
+        browser.until(
+            "document.querySelector('#state .running') && document.querySelector('#link').textContent == 'live'"
+        )
+        charts_are_drawn(browser)
+        steps = "[...document.querySelectorAll('.tiles div')].find(tile => tile.textContent.startsWith('Steps'))"
+        before = browser.value(f"{steps}.querySelector('.value').textContent")
+        browser.value("document.querySelector('#figure-loss svg').setAttribute('data-kept', 'yes')")
+        training.stdin.write(json.dumps(made[60:]) + "\n")
+        training.stdin.flush()
+        browser.until(f"{steps}.querySelector('.value').textContent == '120'")
+        assert before != "120"
+        # the chart was given new data and was not drawn anew
+        browser.until("document.querySelector('#figure-loss svg').getAttribute('data-kept') == 'yes'")
+        browser.until(
+            "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 120')"
+        )
+        training.stdin.close()
+    browser.until("document.querySelector('#state .stopped') != null")
+
+
+def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, run_folder):
+    run_folder("first", summary={"status": "running", "steps": 0})
+    browser.open(serve().address + "?sort=name")
+    browser.until("document.querySelectorAll('#rows tr').length == 1")
+    browser.value("document.querySelector('#rows a').focus()")
+    run_folder("another")
+    browser.until("document.querySelectorAll('#rows tr').length == 2")
+    assert browser.value("document.activeElement.getAttribute('href')") == "run?name=first"
+    assert browser.value("document.querySelector('#count').textContent") == "2 runs"
+
+
+def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_folder):
+    browser.open(serve().address)
+    browser.until("document.querySelector('#rows').textContent.includes('There is no run')")
+    run_folder("first", steps=5)
+    browser.until("document.querySelector('#rows a')?.textContent == 'first'")
+    assert not browser.value("document.querySelector('main').textContent.includes('There is no run')")
+
+
+def test_an_open_page_survives_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
+    quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE"]  # what the browser says when nobody answers
+    folder = run_folder(summary={"status": "running", "steps": 0})
+    words = [sys.executable, "-m", "thrifty", "board", "--runs", runs, "--no-open"]
+    variables = os.environ | {"THRIFTY_CACHE": str(tmp_path / "cache")}
+
+    @contextmanager
+    def board(port):
+        with subprocess.Popen([*words, "--port", port], stdout=subprocess.PIPE, text=True, env=variables) as process:
+            try:
+                yield process.stdout.readline().strip()
+            finally:
+                process.terminate()
+                assert process.wait() == 143
+
+    with board("0") as address:
+        browser.open(address + "run?name=kjv")
+        charts_are_drawn(browser)
+    browser.until("document.querySelector('#link').textContent.includes('does not answer')")
+    with (folder / "records.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 4321, "loss": 1.0}\n')
+    port = re.search(r":(\d+)/", address).group(1)
+    with board(port) as again:
+        assert again == address
+        browser.until(
+            "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 4,321')"
+        )
+        browser.until("document.querySelector('#link').textContent == 'live'")
+
+
+def test_everything_is_reached_by_the_keyboard(browser, serve, run_folder):
+    run_folder("kjv")
+    run_folder("other")
+    browser.open(serve().address + "?sort=name")
+    browser.until("document.querySelectorAll('#rows tr').length == 2 && !document.querySelector('.filter').hidden")
+    reached = []
+    for _ in range(20):
+        browser.press(*TAB)
+        reached.append(browser.value("document.activeElement.getAttribute('href') || document.activeElement.id"))
+        if reached[-1] == "run?name=kjv":
+            break
+    assert reached[0] == "#main" and "filter" in reached and "./?sort=loss" in reached and "techniques" in reached
+    browser.press(*ENTER, text="\r")
+    charts_are_drawn(browser)
+    browser.value("document.querySelector('#figure-loss summary').focus()")
+    browser.press(*ENTER, text="\r")
+    rows = browser.until("document.querySelectorAll('#figure-loss details[open] tbody tr').length")
+    assert rows == 24
+    outline = browser.value("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline != "none"
+
+
+def test_runs_are_sifted_by_what_is_typed(browser, serve, run_folder):
+    for name in ("kjv-adamw", "kjv-lion", "images"):
+        run_folder(name)
+    browser.open(serve().address)
+    browser.until("!document.querySelector('.filter').hidden")
+    browser.value("document.querySelector('#filter').focus()")
+    browser.type("kjv lion")
+    shown = "[...document.querySelectorAll('#rows tr:not([hidden]) a')].map(link => link.textContent).join()"
+    assert (
+        browser.until(shown) == "kjv-lion" and browser.value("document.querySelector('#shown').textContent") == "1 of 3"
+    )
+
+
+def test_hostile_text_of_a_run_does_nothing_in_the_browser(browser, serve, run_folder):
+    attack = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    made = [
+        {"kind": "step", "step": 1, "loss": 3.0},
+        {"kind": "step", "step": 2, "loss": 2.0},
+        {"kind": "change", "step": 1, "technique": attack, "reason": attack},
+        {"kind": "notice", "step": 2, "text": attack},
+    ]
+    recipe = f"about = '''{attack}'''"
+    run_folder(records=made, summary={"status": attack, "unit": attack, "loss_in": attack}, recipe=recipe)
+    address = serve().address
+    for page in ("", "run?name=kjv"):
+        browser.open(address + page)
+        browser.until("document.querySelector('#link').textContent")
+    charts_are_drawn(browser, 1)
+    assert browser.value("document.title") == "kjv – Thrifty board"
+    assert browser.value("document.querySelectorAll('main img, header img').length") == 0
+
+
+def test_an_offline_report_is_shown_with_its_charts_and_runs_no_other_script(browser, serve, run_folder, quiet):
+    from thrifty.reporting.run_page import write_report
+
+    page: Path = write_report(run_folder())
+    address = serve().address + "page?name=kjv"
+    browser.open(address)
+    browser.until("document.querySelectorAll('figure svg').length == 5")
+    page.write_text("<title>plain</title><script>document.title = 'owned'</script><p>shown</p>")
+    browser.open(address + "&again=1")
+    browser.until("document.querySelector('p')?.textContent == 'shown'")
+    assert browser.value("document.title") == "plain"
+    assert len(browser.console) == 1 and "Content Security Policy" in browser.console[0]
+    quiet.append("Content Security Policy")
+
+
+@pytest.mark.parametrize("page", ["", "run?name=a-run", "studies", "techniques", "technique?name=optimizers.lion"])
+def test_a_phone_needs_no_sideways_scrolling(browser, serve, run_folder, page):
+    run_folder("a-run")
+    run_folder("a-run-with-a-rather-long-name" * 3)
+    browser.tell("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    try:
+        browser.open(serve().address + page)
+        browser.until("document.readyState == 'complete' && document.querySelector('main').textContent.length > 50")
+        wide = browser.value("[document.documentElement.scrollWidth, innerWidth]")
+        assert wide[0] <= wide[1]
+    finally:
+        browser.tell("Emulation.clearDeviceMetricsOverride")

@@ -1,0 +1,152 @@
+"""A run at a glance: its state, its last numbers, and little read of however much there is."""
+
+import json
+import os
+import socket
+from itertools import pairwise
+
+import pytest
+
+from reporting.conftest import records, summary
+from thrifty.dashboard import run_summary
+from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, RunSummary, sampled_losses
+from thrifty.training.run_lock import RunLock, holder
+
+
+def look(folder):
+    return RunSummary(folder.name, folder).look()
+
+
+def test_a_finished_run_shows_its_last_numbers(run_folder):
+    made = records(120, every=10)
+    folder = run_folder(records=made)
+    row = look(folder)
+    assert (
+        row.state == FINISHED and (row.step, row.steps) == (120, 600) and row.recipe == "llama-nano · king-james-bible"
+    )
+    steps = [record for record in made if record["kind"] == "step"]
+    assert row.loss == steps[-1]["loss"] and row.held_out_loss == summary(made)["held_out_loss"]
+    assert row.techniques[0] == "precision.mixed" and row.tokens_per_second == pytest.approx(33_000, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [("interrupted", "by a signal"), ("stopped", "by an error"), ("running", "its process is gone")],
+)
+def test_a_run_that_nobody_holds_has_stopped_and_says_why(run_folder, status, reason):
+    row = look(run_folder(summary={"status": status, "steps": 60}))
+    assert (row.state, row.reason) == (STOPPED, reason)
+
+
+def test_a_finished_run_that_goes_on_is_not_finished(run_folder):
+    folder = run_folder(records=records(120), summary={"status": "finished", "steps": 60})
+    assert look(folder).state == STOPPED
+
+
+def test_a_run_whose_lock_is_held_is_running(run_folder):
+    folder = run_folder(summary={"status": "running", "steps": 0})
+    lock = RunLock(folder / "lock")
+    try:
+        row = look(folder)
+        assert row.state == RUNNING and row.reason == f"process {os.getpid()} on {socket.gethostname()}"
+    finally:
+        lock.release()
+    assert look(folder).state == STOPPED
+
+
+def test_looking_never_takes_the_lock_and_sees_who_is_dead(tmp_path):
+    file = tmp_path / "lock"
+    assert holder(file) == {}
+    lock = RunLock(file)
+    assert holder(file)["pid"] == os.getpid()
+    lock.release()
+    assert holder(file) == {}
+    dead = {"pid": 2**22 - 1, "host": socket.gethostname(), "started": 1.0}
+    file.write_text(json.dumps(dead))
+    assert holder(file) == {}
+    file.write_text(json.dumps(dead | {"host": "another-machine"}))
+    assert holder(file)["host"] == "another-machine"
+    file.write_text("damaged")
+    assert holder(file) == {}
+
+
+def test_a_run_before_its_first_record_is_waiting(run_folder):
+    row = look(run_folder(records=None, summary=None, explanation=None))
+    assert row.state == WAITING and row.step == 0 and row.loss is None and row.sparkline == ()
+
+
+def test_damaged_files_leave_the_rest(run_folder):
+    folder = run_folder(recipe="= no toml", summary=None, explanation=None)
+    (folder / "summary.json").write_text("{")
+    (folder / "explanation.json").write_text('{"techniques": [3, {"name": "a.b"}]}')
+    row = look(folder)
+    assert row.recipe == "" and row.techniques == ("a.b",) and row.step == 120
+
+
+def test_appended_records_are_seen_at_the_next_look(run_folder):
+    folder = run_folder(records=records(50), summary={"status": "running", "steps": 0})
+    seen = RunSummary("kjv", folder)
+    assert seen.look().step == 50
+    with (folder / "records.jsonl").open("a") as file:
+        file.write('{"kind": "step", "step": 51, "loss": 1.25, "tokens_per_second": 5.0}\n')
+    row = seen.look()
+    assert (row.step, row.loss) == (51, 1.25)
+
+
+def test_of_a_long_run_a_fixed_amount_is_read(run_folder, monkeypatch):
+    folder = run_folder(records=records(20_000))
+    size = (folder / "records.jsonl").stat().st_size
+    parsed = []
+    plain = run_summary.parse_record
+    monkeypatch.setattr(run_summary, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
+    row = look(folder)
+    assert row.step == 20_000 and len(row.sparkline) == run_summary.SAMPLES
+    assert sum(parsed) < run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND < size / 10
+
+
+def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(run_folder):
+    made = records(3000)
+    file = run_folder(records=made) / "records.jsonl"
+    losses = {record["step"]: record["loss"] for record in made if record["kind"] == "step"}
+    sampled = sampled_losses(file, file.stat().st_size)
+    assert all(losses[point.step] == point.value for point in sampled)
+    assert sampled[0].step <= 2 and sampled[-1].step >= 2985
+    gaps = [after.step - before.step for before, after in pairwise(sampled)]
+    assert max(gaps) < 2 * 3000 / run_summary.SAMPLES
+
+
+@pytest.mark.parametrize("how", ["appended", "replaced"])
+def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder, monkeypatch, how):
+    folder = run_folder(records=records(50))
+    seen = RunSummary("kjv", folder)
+    seen.look()
+    lines = "".join(json.dumps(record) + "\n" for record in records(20_000))
+    if how == "replaced":
+        (folder / "records.jsonl").unlink()
+    with (folder / "records.jsonl").open("a") as file:
+        file.write(lines)
+    parsed = []
+    plain = run_summary.parse_record
+    monkeypatch.setattr(run_summary, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
+    assert seen.look().step == 20_000
+    most = run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND
+    assert sum(parsed) < (most if how == "appended" else most + seen.tail.chunk)
+
+
+@pytest.mark.parametrize("pid", [-5, 2**80, "Infinity"])
+def test_a_lock_file_with_an_impossible_number_is_nobodys(tmp_path, pid):
+    file = tmp_path / "lock"
+    file.write_text(f'{{"pid": {pid}, "host": "{socket.gethostname()}", "started": 1.0}}')
+    assert holder(file) == {}
+
+
+def test_numbers_beyond_all_measure_and_pipes_leave_the_list_standing(run_folder):
+    huge = "1" + 400 * "0"
+    folder = run_folder(summary=None)
+    (folder / "records.jsonl").write_text(f'{{"kind": "step", "step": {huge}}}\n{{"kind": "step", "step": 7}}\n')
+    (folder / "summary.json").write_text(f'{{"steps": {huge}, "loss": {huge}}}')
+    assert look(folder).step == 7
+    for name in ("records.jsonl", "summary.json", "recipe.toml", "lock"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    assert look(folder).state == WAITING

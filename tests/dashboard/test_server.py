@@ -1,0 +1,139 @@
+"""Who is answered: this machine, by its own name, with the token, and only to read."""
+
+import http.client
+import socket
+
+import pytest
+
+from dashboard.conftest import TOKEN
+from thrifty.core.errors import UsageError
+from thrifty.dashboard.board_server import BoardServer, new_token
+
+PATHS = [f"/{TOKEN}/", f"/{TOKEN}/api/runs", f"/{TOKEN}/board.js"]
+
+
+def asked(server, path=PATHS[0], method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_with_the_token_it_answers(serve, path):
+    status, _, body = asked(serve(), path)
+    assert status == 200 and body
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_by_either_name_of_this_machine_and_by_its_own_pages(serve, path):
+    server = serve()
+    for name in server.hosts:
+        assert asked(server, path, Host=name, Origin=f"http://{name}", Sec_Fetch_Site="same-origin")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "",
+        "/x/",
+        f"/{TOKEN[:-1]}/",
+        f"/{TOKEN}x/",
+        f"/{TOKEN.upper()}/",
+        f"/{TOKEN}",
+        f"/{TOKEN}?x",
+        "/%00/",
+        "/%C3%A4/",
+        "/board.js",
+    ],
+)
+def test_without_the_token_it_refuses(serve, path):
+    status, _, body = asked(serve(), path)
+    assert status == 403 and TOKEN.encode() not in body
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:80", ""])
+def test_under_another_name_it_refuses(serve, path, host):
+    assert asked(serve(), path, Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1", ""])
+def test_from_another_origin_it_refuses(serve, path, origin):
+    assert asked(serve(), path, Origin=origin)[0] == 403
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_another_site_makes_a_browser_ask_is_refused(serve, site):
+    assert asked(serve(), Sec_Fetch_Site=site)[0] == 403
+
+
+def test_no_host_and_two_hosts_are_refused(serve):
+    server = serve()
+    for hosts in ((), (f"127.0.0.1:{server.server_port}", "evil.example")):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+            lines = [f"GET {PATHS[0]} HTTP/1.1", *(f"Host: {host}" for host in hosts), "Connection: close", "", ""]
+            connection.sendall("\r\n".join(lines).encode())
+            assert connection.makefile().readline().split()[1] == "403", hosts
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_nothing_can_be_written(serve, method):
+    server = serve()
+    status, headers, _ = asked(server, method=method)
+    assert status == 405 and headers["Allow"] == "GET, HEAD"
+    assert asked(server, method=method, Host="evil.example")[0] == 403
+
+
+def test_a_head_has_the_headers_and_no_body(serve):
+    status, headers, body = asked(serve(), method="HEAD")
+    assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
+
+
+def test_every_answer_forbids_what_is_not_its_own(serve):
+    for path in [*PATHS, f"/{TOKEN}/nothing", "/"]:
+        _, headers, _ = asked(serve(), path)
+        policy = headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "http" not in policy
+        assert "unsafe-inline" not in policy.partition("style-src")[0] and "unsafe-eval" not in policy
+        assert headers["Referrer-Policy"] == "no-referrer" and headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Cache-Control"] == "no-store" and not headers["Access-Control-Allow-Origin"]
+
+
+def test_it_listens_on_this_machine_alone(serve):
+    assert serve().socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_page_that_fails_says_so_and_the_board_goes_on(serve, site, monkeypatch):
+    server = serve()
+    monkeypatch.setattr(site.watch, "rows", lambda: 1 / 0)
+    status, _, body = asked(server)
+    assert status == 500 and b"ZeroDivisionError" in body and b"Traceback" not in body
+    monkeypatch.undo()
+    assert asked(server)[0] == 200
+
+
+def test_a_port_that_is_taken_is_a_usage_error(serve, site):
+    server = serve()
+    with pytest.raises(UsageError, match="--port"):
+        BoardServer(site, TOKEN, server.server_port)
+
+
+def test_tokens_cannot_be_guessed():
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100 and min(map(len, tokens)) >= 32
+
+
+def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
+    server = serve()
+    many = "&".join(f"a{number}=" for number in range(50))
+    for path, status in (("http://[/", "403"), (f"{PATHS[0]}?{many}", "500")):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+            host = f"Host: 127.0.0.1:{server.server_port}"
+            connection.sendall(f"GET {path} HTTP/1.1\r\n{host}\r\nConnection: close\r\n\r\n".encode())
+            assert connection.makefile().readline().split()[1:2] == [status], path

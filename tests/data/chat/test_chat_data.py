@@ -1,0 +1,131 @@
+import json
+
+import pytest
+import torch
+from chat_runs import exchange, small_tokenizer, sums, write_rows
+
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.chat.chat_data import ChatLearningSettings, open_instructions
+from thrifty.data.chat.chat_preview import preview
+from thrifty.data.chat.chat_template import CHATML
+from thrifty.data.chat.chat_tokenizer import TURNS
+
+
+@pytest.fixture
+def file(tmp_path):
+    return write_rows(tmp_path / "sums.jsonl", sums(200))
+
+
+def opened(file, learning=ChatLearningSettings(), seed=0, say=lambda text: None, **changes):  # noqa: B008
+    chosen = {"source": str(file), "vocabulary": 320, "length": 64, "batch": 4, "held_out": 0.2}
+    return open_instructions(DataSettings(**{**chosen, **changes}), seed, learning, say)
+
+
+def conversations(data, batch):
+    """The text of each conversation in a batch, its last token included."""
+    for tokens, targets, segments in zip(batch["tokens"], batch["targets"], batch["segments"], strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            here = segments == segment
+            yield data.tokenizer.decode([int(tokens[here][0]), *targets[here].tolist()])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_every_conversation_comes_once_in_an_epoch_on_one_side_of_the_split(file, together):
+    data = opened(file, ChatLearningSettings(together=together), batch=1)
+    rows = data.train.source.examples
+    train = [text for step in range(rows) for text in conversations(data, data.train.at(step))]
+    held_out = [text for batch in data.held_out.batches(999, 8) for text in conversations(data, batch)]
+    assert len(train) == len(set(train)) and len(train) + len(held_out) == 200 and not set(train) & set(held_out)
+    expected = {data.tokenizer.template.render(row["messages"]).removesuffix("\n") for row in sums(200)}
+    assert {*train, *held_out} == expected
+    assert 20 <= len(held_out) <= 60
+
+
+def test_the_tokenizer_that_is_trained_knows_turns_and_keeps_its_template(file):
+    data = opened(file)
+    assert [data.tokenizer.inner.id_to_token(number) for number in sorted(data.tokenizer.special)][1:] == list(TURNS)
+    assert data.identity.keys() == {
+        "train.bin", "held_out.bin", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert (data.folder / "chat_template.jinja").read_text() == CHATML
+    assert 0 < data.unigram_entropy < 6 and data.vocabulary <= 320
+
+
+def test_what_is_opened_twice_is_prepared_once_and_changes_are_seen(file, tmp_path):
+    said = []
+    folders = [opened(file, say=said.append).folder for _ in range(2)]
+    assert folders[0] == folders[1] and len([line for line in said if "preparing" in line]) == 1
+    assert opened(file, ChatLearningSettings(everything=True, by_tokens=False, together=False)).folder == folders[0]
+    own = tmp_path / "own.jinja"
+    own.write_text(CHATML + "{# mine #}")
+    changed = [opened(file, ChatLearningSettings(template=name), length=256).folder for name in ("alpaca", str(own))]
+    own.write_text(CHATML + "{# mine again #}")
+    changed.append(opened(file, ChatLearningSettings(template=str(own))).folder)
+    write_rows(file, sums(199))
+    changed.append(opened(file).folder)
+    assert len({folders[0], *changed}) == 5
+
+
+def test_a_damaged_template_is_noticed_and_written_again(file):
+    data = opened(file)
+    (data.folder / "chat_template.jinja").write_text("{{ messages }}")
+    said = []
+    assert opened(file, say=said.append).tokenizer.template.source == CHATML
+    assert "chat_template.jinja has not its" in said[0]
+
+
+def test_the_seed_orders_training_and_leaves_evaluation_alone(file):
+    one, other = opened(file, seed=0), opened(file, seed=1)
+    assert not torch.equal(one.train.at(0)["tokens"], other.train.at(0)["tokens"])
+    first, second = (next(data.held_out.batches(8, 8)) for data in (one, other))
+    assert all(torch.equal(first[name], second[name]) for name in first.fields)
+
+
+def test_a_given_tokenizer_brings_its_template(file, tmp_path):
+    source = CHATML.replace("{% for", "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% for", 1)
+    small_tokenizer(source).save(tmp_path / "tokenizer.json")
+    data = opened(file, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert all("Be kind." in text for text in conversations(data, data.train.at(0)))
+    assert data.tokenizer.template.source == source
+
+
+def test_what_cannot_be_trained_on_is_refused(file, tmp_path):
+    with pytest.raises(UsageError, match=r"no answer in .* begins within data\.length = 3 tokens"):
+        opened(file, length=3)
+    with pytest.raises(UsageError, match=r"rows to train on, fewer than one batch of 500.*\n.*at most"):
+        opened(file, batch=500)
+    with pytest.raises(UsageError, match="too few conversations to hold 20% of them out"):
+        opened(write_rows(tmp_path / "one.jsonl", [exchange("a", "b")]))
+    (tmp_path / "strict.jinja").write_text(
+        CHATML + "{% if messages[0]['content'] == 'What is 7 and 0?' %}{{ raise_exception('no seven') }}{% endif %}"
+    )
+    with pytest.raises(UsageError, match=r"sums.jsonl, conversation \d+: the chat template does not accept.*no seven"):
+        opened(file, ChatLearningSettings(template=str(tmp_path / "strict.jinja")))
+    said = []
+    opened(file, length=32, say=said.append)
+    assert "of the conversations are longer than data.length and are cut" in said[-1]
+
+
+def test_a_preview_shows_what_is_given_and_what_is_learned(file):
+    settings = DataSettings(source=str(file), vocabulary=320, length=64, held_out=0.2)
+    seen = preview(settings, ChatLearningSettings(), 4, say=lambda text: None)
+    data = opened(file)
+    assert seen.tokens == data.train_tokens and len(seen.examples) == 4
+    answers = {row["messages"][1]["content"] + "<|im_end|>" for row in sums(200)}
+    for example in seen.examples:
+        assert [run.learned for run in example] == [False, True] and example[1].text in answers
+        assert data.tokenizer.decode([token for run in example for token in run.tokens]) == "".join(
+            run.text for run in example
+        )
+    everything = preview(settings, ChatLearningSettings(everything=True), 1, say=lambda text: None)
+    assert everything.learned == everything.tokens - everything.conversations
+
+
+def test_a_set_that_was_damaged_is_refused(cache):
+    folder = cache / "sets" / "kjv-web"
+    folder.mkdir(parents=True)
+    (folder / "documents.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (folder / "ORIGIN.json").write_text(json.dumps({"files": {"documents.jsonl": "0" * 64}}))
+    with pytest.raises(IntegrityError, match=r"documents\.jsonl is damaged"):
+        opened("kjv-web")

@@ -1,0 +1,171 @@
+import json
+
+import pytest
+from chat_runs import TEXT, small_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
+from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer, template_source
+from thrifty.data.tokenizer import END_OF_TEXT
+
+WITH_SYSTEM = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are small.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "alpaca": ALPACA, "with system": WITH_SYSTEM}
+TOKENIZERS = {name: small_tokenizer(source) for name, source in TEMPLATES.items()}
+
+awkward = st.lists(
+    st.one_of(
+        st.sampled_from(["<|im_end|>", "<|im_start|>", END_OF_TEXT, "<|im_start|>assistant\n", "### Response:\n"]),
+        st.sampled_from(["\n", " ", "\n\n", "\ufdd0", "\ufdd1", "a", "capital", "<", "|>", "<|im_", "🙂", "\u200d"]),
+        st.text(max_size=6),
+    ),
+    max_size=6,
+).map("".join)
+"""Texts that look like what a template writes, end within a special token, or hold what marks places."""
+
+
+@st.composite
+def conversation(draw, text=awkward):
+    system = [{"role": "system", "content": draw(text)}] if draw(st.booleans()) else []
+    pairs = draw(st.lists(st.tuples(text, text), min_size=1, max_size=3))
+    turns = [({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in pairs]
+    return [*system, *(message for turn in turns for message in turn)]
+
+
+def encoded(tokenizer, messages):
+    return next(tokenizer.encode_pieces([tokenizer.pieces(messages)]))
+
+
+def learned_runs(found):
+    runs, before = [], False
+    for token, learned in zip(found.tokens, found.answer, strict=True):
+        if learned:
+            runs = [*runs[:-1], [*runs[-1], token]] if before else [*runs, [token]]
+        before = learned
+    return runs
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=150)
+@given(messages=conversation())
+def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, messages):
+    tokenizer = TOKENIZERS[name]
+    found = encoded(tokenizer, messages)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if name == "with system":
+        answers = [answer.strip() for answer in answers]
+    runs = learned_runs(found)
+    assert all(run[-1] == tokenizer.end_of_turn for run in runs)
+    assert [tokenizer.decode(run[:-1]) for run in runs] == answers
+    assert tokenizer.decode(found.tokens) == tokenizer.template.render(messages)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=150)
+@given(messages=conversation())
+def test_no_message_can_write_a_special_token(name, messages):
+    tokenizer = TOKENIZERS[name]
+    harmless = [message | {"content": "a"} for message in messages]
+    special, expected = (
+        [token for token in encoded(tokenizer, each).tokens if token in tokenizer.special]
+        for each in (messages, harmless)
+    )
+    assert special == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=100)
+@given(messages=conversation())
+def test_an_answer_stands_behind_exactly_the_tokens_that_a_chat_begins_with(name, messages):
+    tokenizer = TOKENIZERS[name]
+    found = encoded(tokenizer, messages)
+    begins = [at for at, learned in enumerate(found.answer) if learned and not found.answer[at - 1]]
+    places = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    assert [found.tokens[:begin] for begin in begins] == [tokenizer.prompt(messages[:place]) for place in places]
+
+
+@pytest.mark.parametrize("name", ["chatml", "with system"])
+@settings(max_examples=60)
+@given(messages=conversation(st.text(st.characters(codec="utf-8", exclude_characters="<\ufdd0"), max_size=10)))
+def test_the_tokens_are_those_of_transformers_where_no_message_spells_a_special_one(name, messages):
+    tokenizer = TOKENIZERS[name]
+    messages = [message | {"content": "x" + message["content"]} for message in messages]  # no white space to merge with
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.inner.to_str()))
+    expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], return_dict=False)
+    assert encoded(tokenizer, messages).tokens == expected
+
+
+def test_what_stands_beside_a_tokenizer_is_read_and_written_as_transformers_does(tmp_path):
+    TOKENIZERS["with system"].save(tmp_path / "tokenizer.json")
+    again = read_chat_tokenizer(tmp_path / "tokenizer.json")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    assert again.template.source == WITH_SYSTEM and again.end_of_turn == 2
+    assert encoded(again, messages) == encoded(TOKENIZERS["with system"], messages)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == again.end_of_turn
+    assert theirs.apply_chat_template(messages, return_dict=False) == encoded(again, messages).tokens
+    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": CHATML}]
+    for template in (CHATML, named):
+        config = {"chat_template": template, "eos_token": {"content": "<|im_end|>"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        assert read_chat_tokenizer(tmp_path / "tokenizer.json").template.source == CHATML
+    assert read_chat_tokenizer(tmp_path / "tokenizer.json", "alpaca").template.source == ALPACA
+
+
+def test_without_a_template_the_special_tokens_decide(tmp_path):
+    plain = small_tokenizer()
+    assert plain.template.source == CHATML
+    plain.inner.save(str(tmp_path / "tokenizer.json"))
+    assert read_chat_tokenizer(tmp_path / "tokenizer.json").template.source == CHATML
+    without = byte_level([END_OF_TEXT])
+    without.save(str(tmp_path / "tokenizer.json"))
+    base = read_chat_tokenizer(tmp_path / "tokenizer.json")
+    assert base.template.source == ALPACA and base.end_of_turn == without.token_to_id(END_OF_TEXT)
+
+
+def byte_level(special, splitter=None):
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = splitter or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(TEXT, trainer)
+    return inner
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_refused():
+    only_last = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{{ message.content if loop.last or message.role == 'user' else '(left out)' }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    tokenizer = small_tokenizer(only_last)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
+    assert learned_runs(encoded(tokenizer, turns[:2]))
+    with pytest.raises(UsageError, match="writes earlier turns in another way"):
+        tokenizer.pieces(turns)
+
+
+def test_what_cannot_be_learned_from_is_refused(tmp_path):
+    endless = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+    with pytest.raises(RefusedError, match="ends an answer with no special token"):
+        small_tokenizer(endless)
+    prefixing = byte_level([END_OF_TEXT], pre_tokenizers.Metaspace(prepend_scheme="first"))
+    with pytest.raises(RefusedError, match="cuts a text in another way behind"):
+        ChatTokenizer(prefixing, ChatTemplate(ALPACA))
+    with pytest.raises(UsageError, match="did you mean 'chatml'"):
+        template_source("chatm")
+    noncharacters = "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    with pytest.raises(UsageError, match="every noncharacter"):
+        small_tokenizer().pieces([{"role": "user", "content": noncharacters}])

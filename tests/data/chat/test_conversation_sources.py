@@ -1,0 +1,152 @@
+import json
+
+import pytest
+from chat_runs import exchange, write_rows
+
+from thrifty.core.errors import UsageError
+from thrifty.data.catalogue import PYTHON_FUNCTIONS
+from thrifty.data.chat.conversation_sources import ConversationFile, PythonFunctions, conversations, open_conversations
+from thrifty.data.download.text_extractors import modern_verses
+from thrifty.data.text.python_sources import described_functions
+
+
+def read(path):
+    return list(conversations(open_conversations(str(path))))
+
+
+def test_every_form_gives_the_same_messages(tmp_path):
+    asked, said = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}
+    rows = [
+        {"messages": [asked, said]},
+        {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]},
+        {"instruction": "How?", "input": "", "output": "So."},
+        {"instruction": "How?", "output": "So.", "id": 7},
+        {"prompt": "How?", "completion": "So."},
+    ]
+    expected = [[asked, said]] * len(rows)
+    assert read(write_rows(tmp_path / "a.jsonl", rows)) == expected
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    assert read(tmp_path / "a.json") == expected
+
+
+def test_a_turn_in_parts_of_text_is_one_text_and_parts_of_anything_else_are_refused(tmp_path):
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "so?"}]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "So."}]}
+    assert read(write_rows(tmp_path / "a.jsonl", [row])) == [exchange("How so?", "So.")["messages"]]
+    for strange in ([*parts, {"type": "image", "url": "a.png"}], [], [None]):
+        row["messages"][0]["content"] = strange
+        with pytest.raises(UsageError, match="turn 1: 'content' holds list, not text"):
+            read(write_rows(tmp_path / "b.jsonl", [row]))
+
+
+def test_an_input_follows_its_instruction_and_a_system_message_comes_first(tmp_path):
+    row = {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"}
+    [[system, asked, said]] = read(write_rows(tmp_path / "a.jsonl", [row]))
+    assert system == {"role": "system", "content": "Be brief."}
+    assert asked == {"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"}
+    assert said == {"role": "assistant", "content": "3"}
+
+
+def test_what_follows_the_last_answer_is_dropped_and_rows_without_one_are_passed_over(tmp_path):
+    unanswered = {"messages": [*exchange("a", "b")["messages"], {"role": "user", "content": "and?"}]}
+    blank = [exchange("a", " \n"), {"instruction": "a", "output": None}, {"messages": []}]
+    path = write_rows(tmp_path / "a.jsonl", [unanswered, *blank])
+    assert read(path) == [exchange("a", "b")["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ('{"text": "no conversation"}', "line 2: no conversation, but text"),
+        ('{"messages": "hello"}', "line 2: 'messages' holds str, not a list"),
+        ('{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 2, turn 2: not a message"),
+        ('{"messages": [{"role": "usr", "content": "a"}]}', "line 2, turn 1: unknown role 'usr'.*\n.*'user'"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "line 2, turn 1: 'content' holds list"),
+        ('{"conversations": [{"from": "human"}]}', "line 2, turn 1: not a message"),
+        ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
+        ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),
+        ("{", "line 2: not valid JSON"),
+        ("[]", "line 2: a JSON list"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, row, what):
+    (tmp_path / "a.jsonl").write_text(json.dumps(exchange("a", "b")) + "\n" + row + "\n")
+    with pytest.raises(UsageError, match=what):
+        read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [("[1]", "row 1: a JSON int"), ("{}", "a JSON dict, not a list"), ("[", "not valid JSON")]
+)
+def test_a_bad_list_is_refused(tmp_path, content, what):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(UsageError, match=what):
+        read(tmp_path / "a.json")
+
+
+def test_what_is_no_set_of_conversations_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for source, what in (
+        ("kjv", "kjv is a text, not a set of conversations"),
+        ("smollm2-135m", "is a model"),
+        ("kjv-web", "not on this machine yet.*\n.*thrifty data get kjv-web"),
+        (str(tmp_path / "a.txt"), r"is no .jsonl or .json file"),
+        (str(tmp_path / "absent.jsonl"), "neither a file nor a known set"),
+    ):
+        with pytest.raises(UsageError, match=what):
+            open_conversations(source)
+
+
+def test_a_file_that_changes_has_another_identity(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", [exchange("a", "b")])
+    before = ConversationFile(path).identity()
+    write_rows(path, [exchange("a", "bb")])
+    assert ConversationFile(path).identity() != before
+
+
+def test_functions_are_asked_for_by_their_docstrings(tmp_path):
+    source = '''
+class Shape:
+    def area(self, scale=1):
+        """The area of the shape in square metres,
+        after scaling."""
+        side = self.side * scale
+        return side * side
+
+    def short(self):
+        """Too little said."""
+        return 1
+
+    def only_said(self):
+        """A docstring that is long enough, and no body at all behind it."""
+'''
+    (tmp_path / "a.py").write_text(source)
+    [(asked, answer)] = described_functions(tmp_path / "a.py")
+    assert asked == "Write the Python function `area`. The area of the shape in square metres,\nafter scaling."
+    assert answer == "def area(self, scale=1):\n    side = self.side * scale\n    return side * side"
+    (tmp_path / "b.py").write_text("def broken(:\n")
+    assert not list(described_functions(tmp_path / "b.py"))
+
+
+def test_the_functions_of_this_environment_need_no_download():
+    assert isinstance(open_conversations(PYTHON_FUNCTIONS), PythonFunctions)
+    first = next(conversations(PythonFunctions()))
+    assert first[0]["content"].startswith("Write the Python function") and first[1]["content"].startswith("def ")
+
+
+def test_verses_are_matched_by_their_numbers():
+    def bible(verses):
+        text = " ".join(verses.values())
+        starts, ends, at = {}, {}, 0
+        for number, verse in verses.items():
+            starts[number], ends[number] = at, at + len(verse)
+            at += len(verse) + 1
+        return f"bible = Bible(1, {text!r}, {starts}, {ends}, False)".encode()
+
+    old = bible({1001001: "And [he] saith,", 1001002: "  unto\n them ", 1001003: "Verily."})
+    modern = bible({1001002: "to God`s people", 1001001: "He said,", 1001004: "Amen."})
+    rows = list(modern_verses({"a/bible.py": old, "b/bible.py": modern}))
+    assert rows == [
+        {"prompt": "Rewrite in modern English: And he saith,", "completion": "He said,"},
+        {"prompt": "Rewrite in modern English: unto them", "completion": "to God's people"},
+    ]

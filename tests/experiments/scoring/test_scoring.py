@@ -1,0 +1,357 @@
+"""Scoring of training examples by small runs: what each score is, what is kept, what is refused."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_recipes import STEPS, digits, text
+from tiny_runs import advance
+from torch import Tensor
+
+from thrifty.core.batches import ExampleSubset
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.recipe import Budget, DataSettings, ObjectiveSettings, Recipe
+from thrifty.core.score_file import ExampleScores, PredictedLabels, ScoreProvenance, average_scores, read_scores
+from thrifty.data.epoch_sampler import EpochSource
+from thrifty.experiments.scoring import scoring_methods
+from thrifty.experiments.scoring.example_scoring import ScoringSettings, score
+from thrifty.experiments.scoring.scoring_methods import METHODS, ScoringContext
+from thrifty.experiments.scoring.scoring_run import computed_plainly, trained_and_scored
+from thrifty.models import export_model, shape_for
+from thrifty.techniques import find
+from thrifty.techniques.data_selection.prune import PrunedExamples
+from thrifty.training.run_setup import prepare_run
+from thrifty.training.trained_model import load_trained_model
+from thrifty.training.trainer import train
+
+STRANGE = ("precision.mixed", "attention.tiled", "memory.recompute")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def scored(recipe: Recipe, folder: Path, by: str = "el2n", name: str = "scores", **settings: object) -> ExampleScores:
+    return score(recipe, ScoringSettings(by, **settings), folder / name)[0]  # type: ignore[arg-type]
+
+
+def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
+    """The recipe's model after some steps, looking at the recipe's examples, or the first few of them."""
+    prepared = prepare_run(recipe, quiet=True)
+    state = prepared.run.start()
+    advance(prepared.run, state, 3)
+    examples = prepared.data.train
+    assert isinstance(examples, EpochSource)
+    if few:
+        examples = examples.only(ExampleSubset(torch.arange(few)))
+    model, objective = computed_plainly(prepared.run, state)
+    return ScoringContext(model, objective, examples, torch.device("cpu"), 0, 10)
+
+
+def logits_of(sight: ScoringContext) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        batches = list(sight.batches())
+        found = [sight.objective.predict(sight.model, batch).logits for batch in batches]
+    return torch.cat(found), torch.cat([batch["labels"] for batch in batches])
+
+
+def test_el2n_loss_and_margin_are_what_their_formulas_say_of_the_trained_model(tmp_path: Path) -> None:
+    recipe = digits()
+    prepared = prepare_run(recipe, quiet=True)
+    state = prepared.run.start()
+    advance(prepared.run, state, 5)
+    assert state.model is not None
+    train_images = prepared.data.train
+    assert isinstance(train_images, EpochSource)
+    (whole,) = train_images.sequential_batches(2000)
+    with torch.no_grad():
+        logits = prepared.run.objective.predict(state.model.eval(), whole).logits
+    share, wanted = logits.softmax(-1), F.one_hot(whole["labels"], 10).float()
+    expected = {
+        "el2n": (share - wanted).square().sum(1).sqrt(),
+        "loss": -(share.log() * wanted).sum(1),
+        "margin": (share - 2 * wanted).amax(1) - (share * wanted).sum(1),
+    }
+    for by, values in expected.items():
+        found = scored(recipe, tmp_path, by, by, runs=1, steps=5)
+        torch.testing.assert_close(found.scores, values, rtol=1e-4, atol=1e-5)
+        assert found.guesses is not None
+        assert torch.equal(found.guesses.predicted, logits.argmax(-1))
+        torch.testing.assert_close(found.guesses.own, (share * wanted).sum(1), rtol=1e-4, atol=1e-6)
+    el2n = scored(recipe, tmp_path, "el2n", "again", runs=1, steps=5).scores
+    assert (el2n >= 0).all() and (el2n <= math.sqrt(2)).all()
+
+
+@pytest.mark.parametrize("kind", ["images", "text", "masked text", "computed in ways of their own"])
+def test_grand_is_the_norm_of_single_backward_passes(kind: str, tmp_path: Path) -> None:
+    if kind == "images":
+        recipe = digits()
+    elif kind == "masked text":
+        recipe = text(tmp_path, "masked_token")
+    else:
+        names = STRANGE if kind != "text" else ()
+        recipe = text(tmp_path, techniques=(*text(tmp_path).techniques, *(find(name)() for name in names)))
+    sight = sight_of(recipe, few=70)
+    found = scoring_methods.grand(sight)
+    sight.model.eval()
+    parameters = [parameter for parameter in sight.model.parameters() if parameter.requires_grad]
+    assert len(found) == sight.examples.examples
+    batch = next(iter(sight.batches()))
+    for row in range(3):
+        one = batch.rows(row, row + 1)
+        one = one.weighted(torch.ones(1))
+        loss = sight.objective.losses(sight.objective.predict(sight.model, one), one)
+        gradients = torch.autograd.grad(loss.sum(), parameters)
+        norm = math.sqrt(sum(float(each.square().sum()) for each in gradients))
+        assert float(found[row]) == pytest.approx(norm, rel=1e-4)
+
+
+def test_grand_does_not_depend_on_chunks_or_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sight = sight_of(digits(), few=70)
+    wanted = scoring_methods.grand(sight)
+    sight.examples.batch = 33
+    monkeypatch.setattr(scoring_methods, "GRADIENT_BYTES", 30_000)
+    torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_cannot_be_batched_gets_the_same_gradients_one_at_a_time(tmp_path: Path) -> None:
+    class Sealed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, of_x):  # type: ignore[override]
+            return of_x
+
+    sight = sight_of(text(tmp_path), few=20)
+    wanted, told = scoring_methods.grand(sight), []
+    sight.model.register_forward_hook(lambda module, inputs, output: Sealed.apply(output))
+    sight.say = told.append
+    torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-4, atol=1e-6)
+    assert len(told) == 1 and "one example at a time" in told[0]
+
+
+def test_texts_are_scored_by_the_squared_errors_of_their_tokens(tmp_path: Path) -> None:
+    sight = sight_of(text(tmp_path))
+    found = scoring_methods.el2n(sight)
+    batch = next(iter(sight.batches()))
+    with torch.no_grad():
+        share = sight.objective.predict(sight.model.eval(), batch).logits.softmax(-1)
+    wanted = F.one_hot(batch["tokens"][:, 1:], share.shape[-1])
+    expected = (share - wanted).square().sum((1, 2)).sqrt()
+    torch.testing.assert_close(found[: len(batch)], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_score_is_the_mean_of_runs_whose_seeds_follow_one_another(tmp_path: Path) -> None:
+    three = scored(digits(seed=4), tmp_path, runs=3)
+    assert three.facts.seeds == (4, 5, 6) and three.facts.steps == round(0.2 * STEPS) and three.runs.shape == (3, 1300)
+    torch.testing.assert_close(three.scores, three.runs.mean(0))
+    alone = scored(digits(seed=5), tmp_path, name="alone", runs=1)
+    assert torch.equal(alone.scores, three.runs[1])
+    assert torch.equal(read_scores(tmp_path / "scores").runs, three.runs)
+    assert three.facts.flops == pytest.approx(3 * alone.facts.flops)
+
+
+def test_what_was_spent_is_the_steps_and_the_looks(tmp_path: Path) -> None:
+    by_steps = {steps: scored(digits(), tmp_path, name=f"{steps}", runs=1, steps=steps).facts for steps in (0, 2, 4)}
+    forward = by_steps[0].flops
+    step = by_steps[2].flops - forward
+    assert forward > 0 and by_steps[4].flops - forward == pytest.approx(2 * step)
+    assert step / 2 / 64 == pytest.approx(3 * forward / 1300, rel=0.1)  # a step is three forward passes
+    grand = scored(digits(), tmp_path, "grand", "grand", runs=1, steps=0).facts
+    assert grand.flops == pytest.approx(4 * forward)  # and one more look, for what the model would have answered
+    assert by_steps[4].seconds > 0
+
+
+def test_a_scoring_that_was_cut_off_makes_only_what_is_missing(tmp_path: Path) -> None:
+    class CutError(Exception):
+        pass
+
+    def cut(line: str) -> None:
+        if line.startswith("run 2"):
+            raise CutError
+
+    with pytest.raises(CutError):
+        score(digits(), ScoringSettings(runs=2), tmp_path / "scores", say=cut)
+    assert not (tmp_path / "scores").exists()
+    told: list[str] = []
+    found, _ = score(digits(), ScoringSettings(runs=3), tmp_path / "scores", say=told.append)
+    assert [line.split(": ")[1] for line in told] == ["kept from before", "2 steps", "2 steps"]
+    others = digits(budget=Budget(steps=STEPS), name="another", evaluation=replace(digits().evaluation, every=3))
+    again, _ = score(others, ScoringSettings(runs=3), tmp_path / "again", say=told.append)
+    assert torch.equal(again.runs, found.runs) and told[-1].endswith("kept from before")
+    changed = digits(model=replace(digits().model, width=32))
+    score(changed, ScoringSettings(runs=1), tmp_path / "changed", say=told.append)
+    assert told[-1].endswith("2 steps")
+
+
+def test_a_damaged_run_in_the_cache_is_made_again(tmp_path: Path, cache: Path) -> None:
+    before = scored(digits(), tmp_path, runs=1)
+    (kept,) = (cache / "scores").rglob("*.safetensors")
+    kept.write_bytes(kept.read_bytes()[:-100])
+    assert torch.equal(scored(digits(), tmp_path, name="again", runs=1).scores, before.scores)
+
+
+def test_all_examples_are_scored_whatever_the_recipe_prunes(tmp_path: Path) -> None:
+    pruned = digits(techniques=(*digits().techniques, PrunedExamples(order="random", keep=0.5)))
+    found = scored(pruned, tmp_path, runs=1)
+    assert len(found) == 1300
+    assert torch.equal(found.scores, scored(digits(), tmp_path, name="whole", runs=1).scores)
+
+
+def test_forgetting_is_counted_along_the_run(tmp_path: Path) -> None:
+    recipe = digits(budget=Budget(steps=20))
+    found = scored(recipe, tmp_path, "forgetting", runs=1, steps=20).scores
+    prepared = prepare_run(recipe, quiet=True)
+    state = prepared.run.start()
+    right: list[Tensor] = []
+    for step in range(2, 21, 2):
+        advance(prepared.run, state, step)
+        assert state.model is not None and isinstance(prepared.data.train, EpochSource)
+        (whole,) = prepared.data.train.sequential_batches(2000)
+        with torch.no_grad():
+            logits = prepared.run.objective.predict(state.model.eval(), whole).logits
+        right.append(logits.argmax(-1) == whole["labels"])
+    falls = torch.stack([before & ~after for before, after in pairwise(right)]).sum(0)
+    never = ~torch.stack(right).any(0)
+    assert torch.equal(found, torch.where(never, 10, falls).float())
+    assert never.any() and falls.any()
+
+
+def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> None:
+    recipe = digits(name="embedder")
+    train(recipe, tmp_path / "runs", quiet=True)
+    named = scored(recipe, tmp_path, "prototype", embed_with=str(tmp_path / "runs" / "embedder"))
+    assert named.facts.steps == 0 and named.facts.model.endswith("embedder") and named.guesses is None
+    assert (named.scores >= 0).all() and (named.scores <= 2).all() and len(named.scores.unique()) > 1000
+    own = scored(recipe, tmp_path, "prototype", "own", runs=1, steps=STEPS)
+    torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # the same seed makes the same run
+    model, _ = load_trained_model(tmp_path / "runs" / "embedder")
+    ends = prepare_run(recipe, quiet=True).data.ends
+    assert isinstance(ends, ImageModelSpec)
+    export_model(model, shape_for(ends, recipe.model), tmp_path / "exported", images=ends)
+    exported = scored(recipe, tmp_path, "prototype", "exported-scores", embed_with=str(tmp_path / "exported"))
+    torch.testing.assert_close(exported.scores, named.scores, rtol=1e-3, atol=1e-5)
+    other = replace(recipe, data=replace(recipe.data, size=16))
+    with pytest.raises(UsageError, match="takes images of 8 pixels"):
+        scored(other, tmp_path, "prototype", "wrong", embed_with=str(tmp_path / "runs" / "embedder"))
+
+
+def test_texts_have_prototypes_when_their_number_is_given(tmp_path: Path) -> None:
+    found = scored(text(tmp_path), tmp_path, "prototype", runs=1, clusters=4)
+    assert found.scores.std() > 0 and found.labels is None
+    with pytest.raises(UsageError, match="how many prototypes"):
+        scored(text(tmp_path), tmp_path, "prototype", "other", runs=1)
+
+
+def test_the_controls_train_nothing(tmp_path: Path) -> None:
+    by_norm = scored(digits(), tmp_path, "input_norm", "norm")
+    prepared = prepare_run(digits(), quiet=True)
+    assert isinstance(prepared.data.train, EpochSource)
+    (whole,) = prepared.data.train.sequential_batches(2000)
+    torch.testing.assert_close(by_norm.scores, whole["inputs"].flatten(1).norm(dim=1))
+    chance = scored(digits(), tmp_path, "random", "random")
+    assert by_norm.facts.flops == chance.facts.flops == 0 and len(chance.runs) == 1
+    assert not torch.equal(chance.scores, scored(digits(seed=1), tmp_path, "random", "other").scores)
+
+
+@pytest.mark.parametrize("by", METHODS)
+def test_every_method_says_what_the_scores_are_of(by: str, tmp_path: Path) -> None:
+    found = scored(digits(), tmp_path, by, runs=1)
+    prepared = prepare_run(digits(), quiet=True)
+    facts = found.facts
+    assert facts.method == by and facts.fingerprint == prepared.data.train.inventory().fingerprint
+    assert facts.label_names == tuple("0123456789") and facts.data == dict(prepared.data.identity)
+    assert facts.recipe["data"]["source"] == "digits" and facts.thrifty and len(facts.recipe_sha256) == 64
+    assert found.scores.shape == (1300,) and found.scores.isfinite().all()
+
+
+def test_votes_of_several_runs() -> None:
+    def part(predicted: list[int], confidence: list[float], own: list[float]) -> ExampleScores:
+        guesses = PredictedLabels(torch.tensor(predicted), torch.tensor(confidence), torch.tensor(own))
+        return ExampleScores(
+            torch.zeros(2), torch.zeros(1, 2), ScoreProvenance("el2n", "x", seeds=(len(predicted),)), None, guesses
+        )
+
+    parts = [
+        part([1, 0], [0.9, 0.5], [0.1, 0.5]),
+        part([2, 0], [0.5, 0.7], [0.1, 0.7]),
+        part([2, 1], [0.6, 0.9], [0.0, 0.0]),
+    ]
+    found = average_scores(parts).guesses
+    assert found is not None and found.predicted.tolist() == [2, 0]
+    assert found.confidence.tolist() == pytest.approx([1.1 / 3, 1.2 / 3])
+    assert found.own.tolist() == pytest.approx([0.2 / 3, 0.4])
+
+
+def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
+    recipe = digits(techniques=(find("optimizers.adamw")(lr=1e30),))
+    with pytest.raises(Exception, match="not finite"):
+        scored(recipe, tmp_path, "loss", runs=1, steps=STEPS)
+    assert not (tmp_path / "scores").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"by": "el2m"}, "did you mean 'el2n'"),
+        ({"runs": 0}, "runs is 0"),
+        ({"by": "random", "runs": 3}, "nothing is trained by random"),
+        ({"embed_with": "runs/x"}, "a model to embed with is for prototypes"),
+        ({"clusters": 4}, "a number of clusters is for prototypes"),
+        ({"by": "prototype", "embed_with": "x", "runs": 2}, "nothing is trained with a given model"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": -1}, "steps is -1"),
+        ({"by": "forgetting", "steps": 0}, "nothing is forgotten"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        ScoringSettings(**settings)
+
+
+def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for by, needs in (("margin", "labels"), ("forgetting", "labels"), ("input_norm", "inputs")):
+        with pytest.raises(UsageError, match=f"--by {by} is for examples with {needs}"):
+            scored(text(tmp_path), tmp_path, by)
+    with pytest.raises(UsageError, match="11 steps are more than the recipe's 10"):
+        scored(digits(), tmp_path, steps=11)
+    with pytest.raises(UsageError, match="no run folder and no model folder"):
+        scored(digits(), tmp_path, "prototype", embed_with=str(tmp_path))
+    talk = tmp_path / "talk.jsonl"
+    line = '{"messages": [{"role": "user", "content": "Q%d?"}, {"role": "assistant", "content": "A%d."}]}\n'
+    talk.write_text("".join(line % (number, number) for number in range(80)))
+    data = DataSettings(source=str(talk), vocabulary=300, length=32, batch=4)
+    answers = replace(text(tmp_path), data=data, objective=ObjectiveSettings("answer"))
+    with pytest.raises(RefusedError, match="no fixed numbers"):
+        scored(answers, tmp_path)
+    scored(digits(), tmp_path, "random")
+    with pytest.raises(UsageError, match="exists already"):
+        scored(digits(), tmp_path, "random")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        scored(digits(), tmp_path, name="more")
+
+
+def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from thrifty.objectives.classification import Classification
+
+    monkeypatch.setattr(Classification, "joint", True, raising=False)
+    with pytest.raises(UsageError, match="depends on the others"):
+        scored(digits(), tmp_path)
+
+
+def test_growing_models_are_scored_as_they_are_after_the_steps(tmp_path: Path) -> None:
+    stacking = find("growth.stacking")(at=(1,))
+    recipe = digits(model=replace(digits().model, depth=2), techniques=(*digits().techniques, stacking))
+    found, sight = trained_and_scored(prepare_run(recipe, quiet=True), "grand", 3, 0, 0, lambda text: None)
+    assert len([name for name, _ in sight.model.named_parameters() if name.startswith("blocks.1.")]) > 0
+    assert found.isfinite().all()

@@ -1,0 +1,56 @@
+"""The study of dropped patches: what is expected, that all ways cost the same, and a small cell."""
+
+import pytest
+from pair_runs import write_crosses
+
+from thrifty.experiments import studies
+from thrifty.experiments.studies.flip import HALF_TUNED, TUNED, WAYS, WHOLE, label_of, measure, steps_for
+from thrifty.experiments.study import Cells
+
+
+def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:
+    """The same percentages at each budget, in the order of the ways."""
+    return {
+        label_of(way, steps): {"recall_10": recall, "chance_10": 0.5}
+        for steps in work
+        for way, recall in zip(WAYS, recalls, strict=True)
+    }
+
+
+def test_what_is_expected_holds_for_the_published_shape_and_fails_for_others() -> None:
+    study = studies.make("flip")
+    published = cells(20.0, 21.0, 24.0, 15.0, 22.0)
+    assert set(published) == set(study.cases)
+    assert all(expectation.holds(published) for expectation in study.expect)
+    alike = cells(2.0, 2.0, 2.0, 2.0, 2.0)
+    assert not any(expectation.holds(alike) for expectation in study.expect)
+
+
+@pytest.fixture(scope="module")
+def crosses(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_crosses(tmp_path_factory.mktemp("crosses")))
+
+
+SMALL = {"depth": 2, "width": 32, "side": 16, "patch": 4, "batch": 16, "lr": 5e-3}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path_factory.getbasetemp() / "flip-cache"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_of_a_budget_cost_the_same(way: str) -> None:
+    rate, tuned = WAYS[way]
+    whole, dropped = 7.0, 7.0 * (1 - 0.8 * rate)
+    steps = steps_for(1000, whole, dropped, tuned)
+    masked = round(steps * (1 - TUNED * tuned)) if rate else 0
+    assert masked * dropped + (steps - masked) * whole == pytest.approx(1000 * whole, rel=0.002)
+
+
+def test_a_small_cell_says_what_it_found_and_what_it_cost(crosses: str) -> None:
+    found = measure(0, HALF_TUNED, 3, **SMALL, data=crosses)  # type: ignore[arg-type]
+    whole = measure(0, WHOLE, 1, **SMALL, data=crosses)  # type: ignore[arg-type]
+    assert found["steps"] > 3 and whole["steps"] == 1
+    assert found["step_flops"] < whole["step_flops"]
+    assert 0 <= found["recall_1"] <= found["recall_10"] <= 100 and 0 < found["chance_10"] <= 100

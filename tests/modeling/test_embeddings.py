@@ -1,0 +1,82 @@
+"""Tables of tokens, what multiplies them, and heads."""
+
+import math
+
+import pytest
+import torch
+from stacked_models import KINDS, VOCABULARY, WIDTH
+from torch import Tensor, nn
+
+from thrifty.modeling.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_after, token_tables
+
+HEADS = {
+    "our llama": "head", "our gpt": "head", "our untied gpt": "head", "our bert": "head", "our t5": "head",
+    "our marian": "head", "bert": "cls.predictions.decoder", "gpt2": "lm_head", "t5": "lm_head", "vit": "classifier",
+    "llama": "lm_head", "gpt_neox": "lm_head", "opt": "lm_head", "marian": "lm_head", "qwen3": "lm_head",
+    "phi3": "lm_head", "a user's vit": "head", "torch's encoder": "head",
+}  # fmt: skip
+UNTIED = {"our untied gpt", "vit", "llama", "gpt_neox", "qwen3", "phi3", "a user's vit", "torch's encoder"}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_head_is_found_and_whether_it_is_a_table(name: str) -> None:
+    model = KINDS[name].model()
+    found = find_head(model)
+    assert found is not None and found[0] == HEADS[name]
+    assert is_tied(found[1], token_tables(model)) == (name not in UNTIED)
+
+
+def test_a_model_may_have_no_head() -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))])
+    assert find_head(model) is None
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tables_of_tokens_are_those_with_a_row_for_each(name: str) -> None:
+    tables = token_tables(KINDS[name].model())
+    assert all(table.num_embeddings == VOCABULARY for table in tables.values())
+    assert bool(tables) == ("vit" not in name)
+
+
+@pytest.mark.parametrize("name", ["marian", "our marian", "our gpt", "gpt2", "t5", "our t5"])
+def test_a_model_that_multiplies_its_embeddings_says_so(name: str) -> None:
+    model = KINDS[name].model()
+    expected = math.sqrt(WIDTH) if "marian" in name else 1.0
+    for table in token_tables(model).values():
+        assert own_multiplier(model, table) == pytest.approx(expected)
+
+
+def test_a_table_belongs_to_the_stack_that_its_name_is_nearest_to() -> None:
+    stacks = ["model.encoder.layers", "model.decoder.layers"]
+    assert stack_after("model.decoder.embed_tokens", stacks) == stacks[1]
+    assert stack_after("model.encoder.embed_positions", stacks) == stacks[0]
+    assert stack_after("model.shared", stacks) == stacks[0]
+
+
+def entered(model: nn.Module, name: str) -> list[Tensor]:
+    """What enters the first block of each stack."""
+    seen: list[Tensor] = []
+    for stack in KINDS[name].stacks:
+        model.get_submodule(stack)[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
+    with torch.no_grad():
+        KINDS[name].loss(model)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "name", ["our llama", "our gpt", "gpt2", "llama", "gpt_neox", "t5", "our t5", "torch's encoder"]
+)
+def test_a_stream_can_be_made_to_start_at_size_one(name: str) -> None:
+    model = KINDS[name].model()
+    names = list(model.state_dict())
+    size_stream(model)
+    for x in entered(model, name):
+        assert x.square().mean().sqrt() == pytest.approx(1.0, rel=0.15)
+    assert list(model.state_dict()) == names
+
+
+def test_or_be_multiplied_by_a_number() -> None:
+    plain, model = KINDS["our gpt"].model(), KINDS["our gpt"].model()
+    size_stream(model, 3.0)
+    torch.testing.assert_close(entered(model, "our gpt")[0], entered(plain, "our gpt")[0] * 3)

@@ -1,0 +1,145 @@
+"""Finding and changing modules of any model, ours or of transformers."""
+
+import pytest
+import torch
+import transformers
+from stacked_models import KINDS
+from tiny_runs import tiny_model
+from torch import nn
+
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import add_note, collect_notes
+from thrifty.modeling.module_surgery import find_blocks, find_stacks, select, tied_names, weight_layers, wrap_forward
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+FAMILIES = {
+    "model.layers": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, intermediate_size=32)),
+    "transformer.h": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2)
+    ),
+    "gpt_neox.layers": lambda: transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**SMALL, intermediate_size=32)
+    ),
+    "bert.encoder.layer": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, intermediate_size=32)),
+}
+
+
+def test_select_gives_the_modules_whose_name_matches() -> None:
+    found = select(tiny_model(depth=2), nn.Linear, r"mlp\.up$")
+    assert list(found.matched) == ["blocks.0.mlp.up", "blocks.1.mlp.up"]
+    assert str(found) == "2 of 2 modules"
+
+
+def test_select_names_what_it_skipped_and_why() -> None:
+    model = tiny_model(depth=1)
+    with collect_notes() as notes:
+        found = select(model, nn.Linear, "", lambda name, module: "tied" if name == "head" else None)
+    assert "head" not in found.matched
+    assert found.skipped == {"head": "tied"}
+    assert notes == [f"{len(found.matched)} of {len(found.matched) + 1} modules; skipped head: tied"]
+
+
+def test_select_refuses_to_find_nothing_and_says_what_there_was() -> None:
+    with pytest.raises(RefusedError, match="no module matches 'attn'") as refused:
+        select(tiny_model(depth=3), nn.Linear, "attn")
+    assert "blocks.N.mlp.up" in refused.value.fix
+    with pytest.raises(RefusedError, match="head: tied"):
+        select(tiny_model(depth=1), nn.Linear, "head", lambda name, module: "tied")
+    with pytest.raises(RefusedError, match="no module") as refused:
+        select(tiny_model(depth=1), nn.Conv2d)
+    assert "none of that kind" in refused.value.fix
+
+
+def test_notes_go_to_the_innermost_block_that_collects_them_once_each() -> None:
+    add_note("to nobody")
+    with collect_notes() as outer:
+        with collect_notes() as inner:
+            add_note("inside")
+            add_note("inside")
+        add_note("outside")
+    assert (outer, inner) == (["outside"], ["inside"])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_blocks_of_a_transformers_model_are_found(name: str) -> None:
+    found, blocks = find_blocks(FAMILIES[name]())
+    assert (found, len(blocks)) == (name, 3)
+
+
+def test_the_blocks_of_our_models_are_found_however_few() -> None:
+    assert find_blocks(tiny_model(depth=1))[0] == "blocks"
+    assert len(find_blocks(tiny_model(depth=4))[1]) == 4
+
+
+def test_the_longer_list_wins_and_of_equally_long_ones_the_heavier() -> None:
+    model = nn.Module()
+    model.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    assert find_blocks(model)[0] == "layers"
+    model.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    assert find_blocks(model)[0] == "more"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_outermost_stack_is_found_and_no_list_inside_a_block(name: str) -> None:
+    kind = KINDS[name]
+    found = find_stacks(kind.model())
+    assert {stack: len(blocks) for stack, blocks in found.items()} == kind.stacks
+
+
+def test_of_a_decoder_the_one_stack_is_its_blocks() -> None:
+    model = tiny_model(depth=2)
+    assert [*find_stacks(model).items()] == [find_blocks(model)]
+
+
+def test_a_list_of_single_layers_is_a_stack_only_where_there_is_no_other() -> None:
+    model = nn.Module()
+    model.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+    assert list(find_stacks(model)) == ["heads"]
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2)) for _ in range(2))
+    assert list(find_stacks(model)) == ["blocks"]
+    alone = model.blocks
+    assert list(find_stacks(alone)) == [""]
+
+
+def test_a_sequence_around_a_model_is_no_stack_and_hides_none() -> None:
+    block = lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
+    model = nn.Module()
+    model.encoder = nn.Sequential(nn.ModuleDict({"norm": nn.LayerNorm(2), "blocks": nn.Sequential(block(), block())}))
+    assert {name: len(blocks) for name, blocks in find_stacks(model).items()} == {"encoder.0.blocks": 2}
+    model.encoder = nn.Sequential(block())
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
+        find_stacks(model)
+
+
+def test_weight_layers_are_those_that_are_called() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.MultiheadAttention(4, 2), nn.LayerNorm(4), nn.Linear(4, 2))
+    assert list(weight_layers(model)) == ["1", "3"]
+    assert list(weight_layers(transformers.GPT2Model(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1)))) == [
+        f"h.0.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    mixed = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+    with pytest.raises(RefusedError, match="no list of equal blocks was found in Sequential"):
+        find_blocks(nn.Sequential(nn.Linear(2, 2), mixed))
+    with pytest.raises(RefusedError, match="no list of equal blocks"):
+        find_stacks(nn.Sequential(nn.Linear(2, 2), mixed))
+
+
+def test_a_wrapped_forward_keeps_names_and_can_be_wrapped_again() -> None:
+    linear = nn.Linear(3, 3)
+    names, x = list(linear.state_dict()), torch.ones(1, 3)
+    plain = linear(x)
+    wrap_forward(linear, lambda module, inner, *args: inner(*args) * module.weight.new_tensor(2))
+    wrap_forward(linear, lambda module, inner, *args: inner(*args) + 1)
+    assert torch.equal(linear(x), plain * 2 + 1)
+    assert list(linear.state_dict()) == names
+    del linear.forward
+    assert torch.equal(linear(x), plain)
+
+
+def test_tied_names_point_at_the_first_name() -> None:
+    assert tied_names(tiny_model(tied=True)) == {"head.weight": "embedding.token.weight"}
+    assert tied_names(tiny_model(tied=False)) == {}

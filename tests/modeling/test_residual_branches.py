@@ -1,0 +1,146 @@
+"""The branches of blocks nobody told us about: found by structure, and held against what the blocks compute."""
+
+import pytest
+import torch
+import transformers
+from stacked_models import HEADS, HIDDEN, KINDS, VOCABULARY, WIDTH
+from torch import Tensor, nn
+
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.residual_branches import ResidualBranch, add_gain, biases, find_branches, is_decoder, out_width
+from thrifty.modeling.stream_norms import bypass_norms
+
+
+def branches_of(model: nn.Module) -> list[ResidualBranch]:
+    return [branch for blocks in find_branches(model).values() for block in blocks for branch in block]
+
+
+@torch.no_grad()
+def silence(branch: ResidualBranch) -> None:
+    branch.last.weight.zero_()
+    for bias in biases(branch.writer):
+        bias.zero_()
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_writes_into_the_stream_is_found(name: str) -> None:
+    kind = KINDS[name]
+    for stack, blocks in find_branches(kind.model()).items():
+        for index, block in enumerate(blocks):
+            assert [each.name for each in block] == [f"{stack}.{index}.{writer}" for writer in kind.writers[stack]]
+            assert [each.kind for each in block if "ross" not in each.kind] == ["attention", "mlp"]
+            assert all(out_width(each.writer) == WIDTH for each in block)
+        assert is_decoder(blocks) == (len(kind.writers[stack]) == 3)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@torch.no_grad()
+def test_a_block_whose_branches_are_silenced_is_the_identity_and_each_of_them_counts(name: str) -> None:
+    kind = KINDS[name]
+    silenced, intact = kind.model(), kind.model()
+    for model in (silenced, intact):
+        bypass_norms(model)
+    for branch in branches_of(silenced):
+        silence(branch)
+    for stack in kind.stacks:
+        blocks = silenced.get_submodule(stack)
+        entered: list[Tensor] = []
+        blocks[0].register_forward_pre_hook(lambda block, args, entered=entered: entered.append(args[0].clone()))
+        blocks[-1].register_forward_hook(lambda block, args, output, entered=entered: entered.append(first(output)))
+        kind.loss(silenced)
+        assert torch.equal(*entered)
+    ends: list[Tensor] = []
+    intact.get_submodule(list(kind.stacks)[-1])[-1].register_forward_hook(
+        lambda block, args, output: ends.append(first(output).clone())
+    )
+    kind.loss(intact)
+    for branch in branches_of(intact):
+        kept = branch.last.weight.clone()
+        silence(branch)
+        kind.loss(intact)
+        assert not torch.equal(ends[-1], ends[0]), branch.name
+        branch.last.weight.copy_(kept)
+
+
+def test_a_gain_multiplies_what_a_branch_gives_also_out_of_a_tuple() -> None:
+    for writer, x in ((nn.Linear(4, 4), torch.randn(2, 4)), (nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4))):
+        inputs = (x,) * (3 if isinstance(writer, nn.MultiheadAttention) else 1)
+        plain, weights = first(writer(*inputs)), writer(*inputs)[1:]
+        add_gain(writer, nn.Parameter(torch.tensor([0.5])))
+        assert torch.equal(first(writer(*inputs)), plain * 0.5)
+        if isinstance(writer, nn.MultiheadAttention):
+            assert torch.equal(writer(*inputs)[1], weights[0])
+        assert "gain" in dict(writer.named_parameters())
+
+
+def blocks_of(*layers: tuple[str, nn.Module]) -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleDict(dict(layers))])
+    return model
+
+
+def test_layers_with_names_of_nobody_are_told_apart_by_their_widths() -> None:
+    model = blocks_of(("a", nn.Linear(4, 9)), ("b", nn.Linear(9, 4)), ("c", nn.Linear(4, 4)), ("d", nn.Linear(4, 4)))
+    (block,) = find_branches(model)["blocks"]
+    assert [(each.name, list(each.inner)) for each in block] == [
+        ("blocks.0.b", ["blocks.0.a"]),
+        ("blocks.0.d", ["blocks.0.c"]),
+    ]
+
+
+def test_what_writes_may_be_named() -> None:
+    model = blocks_of(("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)), ("c", nn.Linear(4, 4)))
+    with pytest.raises(RefusedError, match=r"blocks\.0\.c\.weight is in no residual branch"):
+        find_branches(model)
+    (block,) = find_branches(model, where="c$")["blocks"]
+    assert [(each.name, list(each.inner)) for each in block] == [("blocks.0.c", ["blocks.0.a", "blocks.0.b"])]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (blocks_of(("a", nn.Linear(4, 8)), ("b", nn.Linear(8, 3))), "blocks.0.a.weight is in no residual branch"),
+        (blocks_of(("a", nn.Conv1d(4, 4, 3)), ("b", nn.ReLU())), "blocks.0.a.weight is in no residual branch"),
+        (blocks_of(("out", nn.Linear(4, 4)), ("up", nn.Linear(4, 8))), "no layers were found that lead to"),
+        (blocks_of(("a", nn.ReLU()), ("b", nn.ReLU())), "blocks.0 has no layer that writes"),
+        (
+            blocks_of(("attention", nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"}))),
+            r"blocks\.0\.attention\.b and blocks\.0\.attention\.d cannot both end the same attention",
+        ),
+    ],
+)
+def test_a_block_that_is_not_understood_is_refused(model: nn.Module, reason: str) -> None:
+    with pytest.raises(RefusedError, match=reason) as refused:
+        find_branches(model)
+    assert "where=" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("architecture", "configuration", "settings", "left"),
+    [
+        ("MixtralForCausalLM", "Mixtral", {"num_local_experts": 2, "num_key_value_heads": 2}, "mlp.gate"),
+        ("SwinModel", "Swin", {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}, "downsample.reduction"),
+    ],
+)
+def test_experts_and_hierarchies_are_refused(
+    architecture: str, configuration: str, settings: dict[str, object], left: str
+) -> None:
+    sizes = {} if "depths" in settings else {"hidden_size": WIDTH, "num_hidden_layers": 1, "intermediate_size": HIDDEN}
+    sizes |= {} if "depths" in settings else {"vocab_size": VOCABULARY, "num_attention_heads": HEADS}
+    config = getattr(transformers, f"{configuration}Config")(**sizes, **settings)
+    with pytest.raises(RefusedError, match=left):
+        find_branches(getattr(transformers, architecture)(config))
+
+
+def test_what_was_found_is_said_once_per_stack() -> None:
+    with collect_notes() as notes:
+        find_branches(KINDS["marian"].model())
+    assert notes == [
+        "2 blocks of attention + mlp in model.encoder.layers",
+        "3 blocks of attention + cross-attention + mlp in model.decoder.layers",
+    ]

@@ -1,0 +1,77 @@
+"""Norms of a residual stream, found and bypassed."""
+
+import pytest
+import torch
+from stacked_models import KINDS, TOKENS, TorchEncoder
+from torch import nn
+
+from thrifty.core.errors import IntegrityError
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.stream_norms import bypass_norms, check_bypassed, is_norm, stream_norms
+
+STAYS = {
+    "bert": {"cls.predictions.transform.LayerNorm": "it belongs to the head"},
+    "our bert": {"transform.norm": "it belongs to the head"},
+    "qwen3": {
+        f"model.layers.{index}.self_attn.{letter}_norm": "it normalises queries or keys"
+        for index in range(3)
+        for letter in "qk"
+    },
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_all_norms_are_of_the_stream_but_those_of_the_head_and_of_queries_and_keys(name: str) -> None:
+    model = KINDS[name].model()
+    found = stream_norms(model)
+    assert found.skipped == STAYS.get(name, {})
+    every = {key for key, module in model.named_modules() if type(module).__name__.endswith("Norm")}
+    assert found.matched.keys() | found.skipped.keys() == every
+    assert len(found.matched) >= 2 * sum(KINDS[name].stacks.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_bypassed_norm_is_the_identity_keeps_its_names_and_is_not_trained(name: str) -> None:
+    model = KINDS[name].model()
+    names = list(model.state_dict())
+    norms = bypass_norms(model).matched
+    x = torch.randn(2, 3, 32)
+    assert all(norm(x) is x for norm in norms.values())
+    assert list(model.state_dict()) == names
+    frozen = {key for key, parameter in model.named_parameters() if not parameter.requires_grad}
+    fixed = {key for key, parameter in KINDS[name].model().named_parameters() if not parameter.requires_grad}
+    assert frozen - fixed == {f"{key}.{p}" for key, norm in norms.items() for p, _ in norm.named_parameters()}
+
+
+def test_torchs_shortcut_for_evaluation_does_not_bring_norms_back() -> None:
+    model = TorchEncoder()
+    bypass_norms(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval().logits(TOKENS), model.train().logits(TOKENS))
+        plain = TorchEncoder()
+        plain.load_state_dict(model.state_dict())
+        assert not torch.allclose(plain.eval().logits(TOKENS), model.logits(TOKENS), atol=0.1)
+
+
+def test_a_norm_that_is_back_or_trained_is_noticed() -> None:
+    model = KINDS["our gpt"].model()
+    with pytest.raises(IntegrityError, match=r"it: the norm blocks\.0\.attention_norm is back"):
+        check_bypassed(model, "it")
+    bypass_norms(model)
+    check_bypassed(model, "it")
+    model.norm.requires_grad_(True)
+    with pytest.raises(IntegrityError, match="it: norm is bypassed, but its parameters are being trained"):
+        check_bypassed(model, "it")
+
+
+def test_what_stays_is_said_once_for_all_blocks() -> None:
+    with collect_notes() as notes:
+        bypass_norms(KINDS["qwen3"].model())
+    (said,) = notes
+    assert said.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalises queries or keys")
+
+
+@pytest.mark.parametrize(("module", "answer"), [(nn.RMSNorm(2), True), (nn.Linear(2, 2), False), (nn.ReLU(), False)])
+def test_a_norm_is_told_by_its_class(module: nn.Module, answer: bool) -> None:
+    assert is_norm(module) is answer
+    assert not is_norm(nn.Sequential(module))

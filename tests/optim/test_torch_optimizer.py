@@ -1,0 +1,138 @@
+"""Transforms as a `torch.optim.Optimizer` in a loop that is not ours."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_runs import plain_run
+from torch import nn
+
+from thrifty.core.errors import UsageError
+from thrifty.core.gradient_transform import chain
+from thrifty.optim.torch_optimizer import TransformOptimizer
+from thrifty.optim.transform_elements import ScaleBySchedule
+from thrifty.techniques.optimizers.adamw import adamw
+from thrifty.techniques.optimizers.lion import lion
+
+
+def network(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_it_trains_in_a_foreign_loop() -> None:
+    model = network()
+    optimizer = TransformOptimizer(model.named_parameters(), adamw(1e-2))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    found = train(model, optimizer, range(200))
+    assert found[-1] < found[0] / 10
+
+
+def test_a_closure_gives_its_loss_and_has_gradients() -> None:
+    model = network()
+    optimizer = TransformOptimizer(model.named_parameters(), lion(1e-3))
+
+    seen = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        seen.append(loss.item())
+        return seen[-1]
+
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert [optimizer.step(closure)] == seen
+    assert all(not torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("transform", [adamw(1e-2), lion(1e-3)], ids=["adamw", "lion"])
+def test_its_state_dict_brings_back_the_run(transform: object) -> None:
+    model = network()
+    make = lambda m: TransformOptimizer(  # noqa: E731
+        m.named_parameters(), chain(transform, ScaleBySchedule(lambda step: 1 / (1 + step)))
+    )
+    optimizer = make(model)
+    train(model, optimizer, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    again = network()
+    again.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed = make(again)
+    resumed.load_state_dict(saved)
+    assert train(again, resumed, range(5, 10)) == train(model, optimizer, range(5, 10))
+    assert resumed.state_dict()["updates"] == 10
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: TransformOptimizer(network().named_parameters(), lion(1e-3)),
+        lambda: TransformOptimizer(nn.Linear(4, 8).named_parameters(), adamw(1e-2)),
+        lambda: TransformOptimizer(network(6).named_parameters(), adamw(1e-2)),
+    ],
+    ids=["other slots", "other names", "other shapes"],
+)
+def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(other: Callable[[], TransformOptimizer]) -> None:
+    model = network()
+    optimizer = TransformOptimizer(model.named_parameters(), adamw(1e-2))
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UsageError, match="another optimizer's"):
+        optimizer.load_state_dict(other().state_dict())
+    for slot, tensors in before["slots"].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(optimizer.state_dict()["slots"][slot][name], tensor)
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero_and_one_that_is_frozen_is_left_alone() -> None:
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer = TransformOptimizer(model.named_parameters(), lion(1e-1, weight_decay=0.0))
+    assert optimizer.names == ["0.bias", "2.weight", "2.bias"]
+    before = copy.deepcopy(model.state_dict())
+    model[2].bias.grad = torch.ones(1)
+    optimizer.step()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"2.bias"}
+
+
+def test_the_learning_rate_is_the_product_of_all_factors() -> None:
+    model = network()
+    optimizer = TransformOptimizer(
+        model.named_parameters(), chain(adamw(0.5), ScaleBySchedule(lambda step: 0.1 * (step + 1)))
+    )
+    assert optimizer.learning_rate() == pytest.approx(0.05)
+    train(model, optimizer, range(1))
+    assert optimizer.learning_rate() == pytest.approx(0.1)
+
+
+def test_a_fresh_state_is_as_young_as_its_birth_says() -> None:
+    """After a growth the moments start again while the schedule goes on: the bias correction must start again too."""
+    young, old = network(), network()
+    first = TransformOptimizer(young.named_parameters(), adamw(1e-2))
+    second = TransformOptimizer(old.named_parameters(), adamw(1e-2))
+    second.updates = second.born = 100
+    assert train(young, first, range(3)) == train(old, second, range(3))
+
+
+def test_tied_weights_are_updated_once() -> None:
+    model = plain_run(depth=1, tied=True).build()
+    optimizer = TransformOptimizer(model.named_parameters(), lion(1e-1, weight_decay=0.0))
+    assert "head.weight" not in optimizer.names
+    before = model.head.weight.detach().clone()
+    model.head.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    assert torch.equal(model.embedding.token.weight, before - 1e-1)

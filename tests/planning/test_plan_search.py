@@ -1,0 +1,240 @@
+"""A plan's search: legal, within the memory, as good as trying everything, and content with changing nothing."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
+
+from thrifty.composition.compose import compose, refuse_illegal
+from thrifty.core.errors import InfeasibleError, RefusedError
+from thrifty.core.recipe import Budget
+from thrifty.core.technique import Numerics
+from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import NEAR, PlanSearch
+from thrifty.planning.planner import PlanRequest
+from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.search_space import NUMERICS_ORDER
+
+
+def everything(search: PlanSearch) -> list[PlanCandidate]:
+    """All legal combinations that fit, by counting each."""
+    found = []
+    for candidate in search.combinations():
+        run = compose(search.plain, candidate.techniques, search.steps)
+        if formula(run).memory * COUNTED_HIGH <= search.memory:
+            found.append(candidate)
+    return found
+
+
+@pytest.mark.parametrize("memory", [200, 260, 400, 700, 2000])
+@pytest.mark.parametrize("allow", [Numerics.EXACT, Numerics.ROUNDING])
+def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allow: Numerics) -> None:
+    search = searching(memory, allow, time=by_expectation)
+    candidates = None
+    try:
+        best = search.run()
+    except InfeasibleError:
+        assert not everything(search)
+        return
+    candidates = everything(search)
+    refuse_illegal(best.techniques)
+    assert best.footprint is not None and best.footprint.memory * COUNTED_HIGH <= memory * MB
+    least = min(candidate.relative for candidate in candidates)
+    assert search.seconds(best) <= least * 1.06  # what cannot be told apart goes to what changes less
+    assert all(NUMERICS_ORDER.index(way.numerics) <= NUMERICS_ORDER.index(allow) for way in best.ways)
+
+
+@settings(max_examples=15)
+@given(st.floats(120, 1200), st.floats(1.0, 2.0))
+def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> None:
+    def seconds(memory: float) -> float:
+        search = searching(memory)
+        try:
+            return search.seconds(search.run())
+        except InfeasibleError:
+            return math.inf
+
+    assert seconds(memory * factor) <= seconds(memory) * 1.06
+
+
+def test_a_recipe_that_fits_and_is_fast_is_left_as_it_is() -> None:
+    search = searching(math.inf, Numerics.EXACT, time=by_expectation)
+    assert search.run().ways == ()
+    assert search.probes == 1  # whatever else is allowed only costs time
+
+
+def test_what_is_hoped_to_be_faster_is_run_and_left_out_when_it_is_not() -> None:
+    def no_faster(candidate: PlanCandidate, bar: float) -> StepTiming:
+        return replace(by_expectation(candidate), least=(1.0,), passes=(1.0,))
+
+    search = searching(math.inf, Numerics.DIFFERENT, time=no_faster)
+    assert search.run().ways == ()
+    assert any("precision.mixed" in candidate.label for candidate in search.tried) or len(search.tried) > 1
+
+
+def test_what_is_measured_to_be_faster_is_taken() -> None:
+    fast = searching(math.inf, Numerics.ROUNDING, time=by_expectation, base=(CATALOGUE["memory.recompute"](),))
+    assert "without memory.recompute" in fast.run().label
+
+
+def test_noise_larger_than_the_gain_changes_nothing() -> None:
+    def noisy(candidate: PlanCandidate, bar: float) -> StepTiming:
+        seconds = 1.0 if not candidate.ways else 0.9
+        return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,), spread=0.5)
+
+    assert searching(math.inf, Numerics.DIFFERENT, time=noisy).run().ways == ()
+
+
+def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
+    def heavy(candidate: PlanCandidate, bar: float) -> StepTiming:
+        timing = by_expectation(candidate)
+        return replace(timing, memory=timing.memory + 300 * MB)
+
+    search = searching(700.0, time=heavy)
+    best = search.run()
+    assert best.timing is not None and best.timing.memory * search.margin <= 700 * MB
+    assert all("does not fit" in why for why in search.misfits.values())
+
+
+def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
+    def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
+        if any("recompute" in way.label for way in candidate.ways):
+            raise ProbeError("its process was killed")
+        return by_expectation(candidate)
+
+    search = searching(500.0, Numerics.EXACT, time=fails)
+    assert "recompute" not in search.run().label
+    assert "its process was killed" in search.misfits.values()
+
+
+def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> None:
+    def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
+        raise ProbeError("the loss is nan")
+
+    with pytest.raises(InfeasibleError, match="ran its steps: the loss is nan"):
+        searching(2000.0, Numerics.EXACT, time=fails).run()
+
+
+def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -> None:
+    def refusing(run):  # type: ignore[no-untyped-def]
+        if any(technique.name == "memory.offload_optimizer" for technique in run.techniques):
+            raise RefusedError("memory.offload_optimizer: there is no disk")
+        return formula(run)
+
+    search = searching(300.0, count=refusing)
+    assert "offload_optimizer" not in search.run().label
+    assert "memory.offload_optimizer: there is no disk" in search.refused.values()
+
+
+def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
+    with pytest.raises(InfeasibleError, match="the least is about") as error:
+        searching(60.0, Numerics.EXACT).run()
+    assert "--memory" in error.value.fix and "--allow anything" in error.value.fix
+    named = float(error.value.fix.split("MB")[0].split()[-1])
+    assert searching(named, Numerics.EXACT).run().ways
+
+
+def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
+    search = searching(300.0, Numerics.ROUNDING, base=(CATALOGUE["large_batch.gradient_accumulation"](parts=2),))
+    labels = [way.label for way in search.ways["micro-batches"]]
+    assert labels == [
+        "without large_batch.gradient_accumulation",
+        "large_batch.gradient_accumulation",
+        "large_batch.gradient_accumulation:parts=8",
+    ]
+    parts = [candidate.parts for candidate in (search.look_at_singles(), *search.combinations())[1:]]
+    assert {*parts} == {1, 2, 4, 8}
+
+
+def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_follow() -> None:
+    counts: list[int] = []
+
+    def noted(run):  # type: ignore[no-untyped-def]
+        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.gradient_accumulation")
+        return formula(run)
+
+    search = searching(2000.0, Numerics.ROUNDING, count=noted)
+    search.look_at_singles()
+    assert sorted(counts) == [2, BATCH]
+    (between,) = search.told
+    told = search.singles[between]
+    assert search.alone(between) == search.counted((between,)) and not search.told
+    for name in ("activations", "optimizer", "flops"):
+        assert getattr(told, name) == pytest.approx(getattr(search.singles[between], name))
+
+
+def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
+    def refusing(run):  # type: ignore[no-untyped-def]
+        if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
+            raise RefusedError("large_batch.gradient_accumulation: not in two")
+        return formula(run)
+
+    search = searching(2000.0, Numerics.ROUNDING, count=refusing)
+    search.look_at_singles()
+    assert not search.told and {way.parts for way in search.singles if way.parts > 1} == {4, BATCH}
+
+
+def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
+    run: list[PlanCandidate] = []
+
+    def as_promised(candidate: PlanCandidate, bar: float) -> StepTiming:
+        run.append(candidate)
+        return by_expectation(candidate)
+
+    search = searching(700.0, Numerics.ROUNDING, time=as_promised)
+    search.finalists = 100
+    best = search.run()
+    assert len(run) > 1 and all(candidate.relative <= NEAR * best.relative for candidate in run)
+    assert any(candidate.relative > NEAR * best.relative for candidate in search.combinations())
+
+
+def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
+    bars: list[float] = []
+
+    def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
+        bars.append(bar)
+        return by_expectation(candidate)
+
+    searching(700.0, Numerics.ROUNDING, time=noted).run()
+    assert bars[0] == math.inf and all(later <= sooner for sooner, later in pairwise(bars)) and bars[-1] < 10
+
+
+def test_what_does_not_fit_the_disk_is_not_proposed_and_where_nothing_does_that_is_said() -> None:
+    def cramped(candidate: PlanCandidate) -> str:
+        return "" if "optimizer_state" in candidate.label else "does not fit the disk: 9 MB of checkpoints"
+
+    assert "optimizer_state" in searching(2000.0, Numerics.DIFFERENT, no_room=cramped).run().label
+    with pytest.raises(InfeasibleError, match="what was counted does not fit the disk: 9 MB of checkpoints") as error:
+        searching(2000.0, Numerics.EXACT, no_room=cramped).run()
+    assert "--disk" in error.value.fix
+
+
+def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
+    run: list[PlanCandidate] = []
+
+    def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
+        run.append(candidate)
+        return by_expectation(candidate)
+
+    search = searching(700.0, Numerics.ROUNDING, time=noted)
+    search.run()
+    assert len({search.kind(candidate) for candidate in run}) == len(run)
+    shared = [candidate for candidate in search.tried if candidate.ways not in {each.ways for each in run}]
+    for candidate in shared:  # its process holds fewer tensors than that which was run
+        assert candidate.timing is not None and candidate.footprint is not None
+        assert candidate.timing.memory == pytest.approx(candidate.footprint.memory)
+    assert shared
+
+
+def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None:
+    assert PlanRequest(flops=1050.0).budget(Budget(steps=3), 100.0) == Budget(steps=10)
+    assert PlanRequest(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
+    assert PlanRequest(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
+    assert PlanRequest().budget(Budget(steps=3), 100.0) == Budget(steps=3)
+    with pytest.raises(InfeasibleError, match="do not pay for one step"):
+        PlanRequest(flops=10.0).budget(Budget(steps=3), 100.0)

@@ -1,0 +1,53 @@
+"""What a notebook shows of a run and of a study: one piece of HTML that needs nothing else."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+from experiments.test_saved_study import result
+from thrifty.reporting.run_record import read_run
+
+
+class Seen(HTMLParser):
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict]] = []
+        self.words = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_a_run_shows_its_verdict_its_numbers_and_two_pictures(write_run):
+    seen = Seen(read_run(write_run(steps=60))._repr_html_())
+    assert "kjv: finished" in seen.words and "below the unigram entropy" in seen.words and "276 MB" in seen.words
+    pictures = [about for tag, about in seen.tags if tag == "img"]
+    assert [about["alt"].partition(".")[0] for about in pictures] == ["Loss", "Memory"]
+    for about in pictures:
+        kind, _, content = about["src"].partition(",")
+        assert kind == "data:image/png;base64" and base64.b64decode(content).startswith(b"\x89PNG")
+
+
+def test_a_run_before_its_first_step_is_shown_without_pictures(write_run):
+    seen = Seen(read_run(write_run(records=[], summary=None))._repr_html_())
+    assert "kjv: not started" in seen.words and not any(tag == "img" for tag, _ in seen.tags)
+
+
+def test_it_has_no_script_fetches_nothing_and_text_stays_text(write_run):
+    attack = "<script>alert(1)</script><img src='http://evil.example/x'>"
+    html = read_run(write_run(steps=30, summary={"status": attack, "loss_in": attack, "steps": 30}))._repr_html_()
+    tags = Seen(html).tags
+    assert not any(tag == "script" for tag, _ in tags) and "&lt;script&gt;" in html
+    addresses = [value for _, about in tags for name, value in about.items() if name in ("src", "href")]
+    assert all(address.startswith("data:image/png;base64,") for address in addresses)
+
+
+def test_a_study_shows_its_expectations_and_its_means():
+    measured = result()
+    seen = Seen(measured._repr_html_())
+    assert measured.study.name in seen.words and measured.study.about in seen.words
+    assert all(case in seen.words for case in measured.study.cases) and re.search(r"\d ± \d", seen.words)

@@ -1,0 +1,119 @@
+"""What the tests of parallelism let each rank do; here, so that a fresh process can import it."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from technique_runs import RUNS
+from tiny_runs import advance, losses, plain_run, technique, with_optimizer
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.compose import Run as Composition
+from thrifty.composition.explain import explain
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import AXES, USED_BY, set_mesh
+from thrifty.core.state import full_value
+from thrifty.core.technique import Technique
+from thrifty.optim.mask_selection import random_mask
+from thrifty.planning.step_timing import time_steps
+
+STEPS = 4
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    norms: list[float]
+    tensors: dict[str, str]
+    """A digest of every tensor that this rank holds whole; of the others that they are divided."""
+    sharded: int
+    """How many parameters are held in part only."""
+
+
+def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def digest(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in tensor.placements):
+            return "divided"
+        tensor = tensor.to_local()
+    tensor = tensor.detach()
+    if not tensor.dim() or not tensor.numel():
+        return str(tensor)
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def plain_with(name: str) -> BaseRun:
+    """The run that ranks share with this technique."""
+    return RUNS[name]() if name in RUNS else plain_run(tied=name != "optimizers.lion")
+
+
+def train_with_each(strategy: Sequence[Technique], names: Sequence[str]) -> dict[str, Run]:
+    """A run for each that the strategy goes together with."""
+    found = {}
+    for name in names:
+        try:
+            run = compose(plain_with(name), with_optimizer([*strategy, technique(name)]), STEPS)
+        except UsageError:
+            continue
+        found[name] = trained(run)
+    return found
+
+
+def trained(run: Composition) -> Run:
+    state = run.start()
+    records = advance(run, state)
+    run.verify(state)
+    assert state.model is not None
+    parts = [p for p in state.model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+    return Run(losses(records), [record.gradient_norm for record in records], digests(state.tensors()), len(parts))
+
+
+@cache
+def alone(name: str, *also: Technique) -> Run:
+    """The run of a single process with this technique and these."""
+    torch._dynamo.reset()
+    return trained(compose(plain_with(name), with_optimizer([*also, technique(name)]), STEPS))
+
+
+def refusals(strategy: str) -> list[str]:
+    run = compose(plain_run(batch=3), with_optimizer([technique(strategy)]), STEPS)
+    try:
+        return [str(run.source)]
+    except RefusedError as refused:
+        return [refused.what, refused.fix]
+
+
+def predicted(strategies: Sequence[Technique]) -> list[tuple[Footprint, Footprint]]:
+    """The footprint of the plain run, and with each of these."""
+    found = [explain(compose(plain_run(), with_optimizer([strategy]), STEPS)) for strategy in strategies]
+    return [(explanation.plain, explanation.footprint) for explanation in found]
+
+
+def masks_and_copies() -> tuple[bool, bool, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(12.0).view(4, 3)
+    sharded, replicated = (distribute_tensor(whole.clone(), mesh, [kind]) for kind in (Shard(0), Replicate()))
+    mask = random_mask(sharded, 0.5, "key")
+    same = torch.equal(full_value(mask), random_mask(whole, 0.5, "key"))
+    copy = full_value(replicated)
+    replicated.to_local().zero_()
+    return same, torch.equal(copy, whole), bool(full_value(replicated).any())
+
+
+def probed(name: str) -> dict[str, Any]:
+    """A probe of steps with a technique over all ranks."""
+    set_mesh({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
+    settings = {"parts": 2} if name == "parallelism.pipeline" else {}
+    run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
+    return time_steps(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()

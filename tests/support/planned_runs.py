@@ -1,0 +1,76 @@
+"""A small recipe to plan for, counted and timed by formulas in place of traces and processes."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tiny_runs import plain_run
+
+from thrifty import techniques
+from thrifty.composition.compose import Run
+from thrifty.core.footprint import Footprint
+from thrifty.core.recipe import DataSettings, Recipe
+from thrifty.core.technique import Numerics, Technique
+from thrifty.planning.cost_estimates import StepTiming
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.plan_search import PlanSearch
+from thrifty.planning.planner import allowed_options
+
+BATCH, MB = 8, 1e6
+CATALOGUE = {name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()}
+
+
+def plain_techniques() -> tuple[Technique, ...]:
+    return (CATALOGUE["optimizers.adamw"](), CATALOGUE["schedules.linear"]())
+
+
+def recipe(*chosen: Technique, **sections: Any) -> Recipe:
+    sections = {"data": DataSettings(length=16, batch=BATCH)} | sections
+    return Recipe(name="tiny", techniques=(*plain_techniques(), *chosen), **sections)
+
+
+def formula(run: Run) -> Footprint:
+    """What a count would say, roughly: techniques do to memory and work what they promise."""
+    held = {technique.name: technique for technique in run.techniques}
+    activations, flops, optimizer = 800.0, 100.0, 80.0
+    if again := held.get("memory.recompute"):
+        activations *= 0.5 if getattr(again, "every", 1) == 2 else 0.2
+        flops *= 1.15 if getattr(again, "every", 1) == 2 else 1.3
+    if budget := held.get("memory.optimal_recompute"):
+        activations *= budget.bytes  # type: ignore[attr-defined]
+        flops *= 1.4 - 0.4 * budget.bytes  # type: ignore[attr-defined]
+    if codes := held.get("memory.compress_activations"):
+        activations *= codes.bits / 30  # type: ignore[attr-defined]
+    if "precision.mixed" in held:
+        activations *= 0.6
+    if "memory.offload_activations" in held:
+        activations *= 0.3
+    if parts := held.get("large_batch.gradient_accumulation"):
+        activations /= parts.parts  # type: ignore[attr-defined]
+    if state := held.get("precision.optimizer_state"):
+        optimizer *= 0.25 if state.format == "int8" else 0.5  # type: ignore[attr-defined]
+    if "memory.offload_optimizer" in held:
+        optimizer = 0.0
+    sizes = {"parameters": 40, "gradients": 40, "optimizer": optimizer, "activations": activations, "temporary": 30}
+    return Footprint(**{name: size * MB for name, size in sizes.items()}, flops=flops)
+
+
+def searching(
+    memory: float,
+    allow: Numerics = Numerics.ROUNDING,
+    base: Sequence[Technique] = (),
+    ranks: int = 1,
+    **how: Any,
+) -> PlanSearch:
+    """A search over the tiny recipe, for so many MB, that counts by the formula."""
+    plain, planned = plain_run(batch=BATCH), recipe(*base)
+    ways, _ = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
+    return PlanSearch(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
+
+
+def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTiming:
+    """A probe that finds what was expected, and no byte beyond the tensors."""
+    rows = -(-candidate.batch // candidate.parts)
+    assert candidate.footprint is not None
+    seconds = candidate.relative * rows / candidate.batch
+    return StepTiming((rows,), (seconds,), (seconds,), 0.0, 0.0, 0.0, 0.0, 0.0, candidate.footprint.memory)

@@ -1,0 +1,20 @@
+"""What the tests of sparse products let each rank do; here, so that a fresh process can import it."""
+
+from collections.abc import Sequence
+
+from tiny_runs import advance, losses, plain_run, with_optimizer
+
+from thrifty.composition.compose import compose
+from thrifty.core.technique import Technique
+
+
+def train(strategies: Sequence[Sequence[Technique]], steps: int) -> list[tuple[list[float], float]]:
+    """For each strategy the losses, and how many layers used sparse products in the last step."""
+    found = []
+    for chosen in strategies:
+        run = compose(plain_run(), with_optimizer(chosen), steps)
+        state = run.start()
+        records = advance(run, state)
+        run.verify(state)
+        found.append((losses(records), records[-1].notes["sparse_products"]))
+    return found

@@ -1,0 +1,25 @@
+"""What the tests of tickets let each rank do; here, so that a fresh process can import it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from shard_work import in_float64
+from tiny_runs import advance, losses
+
+from thrifty.composition.compose import compose
+from thrifty.core.state import full_value
+from thrifty.core.technique import Technique
+
+STEPS = 5
+
+
+def trained_with(chosen: Sequence[Technique]) -> tuple[list[float], dict[str, np.ndarray], list[Any]]:
+    """Losses, whole parameters at the end, and what was decided, by a run in double precision."""
+    run = compose(in_float64(), chosen, STEPS)
+    state = run.start()
+    records = advance(run, state)
+    run.verify(state)
+    assert state.model is not None
+    parameters = {name: full_value(parameter).numpy() for name, parameter in state.model.named_parameters()}
+    return losses(records), parameters, [dict(entry.decision) for entry in state.log]

@@ -1,0 +1,163 @@
+"""Small images first, by averaging pixels or by low frequencies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_runs import advance, plain_run, technique, tiny_model
+from torch import Tensor, nn
+
+from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.technique import Technique
+from thrifty.kernels.image_resizing import resize
+from thrifty.kernels.low_pass import crop_spectrum
+from thrifty.objectives.classification import Classification
+from thrifty.techniques.curriculum.low_frequency import LowFrequencyCurriculum
+from thrifty.techniques.curriculum.resolution import ResolutionCurriculum
+from thrifty.techniques.growth.auto_grow import AutoGrow
+
+SIDE = 16
+
+
+class Images(BatchSource):
+    """Random images of two kinds, told apart by their brightness."""
+
+    batch = 4
+
+    def __init__(self, colours: int = 3):
+        self.shape = (colours, SIDE, SIDE) if colours else (SIDE, SIDE)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        labels = torch.arange(start, stop) % 2
+        noise = torch.randn(stop - start, *self.shape, generator=torch.Generator().manual_seed(step))
+        inputs = noise + labels.view(-1, *[1] * len(self.shape))
+        return Batch({"inputs": inputs, "labels": labels}, torch.full((stop - start,), 1 / self.batch))
+
+
+class Patches(nn.Module):
+    """Blocks on patches of 4 by 4 pixels, their mean classified: takes images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 32, 4, 4)
+        self.blocks = tiny_model(style="gpt").blocks
+        self.head = nn.Linear(32, 2)
+        self.seen: list[tuple[bool, int]] = []
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).mT
+        self.seen.append((self.training, x.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def run_of(one: Technique, steps: int, source: BatchSource | None = None) -> Run:
+    torch.manual_seed(0)
+    start = Patches()
+
+    def build() -> nn.Module:
+        made = Patches()
+        made.load_state_dict(start.state_dict())
+        return made
+
+    return compose(BaseRun(build, source or Images(), Classification()), [one, technique("optimizers.adamw")], steps)
+
+
+def sides(run: Run, steps: int) -> list[int]:
+    return [run.source.at(step)["inputs"].shape[-1] for step in range(steps)]
+
+
+def test_resolution_rises_in_phases_and_ends_full() -> None:
+    run = run_of(ResolutionCurriculum(start=0.5, until=0.8, phases=2, multiple=4), 10)
+    assert sides(run, 10) == [8] * 4 + [12] * 4 + [16] * 2
+    plain = Images().at(5)
+    assert torch.equal(run.source.at(5)["inputs"], resize(plain["inputs"], 12, 12))
+    assert torch.equal(run.source.at(5)["labels"], plain["labels"])
+
+
+def test_low_frequencies_come_first_for_as_long_as_it_says() -> None:
+    run = run_of(LowFrequencyCurriculum(multiple=4), 10)
+    assert sides(run, 10) == [12] * 6 + [12] * 2 + [16] * 2  # 160 and 192 of 224 are 11.4 and 13.7 of 16
+    found = sides(run_of(LowFrequencyCurriculum(shares=(0.25, 0.5), until=(0.3, 0.5), multiple=4), 10), 10)
+    assert found == [4] * 3 + [8] * 2 + [16] * 5
+    assert torch.equal(run.source.at(2)["inputs"], crop_spectrum(Images().at(2)["inputs"], 12, 12))
+
+
+@pytest.mark.parametrize(
+    "one", [ResolutionCurriculum(until=3, multiple=4), LowFrequencyCurriculum(until=(2, 3), multiple=4)]
+)
+def test_a_model_trains_on_small_images_and_is_evaluated_on_full_ones(one: Technique) -> None:
+    run = run_of(one, 4)
+    state = run.start()
+    advance(run, state)
+    assert isinstance(state.model, Patches)
+    trained = [patches for training, patches in state.model.seen if training]
+    assert trained[0] < trained[-1] == 16
+    batch = run.plain.source.at(0)
+    state.model.eval()
+    run.eval_objective.predict(state.model, batch)
+    assert state.model.seen[-1] == (False, 16)
+
+
+@pytest.mark.parametrize(
+    "one", [ResolutionCurriculum(until=2, multiple=4), LowFrequencyCurriculum(until=(1, 2), multiple=4)]
+)
+def test_grey_images_without_colours_are_images_too(one: Technique) -> None:
+    assert one.batches(Images(0)).at(0)["inputs"].shape[1:] < (SIDE, SIDE)
+
+
+@pytest.mark.parametrize("one", [ResolutionCurriculum(), LowFrequencyCurriculum()])
+def test_texts_stay_as_they_are_and_that_is_said(one: Technique) -> None:
+    source = plain_run().source
+    with collect_notes() as notes:
+        batch = one.batches(source).at(0)
+    assert torch.equal(batch["tokens"], source.at(0)["tokens"])
+    assert notes == ["batches of key and tokens have no images and stay as they are"]
+
+
+@pytest.mark.parametrize(
+    "one", [ResolutionCurriculum(until=5, multiple=16), LowFrequencyCurriculum(until=(5, 8), multiple=16)]
+)
+def test_images_that_cannot_be_smaller_stay_full_and_that_is_said(one: Technique) -> None:
+    with collect_notes() as notes:
+        assert torch.equal(one.batches(Images()).at(0)["inputs"], Images().at(0)["inputs"])
+    assert notes == ["images of 16 x 16 are full from the start: lower multiple, or what they start at"]
+    with collect_notes() as notes:
+        replace(one, multiple=4).batches(Images()).at(9)
+    assert not notes
+
+
+def test_images_of_whole_numbers_are_refused() -> None:
+    class Bytes(Images):
+        def rows(self, step: int, start: int, stop: int) -> Batch:
+            batch = super().rows(step, start, stop)
+            return Batch(batch.fields | {"inputs": batch["inputs"].byte()}, batch.weight)
+
+    with pytest.raises(RefusedError, match="not floats"):
+        ResolutionCurriculum().batches(Bytes()).at(0)
+
+
+def test_shares_and_moments_must_fit_each_other() -> None:
+    with pytest.raises(UsageError, match="2 shares end at"):
+        LowFrequencyCurriculum(until=(0.5,))
+    with pytest.raises(UsageError, match="rising"):
+        LowFrequencyCurriculum(until=(0.8, 0.6))
+
+
+def test_automatic_growth_tries_resolutions() -> None:
+    run = run_of(AutoGrow(stages=3, until=12, search=2, depths=1, lengths=2, multiple=4), 12)
+    state = run.start()
+    patches = []
+    for step in range(12):
+        advance(run, state, step + 1)
+        assert isinstance(state.model, Patches)
+        patches.append(state.model.seen[-1][1])
+    assert patches[:6] == [4] * 4 + [16, 4] and patches[8:] == [16] * 4
+    chosen = next(entry.decision for entry in state.log if "losses" in entry.decision)
+    assert chosen["tried"] == [[1.0, 1.0], [1.0, 0.5]]
+    # a quarter of the patches cost less than a quarter: attention is quadratic
+    assert 4 * chosen["times"][1] < chosen["times"][0] < 5 * chosen["times"][1]

@@ -1,0 +1,109 @@
+"""Training in a random subspace: where the weights are, what is trained, and how it grows with the dimension."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from adapter_models import TOKENS
+from tiny_runs import advance, plain_run, technique, tiny_model, with_optimizer
+from torch import Tensor, nn
+
+from thrifty.composition.compose import compose
+from thrifty.core.errors import RefusedError
+from thrifty.data.images.digits import digits
+from thrifty.techniques.adapters.intrinsic_dimension import IntrinsicDimension, restrict_to_subspace, subspace_backward
+
+IDS = TOKENS % 256
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for name, p in model.named_parameters() if name != "subspace"])
+
+
+def test_the_function_is_the_frozen_one_bit_for_bit_at_first() -> None:
+    assert torch.equal(IntrinsicDimension(dimension=50).model(tiny_model())(IDS), tiny_model()(IDS))
+
+
+def test_weights_are_where_z_says_in_every_forward_pass() -> None:
+    model = IntrinsicDimension(dimension=50).model(tiny_model())
+    projection, origin = model.confined.projection, flat(model)
+    with torch.no_grad():
+        model.subspace.normal_()
+    model(IDS)
+    torch.testing.assert_close(flat(model), origin + projection.apply(model.subspace.detach()))
+    with torch.no_grad():
+        model.subspace.zero_()
+    model(IDS)
+    assert torch.equal(flat(model), origin)
+
+
+def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
+    plain = plain_run()
+    batch = plain.source.at(0)
+    reference = tiny_model()
+    losses = plain.objective.losses(plain.objective.predict(reference, batch), batch)
+    (losses * batch.weight).sum().backward()
+    gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
+    for parts in (1, 2):  # found once for all micro-batches
+        chosen = [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
+        run = compose(plain, with_optimizer([IntrinsicDimension(dimension=50), *chosen]), 4)
+        state = run.start()
+        assert state.model is not None
+        run.backward(state.model, run.objective, batch)
+        wanted = state.model.confined.projection.apply_transposed(gradient)
+        torch.testing.assert_close(state.model.subspace.grad, wanted, rtol=1e-3, atol=1e-5)
+        assert all(p.grad is None and not p.requires_grad for n, p in state.model.named_parameters() if n != "subspace")
+
+
+def test_a_failing_backward_pass_leaves_the_weights_frozen() -> None:
+    model = IntrinsicDimension(dimension=5).model(tiny_model())
+
+    def fails(*given: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        subspace_backward(fails)(model, None, None)  # type: ignore[arg-type]
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["subspace"]
+
+
+def test_finishing_leaves_what_was_trained_and_nothing_else() -> None:
+    one = IntrinsicDimension(dimension=50)
+    run = compose(plain_run(), [one, technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state)
+    assert state.model is not None and state.optimizer is not None
+    assert state.optimizer.names == ["subspace"]
+    before = state.model(IDS)
+    finished = one.finish(state.model)
+    assert torch.equal(finished(IDS), before)
+    plain = tiny_model()
+    plain.load_state_dict(finished.state_dict())
+    assert torch.equal(plain(IDS), before) and not torch.equal(before, tiny_model()(IDS))
+
+
+def test_more_dimensions_than_weights_are_refused() -> None:
+    with pytest.raises(RefusedError, match="dimension 7 is more than the 6 weights"):
+        IntrinsicDimension(dimension=7).model(nn.Linear(2, 2))
+
+
+def trained_accuracy(dimension: int, seed: int) -> float:
+    """Of a network of 64-64-10 on held-out digits after 150 steps in a subspace."""
+    images, labels = digits()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    x, y = images.flatten(1)[order], labels[order]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    confined = restrict_to_subspace(model, dimension, seed)
+    optimizer = torch.optim.Adam([model.subspace], 0.03)
+    for _ in range(150):
+        with confined.gradients_of(model.subspace):
+            F.cross_entropy(model(x[:1200]), y[:1200]).backward()
+        model.subspace.grad = confined.take_gradients()
+        optimizer.step()
+    with torch.no_grad():
+        return float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())
+
+
+def test_accuracy_on_digits_grows_with_the_dimension() -> None:
+    means = [sum(trained_accuracy(d, seed) for seed in range(3)) / 3 for d in (5, 50, 500)]
+    assert means[0] + 0.15 < means[1] and means[1] + 0.02 < means[2] and means[2] > 0.93

@@ -1,0 +1,35 @@
+"""Tickets on real ranks: the same masks, the same decision and the same run as in one process."""
+
+import numpy as np
+import pytest
+from rank_processes import on_ranks
+from ticket_work import trained_with
+from tiny_runs import technique
+
+from thrifty.core.errors import UsageError
+
+TICKETS = {
+    "early bird": ("sparsity.early_bird", {"latest": 3}),
+    "ticket": ("sparsity.mask_from_file", {}),
+}
+
+
+@pytest.mark.parametrize("dividing", ["parallelism.replicate", "parallelism.shard"])
+@pytest.mark.parametrize("case", TICKETS)
+def test_two_ranks_train_the_ticket_that_one_process_does(case: str, dividing: str) -> None:
+    name, settings = TICKETS[case]
+    chosen = [technique(name, **settings), technique("optimizers.adamw")]
+    expected_losses, expected, decided = trained_with(chosen)
+    for losses, found, log in on_ranks(2, trained_with, [*chosen, technique(dividing)]):
+        assert log == decided
+        assert losses == pytest.approx(expected_losses, rel=1e-9)
+        assert found.keys() == expected.keys()
+        for name, parameter in expected.items():
+            assert found[name].shape == parameter.shape
+            np.testing.assert_allclose(found[name], parameter, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("dividing", ["parallelism.tensor", "parallelism.pipeline"])
+def test_a_division_of_layers_or_blocks_is_refused_for_an_early_bird(dividing: str) -> None:
+    with pytest.raises(UsageError, match="cannot go together"):
+        trained_with([technique("sparsity.early_bird"), technique("optimizers.adamw"), technique(dividing)])

@@ -1,0 +1,369 @@
+"""Prefix tuning against its paper and against peft."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
+from tiny_runs import advance, plain_run, run_through, technique, tiny_model
+from torch import nn
+
+from thrifty.composition.compose import compose
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.models.attention_layers import full_attention
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.transformer import initialize
+from thrifty.peft_format import save_adapter
+from thrifty.techniques.adapters.prefix_tuning import (
+    PrefixTuning,
+    attend_with_prefix,
+    body_of,
+    collapse,
+    keys_and_values,
+    prefix_of,
+)
+from thrifty.techniques.adapters.prompt_tuning import PromptTuning
+from thrifty.techniques.memory.recompute import Recompute
+
+COUNT, HIDDEN = 5, 16
+
+
+def pefts(model: Any, hidden: int) -> Any:
+    network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT, **network)
+    return peft.get_peft_model(model, config).eval()
+
+
+@torch.no_grad()
+def take_theirs(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Give our model the values of peft's encoder; for each of its parameters, ours that make it up. `order` says whose
+    block's prefix each part is, where it is not the blocks' own."""
+    pairs: dict[str, list[torch.Tensor]] = {}
+    named = dict(model.named_parameters())
+    last_words = {
+        "embedding.weight": ("prefix", "prefix_table"),
+        "transform.0.weight": ("prefix_in",),
+        "transform.0.bias": ("prefix_in_bias",),
+        "transform.2.weight": ("prefix_out",),
+        "transform.2.bias": ("prefix_out_bias",),
+    }
+    for name, parameter in encoder.named_parameters():
+        dim = 1 if name == "embedding.weight" else 0
+        pairs[name] = [own for path, own in named.items() if path.rpartition(".")[2] in last_words[name]]
+        if order and len(pairs[name]) == len(order):
+            pairs[name] = [pairs[name][block] for block in order]
+        for own, value in zip(pairs[name], parameter.chunk(len(pairs[name]), dim), strict=True):
+            own.copy_(value)
+    return {name: tuple(own) for name, own in pairs.items()}
+
+
+@pytest.mark.parametrize("hidden", [0, HIDDEN])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_its_outputs_and_gradients_are_pefts(kind: str, hidden: int, tmp_path: Path) -> None:
+    wanted_model = pefts(theirs(kind), hidden)
+    encoder = wanted_model.prompt_encoder["default"]
+    wanted = wanted_model(input_ids=TOKENS).logits
+    next_token_loss(wanted, TOKENS).backward()
+    for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
+        model = PrefixTuning(tokens=COUNT, hidden=hidden).model(model).eval()
+        pairs = take_theirs(model, encoder)
+        found = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+        next_token_loss(found, TOKENS).backward()
+        for name, parameter in encoder.named_parameters():
+            gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
+    keep = torch.ones_like(TOKENS)
+    keep[0, :4] = 0
+    labels = TOKENS.masked_fill(keep == 0, -100)
+    wanted_model = pefts(theirs(kind), 0)
+    model = PrefixTuning(tokens=COUNT, hidden=0).model(theirs(kind))
+    take_theirs(model, wanted_model.prompt_encoder["default"])
+    wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
+    positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
+    for more in ({}, {"position_ids": positions}):
+        found = model(input_ids=TOKENS, attention_mask=keep, labels=labels, **more).loss
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def two_ended(kind: str) -> Any:
+    """A tiny model of transformers that is no decoder, the same at every call, in eval mode."""
+    sizes = {"vocab_size": 300, "initializer_range": 0.2}
+    bart = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": LENGTH}
+    bert = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if kind == "t5":
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=300, **t5)).eval()
+        if kind == "bart":
+            bart_like = transformers.BartConfig(**sizes, **bart, **heads, init_std=0.2)
+            return transformers.BartForConditionalGeneration(bart_like).eval()
+        config = transformers.AutoConfig.for_model(kind, **sizes, **bert, max_position_embeddings=LENGTH)
+        return transformers.AutoModel.from_config(config).eval()
+
+
+@pytest.mark.parametrize("hidden", [0, HIDDEN])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "t5", "bart"])
+def test_of_encoders_and_of_two_sided_models_too(kind: str, hidden: int) -> None:
+    """Masks and all; a two-sided model has prefixes in the decoder's attention to itself. peft 0.21 gives its block i
+    of three the prefix 2i mod 3; of an even number of blocks it leaves half of the prefixes out.
+    """
+    two_sided = kind in ("t5", "bart")
+    network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
+    task = "SEQ_2_SEQ_LM" if two_sided else "FEATURE_EXTRACTION"
+    config = peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=COUNT, **network)
+    if two_sided:
+        config.num_layers = 3  # peft takes the encoder's depth for both
+    keep = torch.ones_like(TOKENS)
+    keep[0, 9:] = 0
+    later = {"decoder_input_ids": TOKENS[:, 3:9], "decoder_attention_mask": keep[:, 5:11]} if two_sided else {}
+    inputs = {"input_ids": TOKENS + 2, "attention_mask": keep} | later
+    wanted_model = peft.get_peft_model(two_ended(kind), config).eval()
+    encoder = wanted_model.prompt_encoder["default"]
+    wanted = wanted_model(**inputs)[0]
+    wanted.square().mean().backward()
+    model = PrefixTuning(tokens=COUNT, hidden=hidden).model(two_ended(kind)).eval()
+    pairs = take_theirs(model, encoder, [0, 2, 1] if two_sided else ())
+    found = model(**inputs)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(found, two_ended(kind)(**inputs)[0], atol=1e-2)
+    found.square().mean().backward()
+    for name, parameter in encoder.named_parameters():
+        gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
+    """It has two stacks, and attends to no encoder."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    torch.manual_seed(0)
+    tower = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
+    text = transformers.LlamaConfig(**sizes, vocab_size=300)
+    config = transformers.LlavaConfig(vision_config=tower, text_config=text, image_token_index=299)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    before = model(input_ids=TOKENS).logits
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        f"model.language_model.layers.{block}.prefix" for block in range(2)
+    ]
+    found = model(input_ids=TOKENS).logits
+    assert found.shape == before.shape and not torch.allclose(found, before, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "bart"])
+def test_encoders_and_two_sided_models_compute_their_blocks_again(kind: str) -> None:
+    gradients, texts = [], (TOKENS, TOKENS[:, :5]) if kind != "bert" else (TOKENS,)
+    for again in (False, True):
+        model = PrefixTuning(tokens=4, hidden=8).model(two_ended(kind))
+        model = Recompute().model(model) if again else model
+        model(*texts[:1], **({"decoder_input_ids": texts[1]} if texts[1:] else {}))[0].square().mean().backward()
+        gradients.append(body_of(model).prefix_in.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+def test_a_model_that_computes_its_blocks_again_itself_is_refused() -> None:
+    """It would leave out its cache, and the prefix with it."""
+    model = PrefixTuning(tokens=3).model(theirs("gpt2"))
+    model.gradient_checkpointing_enable()
+    model.eval()(input_ids=TOKENS)
+    with pytest.raises(UsageError, match="computes its blocks again itself"):
+        model.train()(input_ids=TOKENS)
+
+
+def test_what_neither_it_nor_peft_reaches_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    vit = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes))
+    distilbert = transformers.DistilBertModel(
+        transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4)
+    )
+    for model in (vit, distilbert):
+        with pytest.raises(RefusedError, match="nor a cache of keys and values"):
+            PrefixTuning().model(model)
+    t5 = PrefixTuning(tokens=3, hidden=0).model(two_ended("t5"))
+    with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
+        save_adapter(t5, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])
+def test_a_causal_core_sees_the_prefix_and_the_past(core: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
+    prefix = torch.randn(3, 2 * 2 * 8, generator=generator)
+    keys, values = (x.expand(2, -1, -1, -1) for x in keys_and_values(prefix, 2))
+    mask = torch.ones(6, 9, dtype=torch.bool).tril(3)
+    wanted = full_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2), mask)
+    torch.testing.assert_close(attend_with_prefix(core, prefix, q, k, v), wanted)
+
+
+def test_a_mask_leaves_the_prefix_in_sight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 8, generator=generator) for _ in range(3))
+    prefix = torch.randn(3, 2 * 4 * 8, generator=generator)
+    keep = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+    keep[0, ..., 4:] = False
+    found = attend_with_prefix(full_attention, prefix, q, k, v, keep)
+    wanted = attend_with_prefix(full_attention, prefix, q[:1], k[:1, :, :4], v[:1, :, :4])
+    torch.testing.assert_close(found[:1], wanted)
+    scores = torch.zeros(1, 4, 6, 6).masked_fill(~keep[:1], -torch.inf)
+    torch.testing.assert_close(attend_with_prefix(full_attention, prefix, q[:1], k[:1], v[:1], scores), wanted)
+
+
+@pytest.mark.parametrize("style", ["bert", "t5", "marian"])
+def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str) -> None:
+    model = assemble(ModelConfig(style, 2, 32, 4, 4, 64, 300, 32, True))  # type: ignore[arg-type]
+    initialize(model, 0)
+    inputs = (TOKENS,) if style == "bert" else (TOKENS, TOKENS[:, :5])
+    before = model.eval().logits(*inputs)
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
+    assert len([n for n, p in model.named_parameters() if p.requires_grad]) == (2 if style == "bert" else 6)
+    found = model.logits(*inputs)
+    assert found.shape == before.shape and (found - before).abs().max() > 1e-3
+    found.square().mean().backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
+    model = PrefixTuning(tokens=4, hidden=8).model(tiny_model(depth=2)).eval()
+    before = model(TOKENS % 256)
+    made = [prefix_of(block.attention, body_of(model)) for block in model.blocks]
+    collapse(model)
+    torch.testing.assert_close(model(TOKENS % 256), before, rtol=0, atol=0)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names == [f"blocks.{index}.attention.prefix" for index in (0, 1)]
+    assert all(torch.equal(block.attention.prefix, value) for block, value in zip(model.blocks, made, strict=True))
+
+
+@pytest.mark.parametrize("build", [lambda: tiny_model(depth=2), lambda: HuggingFaceCausalLM(theirs("gpt2"))])
+def test_its_gradient_is_the_same_through_recomputed_blocks(build: Any) -> None:
+    gradients = []
+    for again in (False, True):
+        model = PrefixTuning(tokens=4, hidden=8).model(build())
+        model = Recompute().model(model) if again else model
+        next_token_loss(model.logits(TOKENS % 256), TOKENS % 256).backward()
+        gradients.append(body_of(model).prefix_in.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_only_the_prefix_is_trained(style: str) -> None:
+    run = compose(plain_run(style=style), [technique("adapters.prefix_tuning"), technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state)
+    assert state.model is not None and state.optimizer is not None
+    assert all("prefix" in name for name in state.optimizer.names)
+    trained = dict(state.model.named_parameters())
+    assert all(torch.equal(trained[name], value) for name, value in plain_run(style=style).build().named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gpt_bigcode", "gemma2"])
+def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> None:
+    """One for all queries, though their configs say otherwise, or of another width."""
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, Any] = {"gemma2": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48}}
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **sizes, **more.get(kind, {}))
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    plain, random = model(input_ids=TOKENS).logits, torch.get_rng_state()
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    found = model(input_ids=TOKENS).logits
+    assert found.shape == plain.shape and not torch.allclose(found, plain, atol=1e-3)
+    next_token_loss(found, TOKENS).backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    assert len(trained) == 2 and all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
+
+
+def test_what_it_cannot_work_with_is_refused() -> None:
+    model = PrefixTuning(tokens=2).model(theirs("gpt2"))
+    with pytest.raises(UsageError, match="64 positions, 2 of them virtual tokens', and was given 63"):
+        model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
+    with pytest.raises(UsageError, match="cannot go on from a cache"):
+        model(input_ids=TOKENS, past_key_values=cache)
+    with pytest.raises(UsageError, match="cannot go on from a cache"):
+        model.generate(TOKENS, max_new_tokens=2)  # it would see one token at a time
+    assert model.generate(TOKENS, max_new_tokens=2, use_cache=False).shape == (2, TOKENS.shape[1] + 2)
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, torch.Tensor]:
+    """The weights of a tiny model that has learned some of the standard library's text."""
+    _, state = run_through(plain_run(batch=8), [technique("optimizers.adamw")], 200)
+    assert state.model is not None
+    return state.model.state_dict()
+
+
+def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -> float:
+    """Of the same 8 letters behind whatever 6 bytes of text, after the trained parameters have learned them."""
+    letters = torch.randint(97, 123, (8,), generator=torch.Generator().manual_seed(seed))
+    source = plain_run(batch=8).source
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
+
+    def loss(step: int) -> torch.Tensor:
+        tokens = torch.cat((source.at(step)["tokens"][:, :6], letters.expand(8, -1)), 1)
+        return F.cross_entropy(model.logits(tokens[:, :-1])[:, 5:].flatten(0, 1), tokens[:, 6:].flatten())
+
+    for step in range(steps):
+        loss(1000 + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return sum(float(loss(5000 + step)) for step in range(5)) / 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not(
+    reader: dict[str, torch.Tensor], seed: int
+) -> None:
+    found = {}
+    choices = {
+        "prefix": PrefixTuning(4, hidden=0, seed=seed),
+        "network": PrefixTuning(4, seed=seed),
+        "prompt": PromptTuning(4, seed=seed),
+    }
+    rates = {"prefix": 0.1, "network": 1e-3, "prompt": 0.1}  # near the best of each
+    for name, adapter in choices.items():
+        model = tiny_model()
+        model.load_state_dict(reader)
+        found[name] = loss_of_continuation(adapter.model(model), seed, rates[name], 60)
+    assert found["prefix"] < found["prompt"] - 1 and found["network"] < found["prompt"] - 1
+
+
+def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
+    model = technique("adapters.prefix_tuning").model(tiny_model(style="gpt"))
+    with pytest.raises(UsageError, match="several texts share one") as refused:
+        model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
+    assert refused.value.fix == "--set objective.packed=false"
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_a_model_in_training_says_what_it_keeps_and_stays_in_training(kind: str) -> None:
+    """Even where it leaves blocks out, makes them again, or gives tuples."""
+    torch.manual_seed(0)
+    if kind == "opt":
+        sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 4}
+        config = transformers.OPTConfig(vocab_size=300, num_attention_heads=4, layerdrop=0.9, **sizes)
+    else:
+        config = transformers.GPT2Config(vocab_size=300, n_embd=32, n_layer=4, n_head=4, return_dict=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    if kind == "gpt2":
+        model.gradient_checkpointing_enable()
+    model.base_model.get_input_embeddings().eval()
+    modes = [module.training for module in model.modules()]
+    model = PrefixTuning(tokens=3, hidden=0).model(model)
+    assert sum(hasattr(module, "prefix") for module in model.modules()) == 4
+    assert [module.training for module in model.modules()] == modes

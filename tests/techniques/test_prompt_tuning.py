@@ -1,0 +1,158 @@
+"""Prompt tuning against its paper and against peft."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
+from tiny_runs import advance, plain_run, technique, tiny_model
+from torch import nn
+
+from thrifty.composition.compose import compose
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.text_generation import generate
+from thrifty.techniques.adapters.prompt_tuning import PromptTuning, embed, initial_prompt, lengthen
+from thrifty.techniques.memory.recompute import Recompute
+
+COUNT = 5
+
+
+def pefts(model: Any, task: str = "CAUSAL_LM", **settings: Any) -> Any:
+    return peft.get_peft_model(
+        model, peft.PromptTuningConfig(task_type=task, num_virtual_tokens=COUNT, **settings)
+    ).eval()
+
+
+def set_prompt(model: nn.Module, values: torch.Tensor) -> nn.Parameter:
+    (found,) = (p for name, p in model.named_parameters() if name.endswith("prompt"))
+    with torch.no_grad():
+        found.copy_(values)
+    return found
+
+
+def test_virtual_tokens_are_numbered_below_zero_and_stand_for_rows_of_the_prompt() -> None:
+    longer = lengthen(torch.tensor([[7, 8], [9, 9]]), 3)
+    assert longer.tolist() == [[-1, -2, -3, 7, 8], [-1, -2, -3, 9, 9]]
+    prompt, words = torch.randn(3, 4), torch.randn(2, 5, 4)
+    found = embed(longer, words, prompt)
+    assert torch.equal(found[:, :3], prompt.expand(2, -1, -1)) and torch.equal(found[:, 3:], words[:, 3:])
+
+
+def test_it_starts_from_rows_of_the_vocabulary_or_from_small_numbers() -> None:
+    table, generator = torch.randn(40, 8), torch.Generator().manual_seed(0)
+    words = initial_prompt(table, 12, "words", generator)
+    rows = [next(i for i, row in enumerate(table) if torch.equal(row, word)) for word in words]
+    assert len(set(rows)) == 12
+    assert initial_prompt(table, 100, "words", generator).shape == (100, 8)
+    drawn = initial_prompt(table, 100, "random", generator)
+    assert drawn.abs().max() <= 0.5 and drawn.std() > 0.25
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_its_outputs_and_gradients_are_pefts(kind: str, tmp_path: Path) -> None:
+    wanted_model = pefts(theirs(kind))
+    wanted_prompt = wanted_model.prompt_encoder["default"].embedding.weight
+    wanted = wanted_model(input_ids=TOKENS).logits[:, COUNT:]
+    next_token_loss(wanted, TOKENS).backward()
+    for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
+        prompt = set_prompt(PromptTuning(tokens=COUNT).model(model).eval(), wanted_prompt)
+        found = model(input_ids=TOKENS).logits if not hasattr(model, "task") else model.logits(TOKENS)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        next_token_loss(found, TOKENS).backward()
+        torch.testing.assert_close(prompt.grad, wanted_prompt.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_masks_and_labels_account_for_virtual_tokens_as_pefts_do(kind: str) -> None:
+    keep = torch.ones_like(TOKENS)
+    keep[0, :4] = 0
+    labels = TOKENS.masked_fill(keep == 0, -100)
+    labels[:, 0] = -100  # peft's last virtual token predicts the first real one; here nothing does, as without a prompt
+    wanted_model = pefts(theirs(kind))
+    model = PromptTuning(tokens=COUNT).model(theirs(kind))
+    set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
+    wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels)
+    found = model(input_ids=TOKENS, attention_mask=keep, labels=labels)
+    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
+    again = model(input_ids=TOKENS, attention_mask=keep, labels=labels, position_ids=positions)
+    torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_the_encoder_of_an_encoder_decoder_gets_the_prompt_as_pefts_does() -> None:
+    sizes = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
+    settings: dict[str, Any] = {**sizes, "decoder_start_token_id": 0}
+    config = transformers.T5Config(**settings)
+    base, other = (transformers.T5ForConditionalGeneration(config).eval() for _ in range(2))
+    other.load_state_dict(base.state_dict())
+    wanted_model = pefts(other, "SEQ_2_SEQ_LM", num_transformer_submodules=1)
+    keep = torch.ones_like(TOKENS)
+    keep[1, 8:] = 0
+    inputs = {"input_ids": TOKENS, "attention_mask": keep, "decoder_input_ids": TOKENS[:, :5]}
+    wanted = wanted_model(**inputs).logits
+    model = PromptTuning(tokens=COUNT).model(base)
+    set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
+    torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("style", ["llama", "gpt"])
+def test_only_the_prompt_is_trained_and_what_the_model_gives_is_as_long_as_the_text(style: str) -> None:
+    run = compose(plain_run(style=style), [technique("adapters.prompt_tuning"), technique("optimizers.adamw")], 4)
+    state = run.start()
+    advance(run, state)
+    assert state.model is not None and state.optimizer is not None
+    assert state.optimizer.names == ["embedding.token.prompt"]
+    trained = dict(state.model.named_parameters())
+    assert all(torch.equal(trained[name], value) for name, value in plain_run(style=style).build().named_parameters())
+    assert state.model(TOKENS % 256).shape == (2, 12, 32)
+
+
+def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
+    gradients = []
+    for again in (False, True):
+        model = PromptTuning(tokens=4).model(tiny_model(depth=2))
+        model = Recompute().model(model) if again else model
+        next_token_loss(model.logits(TOKENS % 256), TOKENS % 256).backward()
+        gradients.append(model.embedding.token.prompt.grad)
+    assert gradients[0].any() and torch.equal(*gradients)
+
+
+def test_text_is_sampled_behind_the_prompt() -> None:
+    model = PromptTuning(tokens=4).model(tiny_model(depth=2)).eval()
+    tokens = generate(model, TOKENS[:1, :3] % 256, 3, greedy=True)
+    for length in (3, 4, 5):
+        assert tokens[0, length] == model.logits(tokens[:, :length])[0, -1].argmax()
+
+
+def test_the_room_that_is_left_for_text_is_what_the_model_has_beyond_the_prompt() -> None:
+    model = PromptTuning(tokens=4).model(theirs("gpt2"))
+    fitting = torch.zeros(1, LENGTH - 4, dtype=torch.long)
+    model(input_ids=fitting)
+    with pytest.raises(UsageError, match="64 positions, 4 of them virtual tokens', and was given 61") as refused:
+        model(input_ids=torch.cat((fitting, fitting[:, :1]), 1))
+    assert "60 tokens" in refused.value.fix
+
+
+def test_what_it_cannot_work_with_is_refused() -> None:
+    with pytest.raises(RefusedError, match="no table of tokens"):
+        PromptTuning().model(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])))
+    model = PromptTuning(tokens=2).model(theirs("llama"))
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
+    with pytest.raises(UsageError, match="cannot go on from a cache"):
+        model(input_ids=TOKENS, past_key_values=cache)
+    with pytest.raises(UsageError, match="none were given"):
+        model(inputs_embeds=torch.zeros(2, 3, 32))
+    with pytest.raises(UsageError, match="attention_mask has shape"):
+        model(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 12, 12))
+
+
+def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
+    model = technique("adapters.prompt_tuning").model(tiny_model(style="gpt"))
+    with pytest.raises(UsageError, match="several texts share one") as refused:
+        model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
+    assert refused.value.fix == "--set objective.packed=false"

@@ -1,0 +1,83 @@
+"""Memory that steps free is there for the next step, and the machine's again when training is over."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+from tiny_runs import plain_run, technique, with_optimizer
+
+from thrifty.composition.compose import compose
+from thrifty.training import memory_meter
+
+PROGRAM = """
+import json, resource, psutil, torch
+from thrifty.training.memory_meter import keep_freed_memory
+
+def faults_of(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        torch.empty(2**26, dtype=torch.uint8).fill_(1)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / times
+
+before = faults_of(4)
+with keep_freed_memory(torch.device("cpu")):
+    faults_of(24)  # until blocks have found their places: seven of a size are kept aside
+    kept, held = faults_of(4), psutil.Process().memory_info().rss
+print(json.dumps([before, kept, held - psutil.Process().memory_info().rss, faults_of(1)]))
+"""
+
+
+BETWEEN_OTHERS = """
+import json, psutil, sys, torch
+from thrifty.training import memory_meter as memory
+
+with getattr(memory, sys.argv[1])(torch.device("cpu")):
+    before = psutil.Process().memory_info().rss
+    blocks = [torch.ones(2**23, dtype=torch.uint8) for _ in range(40)]
+    del blocks[::2]
+    larger = [torch.ones(3 * 2**22, dtype=torch.uint8) for _ in range(20)]
+    live = sum(block.nbytes for block in [*blocks, *larger])
+    print(json.dumps([(psutil.Process().memory_info().rss - before) / live]))
+"""
+
+
+def found(program: str = PROGRAM, *words: str, **environment: str) -> list[float]:
+    """What a program prints; the first one page faults of a large block before, while memory is kept, and of the first
+    block after, bytes given back third."""
+    command = [sys.executable, "-c", program, *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
+def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
+    before, kept, given_back, after = found()
+    assert kept < before / 8 and after > before / 2
+    assert given_back > 2**25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
+@pytest.mark.parametrize("own", [{"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
+def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> None:
+    before, kept, given_back, _ = found(**own)
+    assert kept > before / 2 and given_back < 2**25
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
+def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
+    (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keeping_freed", "giving_back_freed"))
+    assert given_back < 1.02 < 1.3 < kept  # larger tensors have no room in what is free between others
+
+
+@pytest.mark.parametrize(
+    ("name", "promises"),
+    [("memory.optimal_recompute", True), ("memory.activation_budget", True), ("memory.recompute", False)],
+)
+def test_a_run_that_is_promised_bytes_gives_back(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
+    chosen: list[Mapping[int, int]] = []
+    monkeypatch.setattr(memory_meter, "_limited", lambda device, limits: chosen.append(limits))
+    memory_meter.set_freed_memory_policy(compose(plain_run(), with_optimizer([technique(name)]), 2))
+    assert chosen == [memory_meter._GIVING_BACK if promises else memory_meter._KEEPING]
