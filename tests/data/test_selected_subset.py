@@ -33,21 +33,21 @@ def numbers(source: BatchSource, steps: int) -> list[int]:
 
 @given(seed=some.integers(0, 100), batch=some.integers(1, 8), kept=some.sets(some.integers(0, 32), min_size=8))
 def test_each_epoch_goes_through_the_chosen_examples_once(seed: int, batch: int, kept: set[int]) -> None:
-    source = packed(batch, seed).only(ExampleSubset(torch.tensor(sorted(kept))))
+    source = packed(batch, seed).subset(ExampleSubset(torch.tensor(sorted(kept))))
     seen = numbers(source, 2 * len(kept))[: 2 * len(kept)]
     assert sorted(seen[: len(kept)]) == sorted(seen[len(kept) :]) == sorted(kept)
     assert float(source.at(0).weight.sum()) == pytest.approx(1.0)
 
 
 def test_a_choice_of_a_choice_is_of_the_whole() -> None:
-    twice = packed().only(EVEN).only(ExampleSubset(torch.arange(4, 12)))
-    assert twice.choice is not None and twice.choice.kept.tolist() == list(range(8, 24, 2))
+    twice = packed().subset(EVEN).subset(ExampleSubset(torch.arange(4, 12)))
+    assert twice.selected_subset is not None and twice.selected_subset.kept.tolist() == list(range(8, 24, 2))
     assert set(numbers(twice, 4)) == set(range(8, 24, 2))
 
 
 def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
     source = packed(4)
-    chosen = source.only(EVEN)
+    chosen = source.subset(EVEN)
     wrappers = [
         lambda inner: MappedSource(inner, lambda step, batch: batch.rows(0, 2)),
         lambda inner: RankShard(inner, 1, 2),
@@ -55,11 +55,11 @@ def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
         lambda inner: ResizedSource(inner, [1, 3, 4]),
     ]
     for wrap in wrappers:
-        after, before = wrap(source).only(EVEN), wrap(chosen)
+        after, before = wrap(source).subset(EVEN), wrap(chosen)
         assert type(after) is type(before)
         assert numbers(after, 6) == numbers(before, 6)
-        assert after.choice is chosen.choice or torch.equal(after.choice.kept, EVEN.kept)
-        assert after.inventory().fingerprint == chosen.inventory().fingerprint
+        assert after.selected_subset is chosen.selected_subset or torch.equal(after.selected_subset.kept, EVEN.kept)
+        assert after.example_index().fingerprint == chosen.example_index().fingerprint
         assert (
             after.with_batch_size([2, 4]).at(1)["tokens"].tolist()
             == before.with_batch_size([2, 4]).at(1)["tokens"].tolist()
@@ -68,7 +68,7 @@ def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
 
 def test_fewer_examples_than_one_batch_are_refused() -> None:
     with pytest.raises(RefusedError, match="3 examples are left to train on, fewer than one effective batch of 4"):
-        packed(4).only(ExampleSubset(torch.arange(3)))
+        packed(4).subset(ExampleSubset(torch.arange(3)))
 
 
 def test_examples_without_numbers_are_refused() -> None:
@@ -81,36 +81,36 @@ def test_examples_without_numbers_are_refused() -> None:
 
     for source in (BatchSource(), EpochSource(Conversations(), 2, 0)):
         with pytest.raises(RefusedError, match="no fixed numbers"):
-            source.only(ExampleSubset(torch.arange(4)))
+            source.subset(ExampleSubset(torch.arange(4)))
         with pytest.raises(RefusedError, match="no fixed numbers"):
-            source.inventory()
+            source.example_index()
 
 
 def test_the_fingerprint_tells_other_examples_and_nothing_else() -> None:
-    same = packed().inventory()
+    same = packed().example_index()
     assert same.count == 33 and same.labels is None
-    assert packed(7, seed=5).inventory() == same
+    assert packed(7, seed=5).example_index() == same
     others = [PackedTokens(TOKENS, 4, 4, 0), PackedTokens(TOKENS[:-1], 3, 4, 0), PackedTokens(TOKENS + 1, 3, 4, 0)]
-    fingerprints = {source.inventory().fingerprint for source in [packed(), *others, packed().only(EVEN)]}
+    fingerprints = {source.example_index().fingerprint for source in [packed(), *others, packed().subset(EVEN)]}
     assert len(fingerprints) == 5
     assert fingerprint(TOKENS) != fingerprint(TOKENS.astype(np.uint32))
 
 
 def test_images_have_labels_and_are_the_same_in_another_size_and_however_they_are_changed() -> None:
-    whole = digits().inventory()
+    whole = digits().example_index()
     assert whole.labels is not None and len(whole.labels) == whole.count == 1300
-    assert digits(AugmentationSettings(crop=1), seed=3).inventory().fingerprint == whole.fingerprint
+    assert digits(AugmentationSettings(crop=1), seed=3).example_index().fingerprint == whole.fingerprint
     larger = open_images(DataSettings(source="digits", batch=8, size=16), 0, None, print).train
-    assert larger.inventory().fingerprint == whole.fingerprint
-    first = digits().only(ExampleSubset(torch.arange(40))).inventory()
+    assert larger.example_index().fingerprint == whole.fingerprint
+    first = digits().subset(ExampleSubset(torch.arange(40))).example_index()
     assert first.labels is not None and torch.equal(first.labels, whole.labels[:40])
 
 
 def test_chosen_images_are_mixed_with_chosen_ones_only() -> None:
-    labels = digits().inventory().labels
+    labels = digits().example_index().labels
     assert labels is not None
     zeros = (labels == 0).nonzero().squeeze(1)
-    source = digits(AugmentationSettings(mixup=1.0)).only(ExampleSubset(zeros))
+    source = digits(AugmentationSettings(mixup=1.0)).subset(ExampleSubset(zeros))
     for step in range(5):
         assert source.at(step)["labels"].argmax(1).eq(0).all()
 
@@ -120,11 +120,11 @@ def test_one_by_one_gives_every_example_in_its_own_order_as_it_is_judged() -> No
     whole = torch.cat([batch["inputs"] for batch in moved.sequential_batches(500)])
     assert torch.equal(whole, torch.cat([batch["inputs"] for batch in plain.sequential_batches(77)]))
     labels = torch.cat([batch["labels"] for batch in moved.sequential_batches(500)])
-    assert torch.equal(labels, plain.inventory().labels)
+    assert torch.equal(labels, plain.example_index().labels)
     assert sum(float(batch.weight.sum()) for batch in moved.sequential_batches(500)) == pytest.approx(1.0)
 
 
 def test_texts_one_by_one_have_keys_that_do_not_depend_on_the_seed() -> None:
-    (one,), (other,) = packed(seed=0).sequential_batches(100), packed(seed=1).only(EVEN).sequential_batches(100)
+    (one,), (other,) = packed(seed=0).sequential_batches(100), packed(seed=1).subset(EVEN).sequential_batches(100)
     assert torch.equal(one["key"][EVEN.kept], other["key"]) and len(one["key"].unique()) == 33
     assert torch.equal(one["tokens"][EVEN.kept], other["tokens"])

@@ -159,13 +159,13 @@ def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_vis
     objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
     right = Prediction(given=objective.targets(batch))
-    found = objective.pictures(right, batch)
+    found = objective.image_previews(right, batch)
     assert list(found) == ["original", "masked", "reconstructed"]
     assert torch.equal(found["original"], batch["inputs"])
     torch.testing.assert_close(found["reconstructed"], batch["inputs"])
     cut = {
         name: patchify(images, 2)
-        for name, images in objective.pictures(Prediction(given=right.logits + 1), batch).items()
+        for name, images in objective.image_previews(Prediction(given=right.logits + 1), batch).items()
     }
     for row in range(4):
         seen, removed = batch["visible"][row], batch["removed"][row]
@@ -184,8 +184,8 @@ def test_a_technique_around_it_shows_what_it_shows():
     around = DropMaskedPatches().objective(plain)
     prediction = around.predict(model, batch)
     assert around.pictured == plain.pictured
-    for name, images in around.pictures(prediction, batch).items():
-        assert torch.equal(images, plain.pictures(prediction, batch)[name])
+    for name, images in around.image_previews(prediction, batch).items():
+        assert torch.equal(images, plain.image_previews(prediction, batch)[name])
 
 
 def test_the_first_examples_are_seen_in_a_batch_of_the_size_that_is_evaluated():
@@ -197,5 +197,5 @@ def test_the_first_examples_are_seen_in_a_batch_of_the_size_that_is_evaluated():
     with torch.no_grad():
         prediction = objective.predict(model.eval(), batch)
     assert found.losses == objective.losses(prediction, batch)[:3].tolist()
-    for name, images in objective.pictures(prediction, batch).items():
+    for name, images in objective.image_previews(prediction, batch).items():
         assert torch.equal(found.pictures[name], images[:3])

@@ -23,7 +23,7 @@ FEW = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.6])
 
 def scored(plain: BaseRun, **facts: object) -> ExampleScores:
     """Scores that rise with an example's number."""
-    there = plain.source.inventory()
+    there = plain.source.example_index()
     scores = torch.arange(there.count).float()
     told = ScoreProvenance(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
     return ExampleScores(scores, scores[None], told, there.labels)
@@ -113,17 +113,19 @@ def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) 
     found = {image.numpy().tobytes() for batch in seen(plain, technique, 7) for image in batch["inputs"]}
     assert found == wanted and len(wanted) > 300
     run = compose(plain, with_optimizer([technique]), 3)
-    choice = run.source.choice
+    choice = run.source.selected_subset
     assert choice is not None and choice.kept.tolist() == kept.tolist()
     assert torch.equal(choice.scores, scores.scores)  # type: ignore[arg-type]
 
 
 def test_texts_are_pruned_alike(tmp_path: Path) -> None:
     plain = plain_run()
-    count = plain.source.inventory().count
+    count = plain.source.example_index().count
     technique = PrunedExamples(**written(scored(plain), tmp_path / "scores"), keep=0.1, order="easy")
     source = compose(plain, with_optimizer([technique]), 6).source
-    assert source.choice is not None and source.choice.kept.tolist() == list(range(round(0.1 * count)))
+    assert source.selected_subset is not None and source.selected_subset.kept.tolist() == list(
+        range(round(0.1 * count))
+    )
     records, _ = run_through(plain, with_optimizer([technique]), 3)
     assert len(records) == 3
 
@@ -136,7 +138,7 @@ def test_it_tells_what_is_kept_of_each_class_and_what_scoring_cost(tmp_path: Pat
     run.build_model()
     first, by_class, cost = run.notes["data_selection.prune"]
     assert first == "keeps 650 of 1,300 examples, order hard by el2n"
-    labels = plain.source.inventory().labels
+    labels = plain.source.example_index().labels
     assert labels is not None
     zeros = int((labels[650:] == 0).sum())
     assert by_class.startswith(f"kept of each class: 0 {zeros}/{int((labels == 0).sum())}, 1 ")

@@ -50,7 +50,7 @@ def explain_recipe(layers: Any) -> dict[str, Any]:
         explanation = explain(run)
     return {
         "recipe": recipe.name,
-        "data": prepared.data.described(),
+        "data": prepared.data.description(),
         **explanation.as_dict(notes),
         **places,
         "refused": refused,

@@ -104,17 +104,17 @@ class BatchSource:
         of which holds for all later ones."""
         return ResizedSource(self, sizes)
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         """Raises Refused where examples have no numbers to be known by."""
         raise _numberless(self)
 
-    def only(self, choice: ExampleSubset) -> "BatchSource":
+    def subset(self, choice: ExampleSubset) -> "BatchSource":
         """The same kind of source with these of its examples; all else, such as the seed, stays. Raises Refused where
         examples have no numbers, or fewer are left than one effective batch."""
         raise _numberless(self)
 
     @property
-    def choice(self) -> ExampleSubset | None:
+    def selected_subset(self) -> ExampleSubset | None:
         """Which of its examples it goes through, where not all."""
         return None
 
@@ -140,17 +140,17 @@ class WrappedSource(BatchSource):
 
     source: BatchSource
 
-    def inventory(self) -> ExampleIndex:
-        return self.source.inventory()
+    def example_index(self) -> ExampleIndex:
+        return self.source.example_index()
 
-    def only(self, choice: ExampleSubset) -> Self:
+    def subset(self, choice: ExampleSubset) -> Self:
         changed = copy(self)
-        changed.source = self.source.only(choice)
+        changed.source = self.source.subset(choice)
         return changed
 
     @property
-    def choice(self) -> ExampleSubset | None:
-        return self.source.choice
+    def selected_subset(self) -> ExampleSubset | None:
+        return self.source.selected_subset
 
 
 class MappedSource(WrappedSource):

@@ -50,10 +50,10 @@ class TokenizerInfo(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
-    `measured` are the names of what `measures` tells besides the loss, `pictured` says in a sentence what `pictures`
-    shows, and is empty where a prediction is nothing to look at; `learns_from` is the kind of data it needs, and
-    `needs_labels` whether images must come with labels. `joint` says that the loss of an example depends on the others
-    of the effective batch, which then cannot be taken apart.
+    `measured` are the names of what `measures` returns in addition to the loss, `pictured` is a sentence about what
+    `image_previews` shows, empty where a prediction is nothing to look at; `learns_from` is the kind of data it needs,
+    and `needs_labels` whether images must come with labels. `joint` says that the loss of an example depends on the
+    others of the effective batch, which then cannot be taken apart.
 
     The last five methods say how plain text or images are made into examples; they change nothing unless overridden.
     """
@@ -67,7 +67,7 @@ class Objective:
     pictured: str = ""
 
     @property
-    def plain(self) -> "Objective":
+    def baseline(self) -> "Objective":
         """The objective without what techniques have put around it."""
         return self
 
@@ -90,7 +90,7 @@ class Objective:
         """What people judge a model by, per example (b,) by the names in `measured`; its weighted mean is evaluated."""
         return {}
 
-    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+    def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """What a person can see of a prediction: images (b, c, h, w) by what they are, in the order in which they are
         looked at, their pixels as a model is given them."""
         return {}
@@ -139,8 +139,8 @@ class WrappedObjective(Objective):
         self.learns_from, self.needs_labels = inner.learns_from, inner.needs_labels
 
     @property
-    def plain(self) -> Objective:
-        return self.inner.plain
+    def baseline(self) -> Objective:
+        return self.inner.baseline
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return self.inner.predict(model, batch)
@@ -157,8 +157,8 @@ class WrappedObjective(Objective):
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return self.inner.measures(prediction, batch)
 
-    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        return self.inner.pictures(prediction, batch)
+    def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return self.inner.image_previews(prediction, batch)
 
     def tokens(self, batch: Batch) -> int:
         return self.inner.tokens(batch)

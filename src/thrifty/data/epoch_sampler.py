@@ -35,7 +35,7 @@ class IndexedExamples(Protocol):
 class NumberedExamples(Protocol):
     """Examples whose numbers depend on nothing but themselves, so that some can be chosen by number."""
 
-    def inventory(self) -> ExampleIndex: ...
+    def example_index(self) -> ExampleIndex: ...
 
 
 def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
@@ -56,35 +56,35 @@ class EpochSource(BatchSource):
 
     def __init__(self, contents: IndexedExamples, batch: int, seed: int):
         self.contents, self.batch, self.seed = contents, batch, seed
-        self._choice: ExampleSubset | None = None
+        self._subset: ExampleSubset | None = None
 
     @property
     def examples(self) -> int:
         """Examples in one epoch."""
-        return len(self.contents) if self._choice is None else len(self._choice.kept)
+        return len(self.contents) if self._subset is None else len(self._subset.kept)
 
     @property
-    def choice(self) -> ExampleSubset | None:
-        return self._choice
+    def selected_subset(self) -> ExampleSubset | None:
+        return self._subset
 
-    def only(self, choice: ExampleSubset) -> Self:
-        self.inventory()
+    def subset(self, choice: ExampleSubset) -> Self:
+        self.example_index()
         if len(choice.kept) < self.batch:
             raise RefusedError(
                 f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
                 fix=f"keep more, or --set data.batch={max(len(choice.kept), 1)}",
             )
         changed = copy(self)
-        changed._choice = ExampleSubset(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
+        changed._subset = ExampleSubset(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
         return changed
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         if not isinstance(self.contents, NumberedExamples):
-            return super().inventory()
-        whole = self.contents.inventory()
-        if self._choice is None:
+            return super().example_index()
+        whole = self.contents.example_index()
+        if self._subset is None:
             return whole
-        kept = self._choice.kept
+        kept = self._subset.kept
         labels = None if whole.labels is None else whole.labels[kept]
         return replace(
             whole, count=len(kept), fingerprint=fingerprint(kept.numpy(), also=whole.fingerprint), labels=labels
@@ -92,7 +92,7 @@ class EpochSource(BatchSource):
 
     def places(self, numbers: np.ndarray) -> np.ndarray:
         """The places in the contents of the examples of these numbers (b,), 0 … `examples` - 1."""
-        return numbers if self._choice is None else self._choice.kept.numpy()[numbers]
+        return numbers if self._subset is None else self._subset.kept.numpy()[numbers]
 
     def sequential_batches(self, batch: int) -> Iterator[Batch]:
         """Every example once in its own order, as it is judged and not as it is changed for training; at most `batch`

@@ -72,7 +72,7 @@ def _filled(tokens: list[int], end: int) -> list[int]:
 def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
     """What a run that trains on some of its examples keeps for its report: counts by label, and examples of those that
     are kept and of those that are left out, the hardest first."""
-    there = data.train.inventory()
+    there = data.train.example_index()
     kept = torch.zeros(there.count, dtype=torch.bool)
     kept[choice.kept] = True
     names = data.ends.labels if isinstance(data.ends, ImageModelSpec) else ()

@@ -27,7 +27,7 @@ class RunData(Protocol):
         ...
 
     @property
-    def counted_as(self) -> int:
+    def example_unit(self) -> int:
         """What one example counts as in a budget of tokens."""
         ...
 
@@ -36,11 +36,11 @@ class RunData(Protocol):
         """What a run's summary says of it, to tell whether a loss is a good one."""
         ...
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """Sizes and statistics, for `thrifty explain`."""
         ...
 
-    def keep(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         """Write into a run folder what a trained model is used with."""
         ...
 

@@ -109,13 +109,13 @@ class MaskedReconstruction(Objective):
 
     @property
     def pictured(self) -> str:  # type: ignore[override]
-        """What `pictures` shows."""
+        """What `image_previews` shows."""
         lent = ", each at the mean and the deviation of the true one, which the loss does not ask for"
         seen = "Images as they are, what the model sees of them, and with the removed patches as it gives them back"
         return f"{seen}{lent if self.normalize else ''}."
 
     @torch.no_grad()
-    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+    def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         images, removed = batch["inputs"].float(), batch["removed"]
         pixels, given = patchify(images, self.patch), prediction.logits.float()
         if self.normalize:

@@ -63,5 +63,5 @@ def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device
         here = batch.to(device)
         prediction = objective.predict(model, here)
         losses = objective.losses(prediction, here)[:count]
-        pictures = {name: images[:count] for name, images in objective.pictures(prediction, here).items()}
+        pictures = {name: images[:count] for name, images in objective.image_previews(prediction, here).items()}
         return PredictionPreview(pictures, losses.tolist())

@@ -110,7 +110,7 @@ def prepare_run(
         return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     plain = BaseRun(build, data.train, objective)
-    steps = steps or _steps(recipe, plain, device, data.counted_as)
+    steps = steps or _steps(recipe, plain, device, data.example_unit)
     return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
@@ -222,7 +222,7 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
     return sizes
 
 
-def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, counted_as: int) -> int:
+def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int) -> int:
     """The number of steps that the budget pays for, each example going as so many tokens; raises Infeasible when it is
     none."""
     budget = recipe.budget
@@ -233,7 +233,7 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, counted_as: int
     if budget.tokens is None:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
     batch = _sizes_fixed(recipe, plain, device).source.batch
-    per_step = batch * mesh.axis("data").size * counted_as  # some techniques look at more than they train on
+    per_step = batch * mesh.axis("data").size * example_unit  # some techniques look at more than they train on
     if budget.tokens < per_step:
         raise InfeasibleError(
             f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",

@@ -231,9 +231,9 @@ def _run(
         folder.write_json("origins", {**before["origins"], **origins})
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
-        data.keep(folder.path)
-        if run.source.choice is not None:
-            folder.write_json("selection", selection(data, run.source.choice))
+        data.write_metadata(folder.path)
+        if run.source.selected_subset is not None:
+            folder.write_json("selection", selection(data, run.source.selected_subset))
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))

@@ -112,12 +112,12 @@ def test_normalised_pixels_have_each_channels_own_mean_and_deviation():
 
 def test_what_is_known_beforehand_is_the_entropy_of_the_labels():
     assert opened().facts == {"unit": "images", "label_entropy": pytest.approx(2.307, abs=0.01)}
-    assert opened().described()["train_images"] == 1300 and opened().counted_as == 1
+    assert opened().description()["train_images"] == 1300 and opened().example_unit == 1
 
 
 def test_a_run_folder_keeps_what_a_model_is_used_with(tmp_path):
     data = opened(size=12)
-    data.keep(tmp_path)
+    data.write_metadata(tmp_path)
     assert read_model_spec(tmp_path, 99) == data.ends
     (tmp_path / "images.json").write_text('{"labels": ["a"], "colour": 3}')
     with pytest.raises(IntegrityError, match=r"images.json is damaged"):

@@ -74,7 +74,7 @@ def test_broken_files_are_left_out_counted_and_named(tmp_path):
     assert "dark/bomb.png: it has more than" in told and "dark/empty.png: it is empty" in told
     assert sum(map(len, opened.parts.values())) == 24
     data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, said.append)
-    assert data.left_out == len(data.named) == 8 and data.described()["left_out"] == 8
+    assert data.left_out == len(data.named) == 8 and data.description()["left_out"] == 8
     assert told in said and len(said) == 2  # not decoded and told about again
 
 
@@ -164,7 +164,7 @@ def test_without_labels_images_may_lie_anywhere_and_the_held_out_ones_are_the_sa
     labelled = open_images(asked, 0, None, said.append)
     bare = open_images(asked, 0, None, said.append, labelled=False)
     assert len(said) == 1  # decoded once for both
-    assert bare.ends.labels == () and "label_entropy" not in bare.facts and bare.described()["labels"] == []
+    assert bare.ends.labels == () and "label_entropy" not in bare.facts and bare.description()["labels"] == []
     (one,), (other,) = (list(data.held_out.batches(99, 99)) for data in (labelled, bare))
     assert other.fields.keys() == {"inputs", "key"} and torch.equal(one["inputs"], other["inputs"])
     write_image(folder / "flat.png", 99)

@@ -161,7 +161,7 @@ def test_images_are_changed_by_the_recipe_and_cannot_be_mixed(shades):
 
 def test_a_run_folder_keeps_what_a_model_of_both_is_used_with(shades, tmp_path):
     data = opened(shades)
-    data.keep(tmp_path)
+    data.write_metadata(tmp_path)
     assert (
         read_model_spec(tmp_path, LENGTH)
         == data.ends
@@ -169,7 +169,7 @@ def test_a_run_folder_keeps_what_a_model_of_both_is_used_with(shades, tmp_path):
     )
     assert isinstance(data.ends.images, ImageModelSpec) and data.ends.images.labels == ()
     assert {"tokenizer.json", "train.bin", "images/train.bin"} <= data.identity.keys()
-    assert data.counted_as == 1 and data.facts == {"unit": "images"}
+    assert data.example_unit == 1 and data.facts == {"unit": "images"}
 
 
 def test_a_fork_with_another_tokenizer_is_refused(shades, tmp_path):
@@ -181,10 +181,10 @@ def test_a_fork_with_another_tokenizer_is_refused(shades, tmp_path):
 
 def test_some_examples_can_be_chosen_by_number(shades):
     source = opened(shades).train
-    inventory = source.inventory()
+    inventory = source.example_index()
     assert inventory.count == len(opened(shades).parts[DataSplit.TRAIN]) and inventory.labels is None
-    assert inventory.fingerprint == opened(shades, seed=3).train.inventory().fingerprint
-    assert inventory.fingerprint != opened(shades, held_out=0.5).train.inventory().fingerprint
+    assert inventory.fingerprint == opened(shades, seed=3).train.example_index().fingerprint
+    assert inventory.fingerprint != opened(shades, held_out=0.5).train.example_index().fingerprint
 
 
 def test_an_objective_that_learns_from_pairs_is_given_them(shades):

@@ -128,7 +128,7 @@ def test_scores_of_other_data_are_not_looked_at(looked_at: tuple[ExampleScores, 
     with pytest.raises(RefusedError, match="scores are of 1,300 other examples than the") as error:
         open_scored(other, str(tmp_path / "images"), lambda text: None)
     assert "digits" in error.value.fix
-    assert open_scored(scores, "digits").train.inventory().fingerprint == scores.facts.fingerprint
+    assert open_scored(scores, "digits").train.example_index().fingerprint == scores.facts.fingerprint
 
 
 def test_a_run_keeps_examples_of_what_it_keeps_and_leaves_out(looked_at: tuple[ExampleScores, RunData]) -> None:

@@ -50,7 +50,7 @@ def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
     examples = prepared.data.train
     assert isinstance(examples, EpochSource)
     if few:
-        examples = examples.only(ExampleSubset(torch.arange(few)))
+        examples = examples.subset(ExampleSubset(torch.arange(few)))
     model, objective = computed_plainly(prepared.run, state)
     return ScoringContext(model, objective, examples, torch.device("cpu"), 0, 10)
 
@@ -268,7 +268,7 @@ def test_every_method_says_what_the_scores_are_of(by: str, tmp_path: Path) -> No
     found = scored(digits(), tmp_path, by, runs=1)
     prepared = prepare_run(digits(), quiet=True)
     facts = found.facts
-    assert facts.method == by and facts.fingerprint == prepared.data.train.inventory().fingerprint
+    assert facts.method == by and facts.fingerprint == prepared.data.train.example_index().fingerprint
     assert facts.label_names == tuple("0123456789") and facts.data == dict(prepared.data.identity)
     assert facts.recipe["data"]["source"] == "digits" and facts.thrifty and len(facts.recipe_sha256) == 64
     assert found.scores.shape == (1300,) and found.scores.isfinite().all()

@@ -47,7 +47,7 @@ def plan_on_cluster(
         place=place,
         catalogue={name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()},
         wanted=wanted,
-        tokens=prepared.data.counted_as,
+        tokens=prepared.data.example_unit,
         steps=prepared.run.steps,
         say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
     ).plan()

@@ -70,7 +70,7 @@ def plan_on_machine(
         catalogue=catalogue,
         wanted=wanted,
         device=run.device,
-        tokens=prepared.data.counted_as,
+        tokens=prepared.data.example_unit,
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained if not probe else 1.0,
         time=_probing(prepared, seconds, wanted.allow is Numerics.EXACT, model) if probe else None,

@@ -81,7 +81,7 @@ class ImageArrays:
         """int64 (b,)."""
         return torch.from_numpy(self.labels[indices].astype(np.int64))
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         """Of the pixels as they are stored: given out in another size they are the same images."""
         labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
         return ExampleIndex(len(self), self._fingerprint, labels)

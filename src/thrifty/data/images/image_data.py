@@ -108,14 +108,14 @@ class ImageData:
     named: tuple[str, ...] = ()
     """The first thousand of them, each with the reason."""
 
-    counted_as = 1
+    example_unit = 1
 
     @property
     def facts(self) -> dict[str, Any]:
         known = {} if self.frequencies_entropy is None else {"label_entropy": self.frequencies_entropy}
         return {"unit": "images", **known}
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         return {
             "train_images": len(self.parts[DataSplit.TRAIN]),
             "held_out_images": len(self.parts[DataSplit.HELD_OUT]),
@@ -127,7 +127,7 @@ class ImageData:
             "named": list(self.named),
         }
 
-    def keep(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         write_image_metadata(folder, self.ends)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:

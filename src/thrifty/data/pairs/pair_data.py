@@ -51,7 +51,7 @@ class CaptionedImages:
         """{"inputs": (b, c, h, w), "tokens": (b, t), "keep": (b, t)}: images as they are, with their first captions."""
         return {**self.images.fields(indices), **self.captions.fields(indices)}
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property
@@ -101,13 +101,13 @@ class PairData:
     named: tuple[str, ...] = ()
     """The first of them, each with the reason."""
 
-    counted_as = 1
+    example_unit = 1
 
     @property
     def facts(self) -> dict[str, Any]:
         return {"unit": "images"}
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         return {
             "train_images": len(self.parts[DataSplit.TRAIN]),
             "held_out_images": len(self.parts[DataSplit.HELD_OUT]),
@@ -120,7 +120,7 @@ class PairData:
             "named": list(self.named),
         }
 
-    def keep(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         write_image_metadata(folder, self.ends.images)
         self.tokenizer.save(folder / TOKENIZER)
 

@@ -45,18 +45,18 @@ class TextData:
         return TextModelSpec(self.vocabulary, self.length)
 
     @property
-    def counted_as(self) -> int:
+    def example_unit(self) -> int:
         return self.length
 
     @property
     def facts(self) -> dict[str, Any]:
         return {"unigram_entropy": self.unigram_entropy, "bytes_per_token": self.bytes_per_token}
 
-    def described(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         names = ("train_tokens", "held_out_tokens", "vocabulary", "unigram_entropy")
         return {name: getattr(self, name) for name in names}
 
-    def keep(self, folder: Path) -> None:
+    def write_metadata(self, folder: Path) -> None:
         self.tokenizer.save(folder / TOKENIZER)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:

@@ -111,7 +111,7 @@ class TextPairs:
         rows = {"source": source, "source_keep": source_keep, "tokens": np.hstack((start, target)), "counted": counted}
         return {name: torch.from_numpy(values) for name, values in rows.items()}
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property

@@ -33,7 +33,7 @@ class TokenWindows:
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         return {"tokens": self.at(indices)}
 
-    def inventory(self) -> ExampleIndex:
+    def example_index(self) -> ExampleIndex:
         return ExampleIndex(len(self), self._fingerprint)
 
     @cached_property

@@ -139,12 +139,12 @@ class _ScoringRuns:
             )
         flops, seconds = self.step_flops * self.steps + sight.flops, time.monotonic() - began
         facts = replace(self.facts, seeds=(seed,), flops=flops, seconds=seconds)
-        return ExampleScores(found, found[None], facts, prepared.data.train.inventory().labels, sight.guesses)
+        return ExampleScores(found, found[None], facts, prepared.data.train.example_index().labels, sight.guesses)
 
     def check(self, prepared: PreparedRun) -> None:
         """Raises UsageError where the examples cannot be scored so."""
         method, objective, data = METHODS[self.scoring.by], prepared.run.plain.objective, prepared.data
-        data.train.inventory()
+        data.train.example_index()
         if objective.joint and method.trained:
             raise UsageError(
                 f"the loss of {self.recipe.objective.name} for one example depends on the others of its batch: none "
@@ -169,7 +169,7 @@ class _ScoringRuns:
         depends["model files"] = _hashes(self.recipe.model.folder) | _hashes(self.scoring.embed_with)
         return ScoreProvenance(
             method=self.scoring.by,
-            fingerprint=prepared.data.train.inventory().fingerprint,
+            fingerprint=prepared.data.train.example_index().fingerprint,
             recipe=tables,
             recipe_sha256=hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest(),
             data=dict(prepared.data.identity),

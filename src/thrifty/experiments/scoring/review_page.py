@@ -37,7 +37,7 @@ def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) 
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
-    there = data.train.inventory()
+    there = data.train.example_index()
     if there.fingerprint != scores.facts.fingerprint:
         raise RefusedError(
             f"the scores are of {len(scores):,} other examples than the {there.count:,} that {source} has to train on",

@@ -73,10 +73,10 @@ def measure(
         done = at_full_work(lambda steps: go(task.source, [GradientNormSampling(times=TIMES)], steps=steps), full_steps)
     else:
         scores = scores_before(task, full_steps, lr, seed)
-        labels = task.source.inventory().labels
+        labels = task.source.example_index().labels
         kept = kept_examples(scores, labels, 0.5, "hard" if way == "hardest half" else "easy", 0.0, 0.5, seed)
         spent = scored_after(full_steps) + task.examples / (3 * batch)
-        done = go(task.source.only(ExampleSubset(kept)), steps=max(1, round(full_steps - spent)))
+        done = go(task.source.subset(ExampleSubset(kept)), steps=max(1, round(full_steps - spent)))
         done = replace(done, work=done.work + spent)
     batches = task.held_out.batches(TESTED, 64)
     found = evaluate(done.model, task.objective, map(task.objective.examples, batches), CPU)

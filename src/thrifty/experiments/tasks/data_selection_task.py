@@ -72,12 +72,12 @@ def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: in
     if data == "digits":
         found = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
         return SelectionTask(
-            Classification(), found.train, found.train.inventory().count, found.held_out, depth, width, 0
+            Classification(), found.train, found.train.example_index().count, found.held_out, depth, width, 0
         )
     text, held_out = source_text()
     source = PackedTokens(text[: windows * length + 1], length, batch, seed)
     return SelectionTask(
-        NextToken(), source, source.inventory().count, HeldOutWindows(held_out, length), depth, width, length
+        NextToken(), source, source.example_index().count, HeldOutWindows(held_out, length), depth, width, length
     )
 
 

@@ -131,7 +131,7 @@ class GradientNormSampling(Technique):
         return OversampledSource(source, self.times)
 
     def objective(self, objective: Objective) -> Objective:
-        learned = objective.plain
+        learned = objective.baseline
         kind = type(learned).__name__
         if objective.joint:
             raise RefusedError(

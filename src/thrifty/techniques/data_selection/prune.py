@@ -153,16 +153,16 @@ class PrunedExamples(Technique):
     def batches(self, source: BatchSource) -> BatchSource:
         found = self.read()
         try:
-            there = source.inventory()
+            there = source.example_index()
             if found is None:
-                return source.only(ExampleSubset(self.kept(torch.zeros(there.count), there.labels)))
+                return source.subset(ExampleSubset(self.kept(torch.zeros(there.count), there.labels)))
             if there.fingerprint != found.facts.fingerprint:
                 raise RefusedError(
                     f"{self.scores} holds the scores of {len(found):,} other examples than the {there.count:,} of this "
                     f"data: their hash is {found.facts.fingerprint[:12]}…, not {there.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
-            return source.only(ExampleSubset(self.kept(found.scores, found.labels), found.scores))
+            return source.subset(ExampleSubset(self.kept(found.scores, found.labels), found.scores))
         except RefusedError as refused:
             raise RefusedError(f"{self.name}: {refused.what}", fix=refused.fix) from None
 

@@ -40,7 +40,7 @@ class ZLoss(Technique):
             raise RefusedError(
                 "a loss of several examples together has no normaliser of each", fix=f"--without {self.name}"
             )
-        plain = type(objective.plain)
+        plain = type(objective.baseline)
         if plain.normalizers is Objective.normalizers:
             raise RefusedError(
                 f"{plain.__name__} has no softmax whose normaliser could drift", fix=f"--without {self.name}"

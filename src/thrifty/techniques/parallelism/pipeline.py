@@ -130,7 +130,7 @@ class PipelineObjective(WrappedObjective):
 
         return {name: self._told(find(name), prediction, batch) for name in self.measured}
 
-    def pictures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
+    def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return {}  # the last stage alone has something to show
 
     def _told(self, find: Any, prediction: Prediction, batch: Batch) -> Tensor:
