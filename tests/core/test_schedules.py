@@ -18,7 +18,7 @@ SCHEDULES = [name for name in techniques.names() if name.startswith("schedules."
 
 def factors(schedule: Technique, steps: int, beyond: int = 0) -> list[float]:
     transform = resolve_moments(schedule, steps).update(GradientTransform())
-    return [value for step in range(steps + beyond) for value in transform.numbers(step, step).values()]
+    return [value for step in range(steps + beyond) for value in transform.scalars(step, step).values()]
 
 
 @pytest.fixture(params=SCHEDULES)

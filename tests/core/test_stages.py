@@ -33,7 +33,7 @@ class Around(GradientTransform):
 
     def __init__(self, inner: GradientTransform, word: str):
         self.inner, self.word = inner, word
-        self.numbers, self.init = inner.numbers, inner.init  # type: ignore[method-assign]
+        self.scalars, self.init = inner.scalars, inner.init  # type: ignore[method-assign]
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         HEARD.append(f"{self.word} in")

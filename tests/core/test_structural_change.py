@@ -177,7 +177,7 @@ def first_update(age: int, square: Tensor) -> Tensor:
     """Of Adam with a first moment of zero and this second one, for a gradient of one."""
     adam = ScaleByAdam(0.9, 0.999)
     slots = {"mean": [torch.zeros_like(square)], "square": [square.clone()]}
-    return adam.update([torch.ones_like(square)], slots, [torch.zeros_like(square)], adam.numbers(age, age))[0]
+    return adam.update([torch.ones_like(square)], slots, [torch.zeros_like(square)], adam.scalars(age, age))[0]
 
 
 def test_the_first_update_after_a_growth_is_no_larger_than_a_step() -> None:

@@ -94,7 +94,7 @@ def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_t
             fill_tensor(tensor, early.tensors[name])
     state.load_scalars(early.scalars)
     assert state.optimizer is not None and state.optimizer.born == 0
-    state.optimizer.impose()
+    state.optimizer.apply_constraints()
     assert [record.step for record in train(prepared.run, state, recipe.seed)] == [3, 4, 5, 6]
     found = newest(runs / "tiny-round-2")
     assert_equal({name: found[name] for name in state.tensors()}, state.tensors())

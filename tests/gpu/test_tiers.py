@@ -31,7 +31,7 @@ def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
             del tensor
             sent.append((ticket, *expected))
             if place >= 3:
-                sent[place - 3][0].settle()
+                sent[place - 3][0].finish_transfer()
             torch.full((200, 997), torch.nan, device=GPU)  # takes what has been settled
         for place in reversed(range(40)):
             for ahead in sent[max(0, place - 3) : place]:

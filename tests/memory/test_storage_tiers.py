@@ -44,7 +44,7 @@ def tensors() -> list[Tensor]:
 def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: StorageTier) -> None:
     for tensor in tensors():
         ticket = tier.send(tensor)
-        ticket.settle()
+        ticket.finish_transfer()
         back = ticket.get()
         assert torch.equal(back, tensor) and back.dtype == tensor.dtype
         assert not is_dense(tensor) or back.stride() == tensor.stride()
@@ -88,7 +88,7 @@ def use(tier: StorageTier, steps: list[tuple[int, str]]) -> None:
             found = getattr(tickets[key][0], what)()
             assert found is None or torch.equal(found, tickets[key][1])
     for ticket, expected in tickets.values():
-        ticket.settle()
+        ticket.finish_transfer()
         assert torch.equal(ticket.get(), expected)
     assert tier.account.now == sum(expected.nbytes for _, expected in tickets.values())
 
@@ -99,7 +99,7 @@ def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: StorageTi
         ticket = tier.send(tensor)
         del tensor
         assert trace.now == 4000
-        ticket.settle()
+        ticket.finish_transfer()
         assert trace.now == 0 and tier.account.now == 4000
         ticket.prefetch()
         assert trace.now == 4000
@@ -113,15 +113,15 @@ def test_fake_tensors_come_and_go_without_a_byte() -> None:
         tensor = torch.empty(8, 1000)
         for tier in (tier_for("disk", tensor), tier_for("simulated", tensor), tier_for("auto", tensor)):
             ticket = tier.send(tensor * 2)
-            ticket.settle()
+            ticket.finish_transfer()
             assert trace.now == tensor.nbytes
             assert ticket.get().shape == tensor.shape and tier.account.now == 0
-            assert tier.placed([tensor])[0] is tensor
+            assert tier.allocate([tensor])[0] is tensor
 
 
 def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(tier: StorageTier) -> None:
     before = tensors()
-    placed = tier.placed(before)
+    placed = tier.allocate(before)
     assert all(map(torch.equal, placed, before))
     for tensor, old in zip(placed, before, strict=True):
         kept = old.clone()
@@ -156,8 +156,8 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     program = """
     tier = DiskTier(sys.argv[1])
     ticket = tier.send(torch.randn(300_000))
-    ticket.settle()
-    placed = tier.placed([torch.randn(500_000)])
+    ticket.finish_transfer()
+    placed = tier.allocate([torch.randn(500_000)])
     print("ready", flush=True)
     input()
     """
@@ -170,13 +170,15 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("way", ["tier.send(torch.ones(2_000_000)).settle()", "tier.placed([torch.ones(2_000_000)])"])
+@pytest.mark.parametrize(
+    "way", ["tier.send(torch.ones(2_000_000)).finish_transfer()", "tier.allocate([torch.ones(2_000_000)])"]
+)
 def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
     program = f"""
     import resource
     from thrifty.core.errors import InfeasibleError
     tier = DiskTier(sys.argv[1])
-    tier.send(torch.ones(1000)).settle()
+    tier.send(torch.ones(1000)).finish_transfer()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
     try:
         {way}
@@ -196,9 +198,9 @@ def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> N
     def own() -> int:
         return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
     tier = DiskTier(sys.argv[1])
-    tier.placed([torch.zeros(10)])
+    tier.allocate([torch.zeros(10)])
     before = own()
-    state = [tier.placed([torch.zeros(12_000_000)])[0] for _ in range(2)]
+    state = [tier.allocate([torch.zeros(12_000_000)])[0] for _ in range(2)]
     for tensor in state:
         tensor.add_(1)
     print(own() - before)

@@ -82,7 +82,7 @@ def tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
 def whole(transform: GradientTransform, held: list[Tensor], steps: int) -> list[Tensor]:
     slots = transform.init([f"p{i}" for i in range(len(held))], held)
     for step in range(steps):
-        updates = transform.update(tensors([t.shape for t in held], step), slots, held, transform.numbers(step, step))
+        updates = transform.update(tensors([t.shape for t in held], step), slots, held, transform.scalars(step, step))
         torch._foreach_add_(held, updates)
     return held
 

@@ -46,7 +46,7 @@ def applied(transform: GradientTransform, steps: int, born: int = 0) -> list[lis
     values = [parameter.detach() for parameter in held.values()]
     slots = transform.init(list(held), values)
     return [
-        transform.update([g.clone() for g in gradients(step)], slots, values, transform.numbers(step, step - born))
+        transform.update([g.clone() for g in gradients(step)], slots, values, transform.scalars(step, step - born))
         for step in range(steps)
     ]
 
@@ -265,7 +265,7 @@ def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_
     slots = whole.init(list(held), values)
     for step in range(10):
         torch._foreach_add_(
-            values, whole.update(gradients(step, torch.float64), slots, values, whole.numbers(step, step))
+            values, whole.update(gradients(step, torch.float64), slots, values, whole.scalars(step, step))
         )
     assert_close(trained(nested(ScaleByAdam), 10, dtype=torch.float64), held, 1e-12)
 

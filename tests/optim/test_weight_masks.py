@@ -27,19 +27,19 @@ class Halves:
     """A quarter of the first matrix; in the second step a mask of the left half."""
 
     def __init__(self, instead: bool = True):
-        self.instead = instead
+        self.replaces_update = instead
         self.seen: list[MaskedLayer] = []
 
     def masked(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         return [name for name in shapes if name.startswith("a")]
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {name: random_mask(parameter, 0.25, name) for name, parameter in parameters.items()}
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         return step == 1
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         assert step == 1
@@ -131,7 +131,7 @@ def test_what_others_have_filled_in_is_brought_under_the_masks_by_every_wrapper(
     with torch.no_grad():
         for tensor in [*named.values(), *(t for s, ts in optimizer.slots.items() if s != slot for t in ts)]:
             tensor.fill_(1)
-    optimizer.impose()
+    optimizer.apply_constraints()
     mask = optimizer.slots[slot][0].clone()
     assert torch.equal(named["a"] != 0, mask) and named["b"].all()
     inner = [slot for slot in optimizer.slots if ".rest." in slot and not slot.endswith(".scales")]
@@ -139,7 +139,7 @@ def test_what_others_have_filled_in_is_brought_under_the_masks_by_every_wrapper(
     for name in inner:
         assert not optimizer.slots[name][0][~mask].any()
     after = named["a"].detach().clone()
-    optimizer.impose()
+    optimizer.apply_constraints()
     assert torch.equal(named["a"], after)
     step(optimizer, named, 2)  # masks move, and grow at zero
     assert not named["a"].detach()[~mask].any()
@@ -204,7 +204,7 @@ def test_weights_of_a_dense_run_are_brought_under_masks_of_a_sparse_one(name: st
     state.optimizer = TransformOptimizer(state.model.named_parameters(), sparse.transform())
     state.load_scalars(old.scalars)
     state.optimizer.born = state.optimizer.updates
-    state.optimizer.impose()
+    state.optimizer.apply_constraints()
     sparse.verify(state)
     for key, mask in masks_in(state).items():
         weight = dict(state.model.named_parameters())[key]

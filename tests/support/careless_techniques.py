@@ -113,8 +113,8 @@ class MaskedUpdates(GradientTransform):
     def __init__(self, rest: GradientTransform):
         self.rest = rest
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
-        return with_prefix("rest", self.rest.numbers(step, age))
+    def scalars(self, step: int, age: int) -> dict[str, float]:
+        return with_prefix("rest", self.rest.scalars(step, age))
 
     def init(self, names: list[str], parameters: list[Tensor]) -> Slots:
         self.cut(parameters)

@@ -16,7 +16,7 @@ def averages(strategy: str | None) -> list[float]:
         state = run.start()
         advance(run, state)
         assert state.optimizer is not None
-        norms += [float(full_value(value).norm()) for value in state.optimizer.judged() or []]
+        norms += [float(full_value(value).norm()) for value in state.optimizer.eval_weights() or []]
     assert norms
     return norms
 

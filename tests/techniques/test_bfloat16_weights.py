@@ -295,7 +295,7 @@ def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
     chosen = [technique("optimizers.adamw"), technique("averaging.ema"), Bfloat16Weights()]
     _, state = run_through(plain_run(), chosen, 6)
     assert state.optimizer is not None
-    values = state.optimizer.judged()
+    values = state.optimizer.eval_weights()
     assert values is not None and {value.dtype for value in values} == {torch.float32}
     with state.optimizer.use_eval_weights():
         for parameter, value in zip(state.optimizer.parameters, values, strict=True):

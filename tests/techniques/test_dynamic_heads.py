@@ -79,7 +79,7 @@ def test_as_many_whole_heads_are_kept_after_every_step(optimizer: str) -> None:
         record = advance(run, state, step)[-1]
         run.verify(state)
         assert record.notes["density"] == 0.5
-        judged = state.optimizer.judged() or state.optimizer.parameters
+        judged = state.optimizer.eval_weights() or state.optimizer.parameters
         for slot, tensors in {**state.optimizer.slots, "judged": judged}.items():
             for name, tensor in zip(state.optimizer.names, tensors, strict=True):
                 if (

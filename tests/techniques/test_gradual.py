@@ -27,7 +27,7 @@ def test_pruning_is_due_at_the_start_every_so_often_and_at_the_end(
     start: int, length: int, every: int, steps: int
 ) -> None:
     sparse = GradualPruning(density=0.1, start=start, until=start + length, every=every)
-    due = [step for step in range(steps) if sparse.due(step)]
+    due = [step for step in range(steps) if sparse.moves_at(step)]
     assert due == sorted({*range(start, start + length, every), start + length} & {*range(steps)})
     densities = [sparse.density_at(step) for step in due]
     assert densities == sorted(densities, reverse=True)

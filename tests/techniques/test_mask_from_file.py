@@ -224,7 +224,7 @@ def test_another_mask_than_the_ticket_s_is_noticed() -> None:
     mask = masks_in(state)["blocks.0.mlp.down.weight"]
     mask.copy_(mask.flatten().roll(1).view_as(mask))
     assert state.optimizer is not None
-    state.optimizer.impose()
+    state.optimizer.apply_constraints()
     with pytest.raises(IntegrityError, match="under another mask than the ticket's"):
         run.verify(state)
 

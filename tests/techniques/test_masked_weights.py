@@ -48,7 +48,7 @@ def assert_everything_is_inside(run: Run, state: TrainState) -> None:
     optimizer = state.optimizer
     assert optimizer is not None
     masks = masks_in(state)
-    everything = {**optimizer.slots, "judged": optimizer.judged() or optimizer.parameters}
+    everything = {**optimizer.slots, "judged": optimizer.eval_weights() or optimizer.parameters}
     for slot, tensors in everything.items():
         for name, tensor in zip(optimizer.names, tensors, strict=True):
             if name in masks and tensor.shape == masks[name].shape and not slot.endswith("masks.mask"):

@@ -131,7 +131,7 @@ def test_what_is_judged_and_the_rate_are_the_elements_own() -> None:
         for chosen in (schedule_free(1e-2), with_compact_state(schedule_free(1e-2), Bfloat16Format, 1))
     )
     assert plain.learning_rate() == packed.learning_rate() == 1e-2
-    found, wanted, current = packed.judged(), plain.judged(), packed.parameters
+    found, wanted, current = packed.eval_weights(), plain.eval_weights(), packed.parameters
     assert found is not None and wanted is not None
     assert (joined(found) - joined(wanted)).norm() < 0.1 * (joined(found) - joined(current)).norm()
 
@@ -153,7 +153,7 @@ class CountingMean(GradientTransform):
         torch._foreach_add_(slots["count"], 1)
         return [tensor.clone() for tensor in slots["mean"]]
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         torch._foreach_mul_(slots["mean"], 2.0)
 
 

@@ -236,7 +236,7 @@ def test_schedule_free_keeps_its_three_sequences(power: float, rate_power: float
             held[name].grad = gradient
         optimizer.step()
     assert_close(held, wanted)
-    assert_close(dict(zip(optimizer.names, optimizer.judged(), strict=True)), averages)
+    assert_close(dict(zip(optimizer.names, optimizer.eval_weights(), strict=True)), averages)
     before = {name: parameter.detach().clone() for name, parameter in held.items()}
     with optimizer.use_eval_weights():
         assert_close(held, averages)
@@ -245,9 +245,9 @@ def test_schedule_free_keeps_its_three_sequences(power: float, rate_power: float
 
 def test_the_shares_of_an_average_do_not_depend_on_where_a_run_was_resumed() -> None:
     straight, resumed = ScheduleFreeTransform(1.0, warmup=7, power=0.5), ScheduleFreeTransform(1.0, warmup=7, power=0.5)
-    numbers = [straight.numbers(step, step) for step in range(30)]
-    assert [resumed.numbers(step, step) for step in range(20, 30)] == numbers[20:]
-    grown = [straight.numbers(step, step - 20)["share"] for step in range(20, 30)]
+    numbers = [straight.scalars(step, step) for step in range(30)]
+    assert [resumed.scalars(step, step) for step in range(20, 30)] == numbers[20:]
+    grown = [straight.scalars(step, step - 20)["share"] for step in range(20, 30)]
     assert grown[0] == 1.0 and grown == sorted(grown, reverse=True)
 
 

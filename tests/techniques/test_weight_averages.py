@@ -47,7 +47,7 @@ class Walk:
         return self
 
     def assert_judged(self, wanted: nn.Module) -> None:
-        found = self.optimizer.judged()
+        found = self.optimizer.eval_weights()
         assert found is not None
         for value, parameter in zip(found, wanted.parameters(), strict=True):
             torch.testing.assert_close(value, parameter.detach(), rtol=1e-5, atol=1e-7)
@@ -90,7 +90,7 @@ def test_the_warm_up_of_the_decay_starts_with_the_weights_themselves_and_ends_at
 @pytest.mark.parametrize("beginning", ["warmup", "debiased"])
 def test_nothing_from_before_the_start_is_in_an_exponential_mean(beginning: Beginning) -> None:
     walk = Walk(EmaTransform(0.99, beginning, start=4)).go(4)
-    assert walk.optimizer.judged() is None
+    assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[-1])
 
 
@@ -101,17 +101,19 @@ def test_copies_are_copies_and_not_names_for_the_weights_in_training() -> None:
     slots = element.init(["weight"], [weight])
     for step in range(3):
         weight += 1
-        element.follow(slots, [weight], element.numbers(step, step))
-    (found,) = element.judged(slots, [weight], element.numbers(3, 3)) or []
+        element.after_step(slots, [weight], element.scalars(step, step))
+    (found,) = element.eval_weights(slots, [weight], element.scalars(3, 3)) or []
     assert torch.equal(found, torch.tensor([3.0, 0.0])) and torch.equal(weight, torch.tensor([4.0, 1.0]))
 
 
 def test_until_there_are_enough_the_mean_is_of_those_there_are_and_before_the_first_there_is_none() -> None:
     walk = Walk(LatestWeightsTransform(copies=3, start=4, every=3)).go(3)
-    assert walk.optimizer.judged() is None
+    assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[3])
     walk.go(3)
-    for value, *both in zip(walk.optimizer.judged() or [], *(walk.been[i].parameters() for i in (3, 6)), strict=True):
+    for value, *both in zip(
+        walk.optimizer.eval_weights() or [], *(walk.been[i].parameters() for i in (3, 6)), strict=True
+    ):
         torch.testing.assert_close(value, uniform_mean([[p.detach()] for p in both])[0])
 
 
@@ -127,16 +129,16 @@ def test_what_counts_is_what_was_copied_since_the_state_was_fresh(
     slots = element.init(["weight"], [torch.tensor([-1e6])])
     for step in range(born, born + updates):
         weight += 1
-        element.follow(slots, [weight], element.numbers(step, step - born))
+        element.after_step(slots, [weight], element.scalars(step, step - born))
     due = [n for n in range(born + 1, born + updates + 1) if n >= start and (n - start) % every == 0][-copies:]
-    found = element.judged(slots, [weight], element.numbers(born + updates, updates))
+    found = element.eval_weights(slots, [weight], element.scalars(born + updates, updates))
     assert found is None if not due else found is not None and float(found[0]) == pytest.approx(sum(due) / len(due))
 
 
 @pytest.mark.parametrize("element", [LatestWeightsTransform(2, 1, 1), EmaTransform(0.5)])
 def test_means_of_narrow_weights_are_kept_wide(element: GradientTransform) -> None:
     walk = Walk(element, torch.bfloat16).go(3)
-    assert all(value.dtype == torch.float32 for value in walk.optimizer.judged() or [])
+    assert all(value.dtype == torch.float32 for value in walk.optimizer.eval_weights() or [])
     with walk.optimizer.use_eval_weights():
         assert all(parameter.dtype == torch.bfloat16 for parameter in walk.model.parameters())
 
@@ -148,7 +150,7 @@ def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> Non
     assert losses(records) == losses(plain)
     for parameter, tensor in expected.tensors().items():
         assert torch.equal(state.tensors()[parameter], tensor)
-    assert state.optimizer is not None and state.optimizer.judged() is not None
+    assert state.optimizer is not None and state.optimizer.eval_weights() is not None
     found = fused_tail(state.optimizer.transform)  # type: ignore[arg-type]
     assert found is not None and isinstance(found[1], FusedAdamWUpdate)
 
@@ -156,7 +158,7 @@ def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> Non
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_that_is_only_kept_is_not_judged(name: str) -> None:
     _, state = run_through(plain_run(), with_optimizer([technique(name, judge=False)]), 3)
-    assert state.optimizer is not None and state.optimizer.judged() is None
+    assert state.optimizer is not None and state.optimizer.eval_weights() is None
     assert any(name.rpartition(".")[2] in tensor for tensor in state.tensors())
 
 
@@ -166,12 +168,12 @@ def test_after_a_growth_that_resets_the_optimizer_an_average_is_collected_anew(n
     run = compose(plain_run(), chosen, 5)
     state = run.start()
     advance(run, state, 3)
-    assert state.optimizer is not None and state.optimizer.judged() is not None
+    assert state.optimizer is not None and state.optimizer.eval_weights() is not None
     run.changes(state)
-    assert state.optimizer.judged() is None
+    assert state.optimizer.eval_weights() is None
     advance(run, state, 4)
     assert state.model is not None
-    found = state.optimizer.judged() or []
+    found = state.optimizer.eval_weights() or []
     assert all(torch.allclose(a, b) for a, b in zip(found, state.model.parameters(), strict=True))
 
 

@@ -140,7 +140,7 @@ class Run:
         """Make every change that is due before the state's step, and say what was decided."""
         made = []
         for technique in self.techniques:
-            if state.decided(technique.name, state.step) is not None:
+            if state.logged_decision(technique.name, state.step) is not None:
                 continue
             if change := technique.changes(state.step, state):
                 made.append(StructureLogEntry(state.step, technique.name, change.decision, change.reason))
@@ -158,7 +158,8 @@ class Run:
         assert state.optimizer is not None
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
-        state.optimizer.impose()  # what started afresh (an average) knows nothing of masks that were carried along
+        # what started afresh (an average) knows nothing of masks that were carried along
+        state.optimizer.apply_constraints()
         gc.collect()  # the old model is in cycles with what was wrapped around its modules
 
     def verify(self, state: TrainState) -> None:

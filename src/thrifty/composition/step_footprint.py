@@ -97,7 +97,7 @@ def distinct_updates(optimizer: TransformOptimizer, steps: int, looked_at: int =
     """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, looked_at)):
-        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.numbers(step, step).values()), step)
+        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
     return list(kinds.values())
 
 

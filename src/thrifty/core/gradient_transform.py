@@ -49,7 +49,7 @@ class GradientTransform:
     squares: frozenset[str] = frozenset()
     """Slots of moments that are never negative."""
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         """`step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0."""
         return {}
 
@@ -59,24 +59,24 @@ class GradientTransform:
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         """Called with the parameters as they are after the update, and the numbers of that update."""
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         """The values to evaluate and to export in place of the parameters being trained; None for those themselves.
-        `numbers` are those of the update that comes next."""
+        `numbers` are the scalars of the next update."""
         return None
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         """Brings parameters and state, which may have been filled with values from elsewhere, in line with what the
         slots demand, such as masks. Doing it twice does what doing it once does."""
 
-    def only(self, indices: Sequence[int]) -> "GradientTransform":
+    def subset(self, indices: Sequence[int]) -> "GradientTransform":
         """This transform for some of the parameters that it was initialised with. An element that keeps something per
         parameter outside its slots must override it."""
         return self
 
-    def content(self, slot: str) -> Content:
+    def slot_kind(self, slot: str) -> Content:
         """What a slot is: weights as they are or were, squares of gradients, or other moments of them."""
         if not changes_updates(self):
             return "weights"
@@ -132,11 +132,11 @@ class TransformChain(GradientTransform):
     def reach(self) -> TransformScope:  # type: ignore[override]
         return max((element.reach for element in self.elements.values()), default=TransformScope.ROWS)
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         return {
             name: value
             for key, element in self.elements.items()
-            for name, value in with_prefix(key, element.numbers(step, age)).items()
+            for name, value in with_prefix(key, element.scalars(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -157,33 +157,33 @@ class TransformChain(GradientTransform):
             for some in kinds:
                 state = {slot: [tensors[i] for i in some] for slot, tensors in own.items()}
                 given, moved = [updates[i] for i in some], [parameters[i] for i in some]
-                for i, update in zip(some, element.only(some).update(given, state, moved, scalars), strict=True):
+                for i, update in zip(some, element.subset(some).update(given, state, moved, scalars), strict=True):
                     updates[i] = update
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for key, element in self.elements.items():
-            element.follow(without_prefix(key, slots), parameters, without_prefix(key, numbers))
+            element.after_step(without_prefix(key, slots), parameters, without_prefix(key, numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         found = None
         for key, element in self.elements.items():
-            values = element.judged(without_prefix(key, slots), parameters, without_prefix(key, numbers))
+            values = element.eval_weights(without_prefix(key, slots), parameters, without_prefix(key, numbers))
             found = found if values is None else values
         return found
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         for key, element in self.elements.items():
-            element.impose(without_prefix(key, slots), parameters)
+            element.apply_constraints(without_prefix(key, slots), parameters)
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = TransformChain([])
-        some.elements = {key: element.only(indices) for key, element in self.elements.items()}
+        some.elements = {key: element.subset(indices) for key, element in self.elements.items()}
         return some
 
-    def content(self, slot: str) -> Content:
+    def slot_kind(self, slot: str) -> Content:
         key, _, own = slot.partition(".")
-        return self.elements[key].content(own)
+        return self.elements[key].slot_kind(own)
 
     def rate(self, numbers: Scalars) -> float:
         rate = 1.0

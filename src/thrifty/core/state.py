@@ -37,7 +37,7 @@ class TrainState:
     counters: dict[str, float] = field(default_factory=dict)
     log: list[StructureLogEntry] = field(default_factory=list)
 
-    def decided(self, technique: str, step: int) -> Mapping[str, Any] | None:
+    def logged_decision(self, technique: str, step: int) -> Mapping[str, Any] | None:
         """What this technique decided before this step, if the log says so."""
         for entry in self.log:
             if entry.technique == technique and entry.step == step:

@@ -61,7 +61,7 @@ class DiskTier(StorageTier):
     def thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "thrifty-disk")
 
-    def placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same values in one file, mapped into memory: the system keeps there what is in use."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return list(tensors)

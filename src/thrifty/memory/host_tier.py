@@ -2,10 +2,10 @@
 
     tier = tier_for("auto", tensor)   the host's memory for a tensor of a GPU, a disk for one of a processor
     ticket = tier.send(tensor)        its way out begins; nobody may change the tensor from here on
-    ticket.settle()                   its memory is free again, if nobody else holds it
+    ticket.finish_transfer()                   its memory is free again, if nobody else holds it
     ticket.prefetch()                 its way back begins: memory for it is taken now
     tensor = ticket.get()             waits for it; may be asked again; what was never settled is given as it is
-    tier.placed(tensors)              the same values on the tier for good, computed on in place by a processor
+    tier.allocate(tensors)              the same values on the tier for good, computed on in place by a processor
     tier.account                      bytes there now, at most, and moved either way
 
 A ticket that is dropped frees its place. Nothing on a tier is a tensor that an operation made, so that whoever counts
@@ -80,7 +80,7 @@ class PinnedHostTier(HostTier):
     def there(self, ticket: OffloadHandle) -> Tensor:
         assert isinstance(ticket, _PinnedHostHandle)
         ticket.gone.synchronize()
-        ticket.settle()
+        ticket.finish_transfer()
         return ticket.copy
 
     def bring(self, values: Tensor, into: Tensor) -> None:

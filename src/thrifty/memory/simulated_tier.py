@@ -72,7 +72,7 @@ class SimulatedTier(HostTier):
 
     def there(self, ticket: OffloadHandle) -> Tensor:
         assert isinstance(ticket, _SimulatedHandle)
-        ticket.settle()
+        ticket.finish_transfer()
         return ticket.read()
 
     def bring(self, values: Tensor, into: Tensor) -> None:

@@ -31,7 +31,7 @@ class OffloadHandle:
         self._leaving: Tensor | None = tensor
         self._coming: Tensor | None = None
 
-    def settle(self) -> None:
+    def finish_transfer(self) -> None:
         """From here on the device's memory is free, if nobody else holds the tensor."""
         if self._leaving is not None:
             self._gone()
@@ -83,7 +83,7 @@ class StorageTier:
         self.account.sent += ticket.bytes
         return ticket
 
-    def placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same values in this memory for good, where a processor computes on them in place. Of a tensor that is
         divided over ranks it is this rank's part that goes there."""
         return [tensor if isinstance(tensor, FakeTensor) else on_part(tensor, self._put) for tensor in tensors]

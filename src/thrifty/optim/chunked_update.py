@@ -87,7 +87,7 @@ class ChunkedUpdate:
         self.pieces = []
         for spans in _spans(here, self.local, CHUNK_ELEMENTS if on_cpu else GPU_CHUNK_ELEMENTS):
             own = [i for i, _ in spans]
-            self.pieces.append(UpdateChunk(tuple(spans), _work(chain.only(own), factors, [here[i] for i in own])))
+            self.pieces.append(UpdateChunk(tuple(spans), _work(chain.subset(own), factors, [here[i] for i in own])))
         # collectives of sharded tensors must be met in one order by all ranks
         sharded = not self.local and any(isinstance(tensor, DTensor) for tensor in here)
         self.threads = torch.get_num_threads() if on_cpu and not sharded else 1

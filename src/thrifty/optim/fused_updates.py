@@ -114,8 +114,8 @@ class FusedAdamTransform(GradientTransform):
     def __init__(self, adam: ScaleByAdam, decay: AddDecayedWeights | None = None):
         self.adam, self.decay = adam, decay
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
-        return FusedAdamTransform(self.adam, self.decay.only(indices) if self.decay else None)
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
+        return FusedAdamTransform(self.adam, self.decay.subset(indices) if self.decay else None)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         decay = self.decay.decay if self.decay else 0.0

@@ -31,11 +31,11 @@ class ParameterPartition(GradientTransform):
     def reach(self) -> TransformScope:  # type: ignore[override]
         return max(transform.reach for _, transform in self.rules.values())
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         return {
             name: value
             for label, (_, transform) in self.rules.items()
-            for name, value in with_prefix(label, transform.numbers(step, age)).items()
+            for name, value in with_prefix(label, transform.scalars(step, age)).items()
         }
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -80,16 +80,16 @@ class ParameterPartition(GradientTransform):
                 result[index] = update
         return result
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         for label, (_, transform) in self.rules.items():
             own = [parameters[i] for i in self.members[label]]
-            transform.follow(self._own(label, slots), own, without_prefix(label, numbers))
+            transform.after_step(self._own(label, slots), own, without_prefix(label, numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         result, changed = list(parameters), False
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
-            values = transform.judged(
+            values = transform.eval_weights(
                 self._own(label, slots), [parameters[i] for i in own], without_prefix(label, numbers)
             )
             if values is not None:
@@ -98,22 +98,22 @@ class ParameterPartition(GradientTransform):
                     result[index] = value
         return result if changed else None
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         for label, (_, transform) in self.rules.items():
-            transform.impose(self._own(label, slots), [parameters[i] for i in self.members[label]])
+            transform.apply_constraints(self._own(label, slots), [parameters[i] for i in self.members[label]])
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.rules, some.members = {}, {}
         for label, (rule, transform) in self.rules.items():
             places = [self.members[label].index(i) for i in indices if i in self.members[label]]
-            some.rules[label] = (rule, transform.only(places))
+            some.rules[label] = (rule, transform.subset(places))
             some.members[label] = [place for place, i in enumerate(indices) if i in self.members[label]]
         return some
 
-    def content(self, slot: str) -> Content:
+    def slot_kind(self, slot: str) -> Content:
         label, _, own = slot.partition(".")
-        return self.rules[label][1].content(own)
+        return self.rules[label][1].slot_kind(own)
 
     def rate(self, numbers: Scalars) -> float:
         """The first rule's: that of what the optimizer is named after."""

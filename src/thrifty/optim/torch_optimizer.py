@@ -38,21 +38,21 @@ class UpdateLocation:
             self._compiled = torch.compile(_transform_and_add, **options)
 
     def update(self, gradients: list[Tensor], step: int, age: int) -> None:
-        """Moves the parameters; `step` and `age` as in `GradientTransform.numbers`."""
-        numbers = self.transform.numbers(step, age)
+        """Moves the parameters; `step` and `age` as in `GradientTransform.scalars`."""
+        numbers = self.transform.scalars(step, age)
         if self._compiled is not None:
             inputs = {name: torch.tensor(value) for name, value in numbers.items()}
             self._compiled(self.transform, gradients, self.state, self.parameters, inputs)
         else:
             gradients = self.head.update(gradients, self.state, self.parameters, numbers)
             self.tail.apply(gradients, self.state, self.parameters, numbers)
-        self.transform.follow(self.state, self.parameters, numbers)
+        self.transform.after_step(self.state, self.parameters, numbers)
 
-    def judged(self, numbers: Scalars) -> list[Tensor] | None:
-        return self.transform.judged(self.state, self.parameters, numbers)
+    def eval_weights(self, numbers: Scalars) -> list[Tensor] | None:
+        return self.transform.eval_weights(self.state, self.parameters, numbers)
 
-    def impose(self) -> None:
-        self.transform.impose(self.state, self.parameters)
+    def apply_constraints(self) -> None:
+        self.transform.apply_constraints(self.state, self.parameters)
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -80,13 +80,13 @@ class TransformOptimizer(torch.optim.Optimizer):
         in as tensors."""
         self.site.compile(**options)
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """The numbers of the update that comes next."""
-        return self.transform.numbers(self.updates, self.updates - self.born)
+        return self.transform.scalars(self.updates, self.updates - self.born)
 
     def will_move_masks(self) -> bool:
         """Whether the update that comes next decides anew where there may be values, as when masks move."""
-        return any(value for name, value in self.numbers().items() if name.rpartition(".")[2] == MASK_MOVE)
+        return any(value for name, value in self.scalars().items() if name.rpartition(".")[2] == MASK_MOVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -101,24 +101,24 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def learning_rate(self) -> float:
         """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""
-        return self.transform.rate(self.numbers())
+        return self.transform.rate(self.scalars())
 
     @torch.no_grad()
-    def judged(self) -> list[Tensor] | None:
+    def eval_weights(self) -> list[Tensor] | None:
         """The values to evaluate and to export where those are not the parameters being trained (an average of them),
         one for each of `names`; None where they are."""
-        return self.site.judged(self.numbers())
+        return self.site.eval_weights(self.scalars())
 
     @torch.no_grad()
-    def impose(self) -> None:
+    def apply_constraints(self) -> None:
         """Brings parameters and state in line with what the state demands (masks); whoever has filled either with
         values from elsewhere calls this."""
-        self.site.impose()
+        self.site.apply_constraints()
 
     @contextmanager
     def use_eval_weights(self) -> Iterator[None]:
         """The parameters at the values to evaluate, for as long as the block lasts."""
-        values = self.judged()
+        values = self.eval_weights()
         if values is None:
             yield
             return

@@ -52,7 +52,7 @@ class ScaleByAdam(GradientTransform):
     def __init__(self, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8, correct: bool = True):
         self.beta1, self.beta2, self.eps, self.correct = beta1, beta2, eps, correct
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         mean, square = self.beta1 ** (age + 1), self.beta2 ** (age + 1)
         shrunk = 1 - mean if self.correct else 1.0
         root_factor = shrunk / (1 - square) ** 0.5 if self.correct else 1.0
@@ -86,7 +86,7 @@ class SelectiveTransform(GradientTransform):
         self.chosen = [i for i, pair in enumerate(zip(names, parameters, strict=True)) if self.where(*pair)]
         return {}
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.chosen = [place for place, i in enumerate(indices) if i in self.chosen]
         return some
@@ -163,8 +163,8 @@ class ScaleByTrustRatio(SelectiveTransform):
         self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
         return super().init(names, parameters)
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
-        some = super().only(indices)
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
+        some = super().subset(indices)
         some.cuts = [self.cuts[i] for i in indices]
         return some
 
@@ -190,7 +190,7 @@ class ScaleBySchedule(GradientTransform):
     def __init__(self, factor: Callable[[int], float], name: str = "scale_by_schedule"):
         self.factor, self.name = factor, name
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         return {"factor": self.factor(step)}
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:

@@ -75,7 +75,7 @@ def member_chain(chain: TransformChain, key: str, partition: ParameterPartition,
     (_, transform), own = partition.rules[label], partition.members[label]
     elements: dict[str, GradientTransform] = {}
     for place, element in chain.elements.items():
-        elements |= _under(f"{key}.{label}", transform) if place == key else {place: element.only(own)}
+        elements |= _under(f"{key}.{label}", transform) if place == key else {place: element.subset(own)}
     member = TransformChain([])
     member.elements = {place: element for place, element in elements.items() if changes_updates(element)}
     return member

@@ -49,15 +49,15 @@ class MaskPolicy(Protocol):
         """The names of the weights to be masked, out of all matrices that are trained."""
         ...
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The masks to start with, each like its parameter (divided as it is)."""
         ...
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         """Whether masks move in the update of this step."""
         ...
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         """The new mask of each name; `layer` gathers what is there now, on all ranks together and in the same order.
@@ -65,7 +65,7 @@ class MaskPolicy(Protocol):
         ...
 
     @property
-    def instead(self) -> bool:
+    def replaces_update(self) -> bool:
         """Whether a step that moves masks makes no other update."""
         ...
 
@@ -79,17 +79,17 @@ class MaskedUpdate(GradientTransform):
         self.rest, self.masking = rest, masking
         self.names: dict[int, str] = {}
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         # the step counted from 1, so that 0 is a step in which masks stay
-        move = float(step + 1) if self.masking.due(step) else 0.0
-        return {MASK_MOVE: move, **with_prefix("rest", self.rest.numbers(step, age))}
+        move = float(step + 1) if self.masking.moves_at(step) else 0.0
+        return {MASK_MOVE: move, **with_prefix("rest", self.rest.scalars(step, age))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         named = dict(zip(names, parameters, strict=True))
         wanted = set(self.masking.masked(masked_shapes(named)))
         self.names = {i: name for i, name in enumerate(names) if name in wanted}
         masks = [parameter.new_empty(0, dtype=torch.bool) for parameter in parameters]
-        first = self.masking.first({name: named[name] for name in self.names.values()})
+        first = self.masking.initial_masks({name: named[name] for name in self.names.values()})
         for i, name in self.names.items():
             masks[i] = first[name]
             if not isinstance(parameters[i], DTensor):
@@ -97,31 +97,31 @@ class MaskedUpdate(GradientTransform):
         self._apply([parameter.detach() for parameter in parameters], masks)
         return {"mask": masks, **with_prefix("rest", self.rest.init(names, parameters))}
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         self._apply(parameters, slots["mask"])
         for tensors in without_prefix("rest", slots).values():
             self._apply(tensors, slots["mask"])
-        self.rest.impose(without_prefix("rest", slots), parameters)
+        self.rest.apply_constraints(without_prefix("rest", slots), parameters)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         if numbers[MASK_MOVE]:
             self.move(updates, slots, parameters, int(numbers[MASK_MOVE]) - 1)
-            if self.masking.instead:
+            if self.masking.replaces_update:
                 return [torch.zeros_like(parameter) for parameter in parameters]
         self._apply(updates, slots["mask"])
         updates = self.rest.update(updates, without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
         self._apply(updates, slots["mask"])
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        self.rest.follow(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        self.rest.after_step(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        return self.rest.judged(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return self.rest.eval_weights(without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
 
-    def content(self, slot: str) -> Content:
+    def slot_kind(self, slot: str) -> Content:
         kind, _, own = slot.partition(".")
-        return self.rest.content(own) if kind == "rest" else "moments"
+        return self.rest.slot_kind(own) if kind == "rest" else "moments"
 
     def rate(self, numbers: Scalars) -> float:
         return self.rest.rate(without_prefix("rest", numbers))
@@ -136,9 +136,9 @@ class MaskedUpdate(GradientTransform):
             order = order_of(parameters[i])
             return MaskedLayer(*(full_value(tensor[i], order) for tensor in (masks, parameters, gradients)))
 
-        for name, mask in self.masking.moved(list(index), layer, step):
+        for name, mask in self.masking.next_masks(list(index), layer, step):
             fill_tensor(masks[index[name]], mask)
-        self.impose(slots, parameters)
+        self.apply_constraints(slots, parameters)
 
     def _apply(self, tensors: Sequence[Tensor], masks: Sequence[Tensor]) -> None:
         for i in self.names:
@@ -168,7 +168,7 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
     kept = {slot: tensors for slot, tensors in optimizer.slots.items() if not slot.endswith(SLOT)}
     if not optimizer.site.behind:
         kept["the value"] = optimizer.parameters
-        if (judged := optimizer.judged()) is not None:
+        if (judged := optimizer.eval_weights()) is not None:
             kept["the judged value"] = judged
     for slot, tensors in kept.items():
         for name, parameter, tensor in zip(optimizer.names, optimizer.parameters, tensors, strict=True):

@@ -37,7 +37,7 @@ def copy_matching_state(run: Run, state: TrainState, found: checkpoint.FoundChec
         state.counters.pop(name, None)
     if any(name.startswith("optimizer/") for name in fresh):
         state.optimizer.born = state.optimizer.updates
-    state.optimizer.impose()
+    state.optimizer.apply_constraints()
     try:
         run.verify(state)
     except IntegrityError as broken:

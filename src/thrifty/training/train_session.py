@@ -170,7 +170,9 @@ class _Observer:
         best = self.state.counters.get("best_held_out_loss", math.inf)
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
         # where an average is judged, the weights in training are measured beside it
-        trained = {} if self.state.optimizer.judged() is None else {"trained_loss": _finite(self.measure()["loss"])}
+        trained = (
+            {} if self.state.optimizer.eval_weights() is None else {"trained_loss": _finite(self.measure()["loss"])}
+        )
         self.note("evaluation", loss=_finite(self.held_out), **self.measured, **trained)
 
     def measure(self) -> dict[str, float]:

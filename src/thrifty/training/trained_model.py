@@ -62,7 +62,7 @@ def load_trained_model(
                 fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
             )
     state.load_scalars(found.scalars)
-    values = None if trained else optimizer.judged()
+    values = None if trained else optimizer.eval_weights()
     for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
         fill_tensor(parameter, value)
     if adapters != "merged":

@@ -30,7 +30,7 @@ def test_the_rate_begins_and_ends_as_the_method_says(method: str, first: float, 
     plain = BaseRun(lambda: perceptron([8], 0), DigitEpochs("train", batch), Classification())
     transform = compose(plain, found, 305).transform()
     epoch = 1300 // batch
-    rates = [transform.rate(transform.numbers(step, step)) / 0.02 for step in (0, 5 * epoch + 2)]
+    rates = [transform.rate(transform.scalars(step, step)) / 0.02 for step in (0, 5 * epoch + 2)]
     assert rates == pytest.approx([first, last])
 
 

@@ -49,7 +49,7 @@ def test_before_the_first_copy_the_weights_are_judged() -> None:
 )
 def test_the_rates_are_those_of_the_planned_run(name: weight_averaging.Schedule, middle: float, end: object) -> None:
     transform = schedule_of(name, warmup=2, steps=102).update(weight_averaging.GradientTransform())
-    rates = [transform.rate(transform.numbers(step, step)) for step in range(102)]
+    rates = [transform.rate(transform.scalars(step, step)) for step in range(102)]
     assert rates[:2] == [0.5, 1.0]
     assert rates[52] == pytest.approx(middle, abs=0.02)
     assert rates[101] == end

@@ -66,7 +66,7 @@ def measure(
     for record in train(run, state, seed):
         for name, mean in means.items():
             before = record.step - 1
-            mean.follow(slots[name], optimizer.parameters, mean.numbers(before, before))
+            mean.after_step(slots[name], optimizer.parameters, mean.scalars(before, before))
 
     def loss() -> float:
         held_out = HeldOutWindows(source_text()[1], length)
@@ -74,7 +74,7 @@ def measure(
 
     numbers = {"loss": loss(), "seconds": state.counters["seconds"]}
     for name, mean in means.items():
-        values = mean.judged(slots[name], optimizer.parameters, mean.numbers(at, at)) or optimizer.parameters
+        values = mean.eval_weights(slots[name], optimizer.parameters, mean.scalars(at, at)) or optimizer.parameters
         with torch.no_grad():
             for parameter, value in zip(optimizer.parameters, values, strict=True):
                 parameter.copy_(value)

@@ -36,10 +36,10 @@ class TierStore:
         self.sent: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
         self.streams: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
 
-    def settle(self, block: int) -> None:
+    def finish_transfer(self, block: int) -> None:
         """From here on the memory of what this block sent is free."""
         for ticket in self.of(block):
-            ticket.settle()
+            ticket.finish_transfer()
 
     def store(self, block: int) -> Store:
         def send(tensor: Tensor) -> Callable[[], Tensor]:
@@ -62,7 +62,7 @@ class TierStore:
         def send(tensor: Tensor) -> Callable[[], Tensor]:
             ticket, place = self.tier.send(tensor), len(line)
             if before := line[-1]() if line else None:
-                before.settle()
+                before.finish_transfer()
             line.append(weakref.ref(ticket))
 
             def give() -> Tensor:
@@ -80,7 +80,7 @@ class TierStore:
         """From here on the memory of what this block streamed is free."""
         line = self.streams.get(block)
         if last := line[-1]() if line else None:
-            last.settle()
+            last.finish_transfer()
 
     def of(self, block: int) -> list[OffloadHandle]:
         return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
@@ -135,7 +135,7 @@ def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
 
         def there_and_back() -> None:
             ticket = tier.send(tensor)
-            ticket.settle()
+            ticket.finish_transfer()
             ticket.get()
 
         return 2 * tensor.nbytes / min(_seconds(there_and_back, device) for _ in range(3))

@@ -58,7 +58,7 @@ class ReplacedAttention(Technique):
         return {}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided = state.decided(self.name, step)
+        decided = state.logged_decision(self.name, step)
         if decided is None and step == self.start:
             decided = {"phase": CHOSEN, "found": self.found(state)}
         elif decided is None and step == 0:

@@ -50,7 +50,7 @@ class EmaTransform(GradientTransform):
     def __init__(self, decay: float, beginning: Beginning = "warmup", start: int = 0, judge: bool = True):
         self.decay, self.beginning, self.start, self.judge = decay, beginning, start, judge
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         averaged = max(min(age, step - self.start), 0)
         weight = 1 - decay_after(averaged, self.decay, self.beginning) if step >= self.start else 0.0
         return {"averaged": averaged, "weight": weight}
@@ -58,13 +58,13 @@ class EmaTransform(GradientTransform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {"mean": [high_precision_copy(parameter) for parameter in parameters]}
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         if numbers["weight"]:
             mean = slots["mean"]
             wide = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
             torch._foreach_lerp_(local_tensors(mean), local_tensors(wide), float(numbers["weight"]))
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         return slots["mean"] if self.judge and numbers["averaged"] else None
 
 

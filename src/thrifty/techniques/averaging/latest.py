@@ -52,7 +52,7 @@ class LatestWeightsTransform(GradientTransform):
     def __init__(self, copies: int, start: int, every: int, judge: bool = True):
         self.copies, self.start, self.every, self.judge = copies, start, every, judge
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         before, now, then = (
             moments_passed(updates, self.start, self.every) for updates in (step - age, step, step + 1)
         )
@@ -64,13 +64,13 @@ class LatestWeightsTransform(GradientTransform):
             for place in range(self.copies)
         }
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         if numbers["due"]:
             place = slots[f"copy_{int(numbers['taken']) % self.copies}"]
             for copy, parameter in zip(place, parameters, strict=True):
                 copy.copy_(parameter)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         there = min(int(numbers["taken"]), self.copies)
         if not there or not self.judge:
             return None

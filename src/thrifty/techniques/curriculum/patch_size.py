@@ -90,7 +90,7 @@ class PatchSizeCurriculum(Technique):
         return objective
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided = state.decided(self.name, step)
+        decided = state.logged_decision(self.name, step)
         if decided is None and step != 0 and step not in self.at:
             return None
         factor = decided["patch_factor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)

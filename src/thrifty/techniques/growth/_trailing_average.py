@@ -18,7 +18,7 @@ class TrailingAverage(GradientTransform):
     def __init__(self, momentum: float, name: str):
         self.momentum, self.name = momentum, name
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         kept = min(self.momentum, (1 + age) / (10 + age)) if age else 0.0
         return {"fresh": 1 - kept}
 
@@ -27,7 +27,7 @@ class TrailingAverage(GradientTransform):
         wide = [torch.promote_types(parameter.dtype, torch.float32) for parameter in parameters]
         return {"mean": [p.detach().to(dtype, copy=True) for p, dtype in zip(parameters, wide, strict=True)]}
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         mean = slots["mean"]
         now = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
         torch._foreach_lerp_(local_tensors(mean), local_tensors(now), float(numbers["fresh"]))

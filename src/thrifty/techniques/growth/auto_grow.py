@@ -176,7 +176,7 @@ class AutoGrow(Technique):
         return chain(TrailingAverage(self.momentum, AVERAGE), transform)
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided = state.decided(self.name, step) or self._decide(step, state)
+        decided = state.logged_decision(self.name, step) or self._decide(step, state)
         if decided is None:
             return None
         taller, sizes = DepthMapping(state), tuple((depth, length) for depth, length in decided["sizes"])

@@ -93,7 +93,7 @@ class CompoundGrowth(Technique):
         return PooledObjective(objective) if self.shorten == "pool" and self.length > 1 else objective
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided: Mapping[str, Any] | None = state.decided(self.name, step)
+        decided: Mapping[str, Any] | None = state.logged_decision(self.name, step)
         if decided is None:
             if step != 0 and step not in self.at:
                 return None

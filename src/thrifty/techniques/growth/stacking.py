@@ -68,7 +68,7 @@ class ProgressiveStacking(Technique):
             object.__setattr__(self, "clashes", refused)
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided = state.decided(self.name, step)
+        decided = state.logged_decision(self.name, step)
         if decided is None and step != 0 and step not in self.at:
             return None
         divisor = decided["depth_divisor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)

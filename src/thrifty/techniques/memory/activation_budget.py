@@ -91,7 +91,7 @@ class ActivationPlanner:
             with same_casts():
                 return inner(*args, **kwargs)
         if self.elsewhere:
-            self.elsewhere.settle(place - 2)
+            self.elsewhere.finish_transfer(place - 2)
             self.elsewhere.end_stream(place - 1)
         return run_block_plan(self.current[place], inner, args, kwargs)
 
@@ -110,7 +110,7 @@ class ActivationPlanner:
             if self.chain:
                 self.chain.schedule = None
             for place in range(self.called if self.elsewhere else 0):
-                self.elsewhere.settle(place)
+                self.elsewhere.finish_transfer(place)
                 self.elsewhere.end_stream(place)
             self.current, self.called, self.elsewhere = [], 0, None
 

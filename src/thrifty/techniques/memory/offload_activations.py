@@ -48,7 +48,7 @@ class OffloadingStore:
         if due := self.at(new.place - self.keep_last):
             due.send()
         if late := self.at(new.place - self.keep_last - self.ahead):
-            late.settle()
+            late.finish_transfer()
         return new.give
 
     def at(self, place: int) -> "_OffloadedActivation | None":
@@ -74,9 +74,9 @@ class _OffloadedActivation:
         assert self.tensor is not None
         self.ticket, self.tensor = self.keeper.tier.send(self.tensor), None
 
-    def settle(self) -> None:
+    def finish_transfer(self) -> None:
         if self.ticket is not None:
-            self.ticket.settle()
+            self.ticket.finish_transfer()
 
     def prefetch(self) -> None:
         if self.ticket is not None and not self.given:

@@ -70,7 +70,7 @@ class TierStateUpdate(UpdateLocation):
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: StorageTier):
         super().__init__(transform, names, parameters)
         own = [tensor for tensors in self.state.values() for tensor in tensors]
-        placed = map(stand_in_for, own, tier.placed(own))
+        placed = map(stand_in_for, own, tier.allocate(own))
         self.state = {slot: [next(placed) for _ in tensors] for slot, tensors in self.state.items()}
 
 
@@ -81,7 +81,7 @@ class HostCopyUpdate(UpdateLocation):
     """
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier):
-        copies = tier.placed([parameter.detach() for parameter in parameters])
+        copies = tier.allocate([parameter.detach() for parameter in parameters])
         super().__init__(transform, names, [*map(stand_in_for, parameters, copies)])
         self.tier, self.on_device = tier, parameters
         self.head_remembers = any(slot.startswith(f"{key}.") for key in self.head.elements for slot in self.state)
@@ -92,12 +92,12 @@ class HostCopyUpdate(UpdateLocation):
         ]
         self.rest = transform.part(keys)
         groups = tiles([copy.numel() for copy in local_tensors(self.parameters)], TILE)
-        self.tiles = [(own, update_tail(self.rest.only(own), [self.parameters[i] for i in own])) for own in groups]
+        self.tiles = [(own, update_tail(self.rest.subset(own), [self.parameters[i] for i in own])) for own in groups]
         self.bring(range(len(parameters)))  # the chain may have changed values when it began, such as by a mask
         self.landed()
 
     def update(self, gradients: list[Tensor], step: int, age: int) -> None:
-        numbers = self.transform.numbers(step, age)
+        numbers = self.transform.scalars(step, age)
         self.refresh()
         self.move(self.sent(gradients, numbers), numbers, self.bring)
         self.landed()
@@ -133,7 +133,7 @@ class HostCopyUpdate(UpdateLocation):
             state = {slot: [tensors[i] for i in own] for slot, tensors in self.state.items()}
             work.apply(gradients, state, [self.parameters[i] for i in own], numbers)
             moved(own)
-        self.transform.follow(self.state, self.parameters, numbers)
+        self.transform.after_step(self.state, self.parameters, numbers)
 
     @torch.no_grad()
     def bring(self, own: Sequence[int]) -> None:
@@ -145,9 +145,9 @@ class HostCopyUpdate(UpdateLocation):
         self.tier.landed()
         self.known = [version(parameter) for parameter in local_tensors(self.on_device)]
 
-    def impose(self) -> None:
+    def apply_constraints(self) -> None:
         self.refresh()
-        super().impose()
+        super().apply_constraints()
         self.bring(range(len(self.on_device)))
         self.landed()
 
@@ -190,20 +190,20 @@ class DelayedUpdate(HostCopyUpdate):
             self.landed()
         else:  # nothing has been made ahead: it is the first, or the state is fresh
             self.refresh()
-        numbers = self.transform.numbers(step, age)
+        numbers = self.transform.scalars(step, age)
         tickets = self.sent(gradients, numbers)
         self.tier.still()
         self.work = self.thread.submit(self.move, tickets, numbers, lambda own: None)
 
-    def judged(self, numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, numbers: Scalars) -> list[Tensor] | None:
         self.join()
-        return super().judged(numbers)
+        return super().eval_weights(numbers)
 
-    def impose(self) -> None:
+    def apply_constraints(self) -> None:
         # both, since they are different values: the copies may be ahead
         self.join()
         for parameters in (self.parameters, self.on_device):
-            self.transform.impose(self.state, parameters)
+            self.transform.apply_constraints(self.state, parameters)
 
     def join(self) -> None:
         if self.work is not None:

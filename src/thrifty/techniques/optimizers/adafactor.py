@@ -62,7 +62,7 @@ class ScaleByFactoredSquare(GradientTransform):
     def __init__(self, decay: float = -0.8, clip: float = 1.0, least_root: float | None = None):
         self.decay, self.clip, self.least_root = decay, clip, least_root
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         return {"fresh": (age + 1) ** self.decay}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:

@@ -89,7 +89,7 @@ class ScaleByParameterFactor(GradientTransform):
         self.factors = [self.factor_of(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
         return {}
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.factors = [self.factors[i] for i in indices]
         return some

@@ -110,7 +110,7 @@ class ScaleByOrthogonalization(GradientTransform):
         self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
         return {}
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.cuts = [self.cuts[i] for i in indices]
         return some

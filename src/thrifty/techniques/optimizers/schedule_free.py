@@ -63,7 +63,7 @@ class ScheduleFreeTransform(GradientTransform):
         self.power, self.rate_power = power, rate_power
         self._sums: dict[int, list[float]] = {}
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         return {"rate": self.largest * self._warmed(step), "share": self._weight(step, age) / self._sum(step, age)}
 
     def _warmed(self, step: int) -> float:
@@ -86,7 +86,7 @@ class ScheduleFreeTransform(GradientTransform):
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         return list(torch._foreach_add(parameters, slots["ahead"], alpha=1 - 1 / self.beta))
 
     def rate(self, numbers: Scalars) -> float:

@@ -105,7 +105,7 @@ class ScaleBySoap(GradientTransform):
     ):
         self.beta1, self.beta2, self.eps, self.every, self.largest = beta1, beta2, eps, every, largest
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         factor = (1 - self.beta2**age) ** 0.5 / (1 - self.beta1**age) if age else 0.0
         return {"first": float(age == 0), "turn": float(age > 0 and age % self.every == 0), "factor": factor}
 

@@ -84,9 +84,9 @@ class Float32Update(GradientTransform):
     def reach(self) -> TransformScope:  # type: ignore[override]
         return self.inner.reach
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         chance = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
-        return {**self.inner.numbers(step, age), "rounding_seed": float(chance)}
+        return {**self.inner.scalars(step, age), "rounding_seed": float(chance)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = self.inner.init(names, [stand_in_for(each, each.detach().float()) for each in parameters])
@@ -107,25 +107,25 @@ class Float32Update(GradientTransform):
         torch._foreach_sub_(sums, parameters)
         return sums
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        self.inner.follow(slots, parameters, numbers)
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        self.inner.after_step(slots, parameters, numbers)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        return self.inner.judged(slots, parameters, numbers)
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return self.inner.eval_weights(slots, parameters, numbers)
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
-        self.inner.impose(slots, parameters)
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
+        self.inner.apply_constraints(slots, parameters)
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
-        some.inner = chain(self.inner.only(indices))
+        some.inner = chain(self.inner.subset(indices))
         # parts are run by kernels where there are some; what is compiled is not divided into parts
         before, some.kernel = fused_tail(some.inner) or (some.inner, None)
         some.before = fuse_elements(before)
         return some
 
-    def content(self, slot: str) -> Content:
-        return "moments" if slot in self.weights else self.inner.content(slot)
+    def slot_kind(self, slot: str) -> Content:
+        return "moments" if slot in self.weights else self.inner.slot_kind(slot)
 
     def rate(self, numbers: Scalars) -> float:
         return self.inner.rate(numbers)

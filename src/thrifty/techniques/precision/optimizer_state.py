@@ -103,9 +103,9 @@ class CompactStateTransform(GradientTransform):
     def reach(self) -> TransformScope:  # type: ignore[override]
         return self.element.reach
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         chance = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
-        return {**self.element.numbers(step, age), "rounding_seed": float(chance)}
+        return {**self.element.scalars(step, age), "rounding_seed": float(chance)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots: Slots = {}
@@ -128,27 +128,27 @@ class CompactStateTransform(GradientTransform):
         self._close(opened, slots, numbers)
         return updates
 
-    def follow(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        if type(self.element).follow is not GradientTransform.follow:
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        if type(self.element).after_step is not GradientTransform.after_step:
             opened = self._open(slots)
-            self.element.follow(opened, parameters, numbers)
+            self.element.after_step(opened, parameters, numbers)
             self._close(opened, slots, numbers)
 
-    def judged(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        if type(self.element).judged is GradientTransform.judged:
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        if type(self.element).eval_weights is GradientTransform.eval_weights:
             return None
-        return self.element.judged(self._open(slots), parameters, numbers)
+        return self.element.eval_weights(self._open(slots), parameters, numbers)
 
-    def impose(self, slots: Slots, parameters: list[Tensor]) -> None:
-        if type(self.element).impose is not GradientTransform.impose:
+    def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
+        if type(self.element).apply_constraints is not GradientTransform.apply_constraints:
             opened = self._open(slots)
-            self.element.impose(opened, parameters)
+            self.element.apply_constraints(opened, parameters)
             self._close(opened, slots, {"rounding_seed": 0.0})
 
-    def only(self, indices: Sequence[int]) -> GradientTransform:
+    def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         # parts are run by kernels where there are some; what is compiled is not divided into parts
-        (some.element,) = fuse_elements(chain(self.element.only(indices))).elements.values()
+        (some.element,) = fuse_elements(chain(self.element.subset(indices))).elements.values()
         some.stored = {
             slot: [place for place, i in enumerate(indices) if i in stored] for slot, stored in self.stored.items()
         }

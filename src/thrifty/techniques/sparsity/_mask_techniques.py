@@ -75,7 +75,7 @@ class MaskTechnique(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({"weight masks"})
     clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it masks weights that adapters keep frozen"}
-    instead: ClassVar[bool] = True
+    replaces_update: ClassVar[bool] = True
 
     def backward(self, backward: Backward) -> Backward:
         return DensityLogger(backward)
@@ -87,13 +87,13 @@ class MaskTechnique(Technique):
     def masked(self, shapes: Shapes) -> list[str]:
         raise NotImplementedError
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         raise NotImplementedError
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         return False
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         return iter(())
@@ -135,7 +135,7 @@ class MatrixMaskTechnique(MaskTechnique):
     def masked(self, shapes: Shapes) -> list[str]:
         return [name for name in shapes if re.search(self.where, name)]
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {name: full_mask(parameter) for name, parameter in parameters.items()}
 
     def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
@@ -189,17 +189,17 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:
-        if not self.due(self.every):
+        if not self.moves_at(self.every):
             add_note(
                 f"masks never move: every {self.every} steps, until step {int(self.until)}, with alpha {self.alpha:g}"
             )
         return super().model(model)
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         densities = layer_densities(masked_shapes(parameters), self.density, self.distribution)
         return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.fraction(step) > 0
 
     def fraction(self, step: int) -> float:
@@ -217,10 +217,10 @@ class SaliencyMaskedUpdate(MaskedUpdate):
         super().__init__(rest, masking)
         self.steps = steps
 
-    def numbers(self, step: int, age: int) -> dict[str, float]:
+    def scalars(self, step: int, age: int) -> dict[str, float]:
         # moments begin when scoring is over: until then there is nothing in them whose age could count
         scored = max(min(step, self.steps) - (step - age), 0)
-        return {"scoring": float(step < self.steps), **super().numbers(step, age - scored)}
+        return {"scoring": float(step < self.steps), **super().scalars(step, age - scored)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = super().init(names, parameters)
@@ -259,10 +259,10 @@ class SaliencyMaskTechnique(MatrixMaskTechnique):
     def update(self, transform: GradientTransform) -> GradientTransform:
         return SaliencyMaskedUpdate(transform, self, self.scoring_steps)
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         return step == self.scoring_steps - 1
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         scores = {}

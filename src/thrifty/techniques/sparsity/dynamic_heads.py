@@ -85,7 +85,7 @@ class DynamicHeads(MaskTechnique):
         for pieces in self._masked(model):
             left = self.left(pieces)
             self.counts[f"{pieces.name}.weight"] = pieces.count, left
-            moves = self.due(self.every) and round(self.fraction(self.every) * left)
+            moves = self.moves_at(self.every) and round(self.fraction(self.every) * left)
             add_note(f"{left} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
         return model
 
@@ -96,7 +96,7 @@ class DynamicHeads(MaskTechnique):
         """How many of the pieces of a branch are kept."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.alpha > 0
 
     def fraction(self, step: int) -> float:
@@ -106,7 +106,7 @@ class DynamicHeads(MaskTechnique):
     def masked(self, shapes: Shapes) -> list[str]:
         return [name for name in shapes if name in self.counts]
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         masks = {}
         for name, parameter in parameters.items():
             count, left = self.counts[name]
@@ -114,7 +114,7 @@ class DynamicHeads(MaskTechnique):
             masks[name] = shard_like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
         return masks
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -212,7 +212,7 @@ class EarlyBird(Technique):
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided, reason = state.decided(self.name, step), ""
+        decided, reason = state.logged_decision(self.name, step), ""
         if decided is None and step == 0:
             decided, reason = {"phase": SEARCH}, "look for a ticket"
         elif decided is None:

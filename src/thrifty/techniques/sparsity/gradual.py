@@ -41,7 +41,7 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GradualPruning(MatrixMaskTechnique):
-    instead: ClassVar[bool] = False
+    replaces_update: ClassVar[bool] = False
 
     initial: Fraction = 1.0
     """Density from `start` on."""
@@ -71,7 +71,7 @@ class GradualPruning(MatrixMaskTechnique):
                 fix=f"--set techniques.{self.name}.until=0.75",
             )
 
-    def due(self, step: int) -> bool:
+    def moves_at(self, step: int) -> bool:
         start, until = int(self.start), int(self.until)
         return step == until or (start <= step < until and (step - start) % self.every == 0)
 
@@ -79,7 +79,7 @@ class GradualPruning(MatrixMaskTechnique):
         """After the update of this step, if it is due then."""
         return cubic_density(step, int(self.start), int(self.until), self.initial, self.density)
 
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         scores = {}
@@ -95,7 +95,7 @@ class GradualPruning(MatrixMaskTechnique):
 
     def holds(self, state: TrainState) -> None:
         assert state.optimizer is not None
-        pruned = [step for step in range(state.optimizer.updates) if self.due(step)]
+        pruned = [step for step in range(state.optimizer.updates) if self.moves_at(step)]
         density = self.density_at(pruned[-1]) if pruned else 1.0
         by_layer = self.distribution != "global"
         check_masks(self.name, state, self.allowed(state, density, self.distribution) if by_layer else {})

@@ -190,7 +190,7 @@ class MaskFromFile(MaskTechnique):
     def masked(self, shapes: Shapes) -> list[str]:
         return [name for name in shapes if name in self.contents.shapes]
 
-    def first(self, parameters: Weights) -> Weights:
+    def initial_masks(self, parameters: Weights) -> Weights:
         if not parameters:
             return {}
         if self.control != "random-mask":
@@ -208,6 +208,6 @@ class MaskFromFile(MaskTechnique):
         own = {name: parameters[name] for name in counts if name in parameters}  # the others are another stage's
         check_masks(self.name, state, {name: counts[name] for name in own})
         masks = masks_in(state)
-        for name, mask in self.first(own).items():
+        for name, mask in self.initial_masks(own).items():
             if name in masks and not torch.equal(full_value(masks[name]), full_value(mask)):
                 raise IntegrityError(f"{self.name}: {name} is under another mask than the ticket's")

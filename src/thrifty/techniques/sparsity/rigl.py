@@ -32,7 +32,7 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
 
 @dataclass(frozen=True)
 class Rigl(DynamicMaskTechnique):
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:

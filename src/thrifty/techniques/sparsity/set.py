@@ -32,7 +32,7 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
 
 @dataclass(frozen=True)
 class SparseEvolution(DynamicMaskTechnique):
-    def moved(
+    def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -42,7 +42,7 @@ class StaticMask(MatrixMaskTechnique):
     """How the density is spread over layers; "global" compares the weights of all layers."""
     seed: int = 0
 
-    def first(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         shapes = masked_shapes(parameters)
         if self.distribution == "global":
             scores = {name: self._scores(name, parameter) for name, parameter in parameters.items()}
