@@ -177,7 +177,7 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected: list[object] = []
-    monkeypatch.setattr(forecast_ledger, "expect", lambda *given: expected.append(given))
+    monkeypatch.setattr(run_ledger, "record_forecast", lambda *given: expected.append(given))
     Path("own_models.py").write_text(OWN)
     words = (recipe, "--model", "own_models:build", "--out", "own.toml", "--seconds", "0.2", "--finalists", "1")
     result = run(*words)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from thrifty.machine.machine_info import machine_identity
-from thrifty.planning import forecast_ledger
 from thrifty.planning.forecast_ledger import PredictionRecord, entries, prediction_record
 from thrifty.training import run_ledger
 from thrifty.training.run_ledger import ledger_file, record_forecast, record_run
@@ -86,7 +85,7 @@ def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch
 
 
 def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forecast_ledger, "PATIENCE", 0.05)
+    monkeypatch.setattr(run_ledger, "PATIENCE", 0.05)
     ledger_file().parent.mkdir(parents=True)
     with ledger_file().open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

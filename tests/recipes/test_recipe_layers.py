@@ -102,7 +102,7 @@ def test_without_takes_a_technique_and_its_origins_away() -> None:
     names = [t.name for t in swapped.recipe().techniques]
     assert "optimizers.lion" in names and "optimizers.adamw" not in names
     with pytest.raises(UsageError, match="the recipe does not use it") as error:
-        build_recipe("text", removals=("optimizers.clipp",))
+        build_recipe("text", removals=("gradients.clipp",))
     assert "gradients.clip" in error.value.fix
 
 

@@ -219,7 +219,7 @@ def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
 
 
 def test_a_parameter_that_came_after_its_depth_was_found_is_an_error_and_no_silent_rate() -> None:
-    with pytest.raises(IntegrityError, match="layer_decay: weight is not the parameter"):
+    with pytest.raises(IntegrityError, match="layerwise_lr_decay: weight is not the parameter"):
         TransformOptimizer(nn.Linear(2, 2).named_parameters(), LayerwiseLearningRateDecay().update(adamw()))
 
 

@@ -133,7 +133,7 @@ def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
     plain, _ = run_through(plain_run(batch=16), with_optimizer([]), 8)
     records, state = run_through(plain_run(batch=16), chosen, 8)
     assert [step for step, record in enumerate(records) if record.notes] == [0, 3, 6]
-    assert state.tensors()["techniques/large_batch.noise_scale/calls"] == 8
+    assert state.tensors()["techniques/measure.noise_scale/calls"] == 8
     assert losses(records) == pytest.approx(losses(plain), rel=1e-5)
 
 

@@ -234,6 +234,7 @@ REFUSED = {
     "growth.compound": "do not make 2 stages",
     "growth.stacking": "do not make 2 stages",
     "memory.activation_budget": "cannot go together",
+    "memory.share_parameters": "would be on different ranks",
     "sparsity.dynamic_heads": "heads of all blocks are known to one rank alone",
     "sparsity.early_bird": "a ticket is drawn of all blocks",
     "sparsity.grasp": "first derivatives only",

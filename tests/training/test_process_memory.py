@@ -68,7 +68,7 @@ def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> N
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
 def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
-    (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keeping_freed", "giving_back_freed"))
+    (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keep_freed_memory", "return_freed_memory"))
     assert given_back < 1.02 < 1.3 < kept  # larger tensors have no room in what is free between others
 
 

@@ -102,7 +102,7 @@ def order(words: str) -> list[ScheduleAction]:
 @pytest.mark.parametrize(
     ("orders", "problem"),
     [
-        (("0B0 0F0", "1F0 1B0"), "rank 0 waits for ever at Action\\(kind='B', stage=0, part=0\\)"),
+        (("0B0 0F0", "1F0 1B0"), "rank 0 waits for ever at ScheduleAction\\(kind='B', stage=0, part=0\\)"),
         (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "rank 0 waits for ever"),
         (("0F0 0F0 0B0", "1F0 1B0"), "stage 0 does FFB with micro-batch 0"),
         (("0F0 0I0", "1F0 1B0"), "stage 0 does FI with micro-batch 0"),

@@ -30,7 +30,7 @@ def batch_at(tokens, step):
     """The examples of a step (b, t + 1)."""
     count = (len(tokens) - 1) // LENGTH
     numbers = step * BATCH + np.arange(BATCH)
-    chosen = [permuted(np.array([n % count]), count, SEED, int(n // count))[0] for n in numbers]
+    chosen = [permute(np.array([n % count]), count, SEED, int(n // count))[0] for n in numbers]
     places = np.array(chosen)[:, None] * LENGTH + np.arange(LENGTH + 1)
     return torch.from_numpy(tokens[places].astype(np.int64))
 
