@@ -10,6 +10,7 @@ import torch
 from careless_techniques import MeanOfMeans
 from click.testing import CliRunner
 from command_line import settings, write_corpus
+from fast_techniques import WITHOUT_FAST
 from small_recipes import tiny_digits
 from tiny_runs import plain_run, technique, with_optimizer
 from torch import nn
@@ -176,8 +177,7 @@ def test_too_few_steps_are_refused() -> None:
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     write_corpus(tmp_path / "corpus")
-    plain = ("compile", "attention.tiled", "precision.mixed")
-    return ["text", "--data", str(tmp_path / "corpus"), *settings(), *(f"--without={name}" for name in plain)]
+    return ["text", "--data", str(tmp_path / "corpus"), *settings(), *WITHOUT_FAST]
 
 
 def test_the_command_prints_a_verdict_for_each_promise(words: list[str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import CommandLine
+from fast_techniques import WITHOUT_FAST
 
 from thrifty.training.trained_model import load_trained_model
 
@@ -53,7 +54,7 @@ def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thri
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
     sizes = {"data.vocabulary": 320, "data.length": 32, "data.batch": 8, "evaluation.examples": 8}
     words = [word for path, value in sizes.items() for word in ("--set", f"{path}={value}")]
-    words += ["--without", "compile", "--without", "attention.tiled", "--without", "precision.mixed", *QUICK]
+    words += [*WITHOUT_FAST, *QUICK]
     words += ["--with", "adapters.lora:rank=3", "--data", str((thrifty.folder / "corpus").resolve())]
     thrifty("train", "text", "--name", "run", "--model", str(model), "--budget", "12steps", *words)
     thrifty("export", "run", "adapter", "--only", "adapter")

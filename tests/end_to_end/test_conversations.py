@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from chat_runs import sums, write_rows
-from command_line import PLAIN, CommandLine, assert_equal, write_corpus
+from command_line import CommandLine, assert_equal, write_corpus
+from fast_techniques import WITHOUT_FAST
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from thrifty.data.catalogue import entry
@@ -93,7 +94,7 @@ def test_a_conversation_goes_on_line_by_line(thrifty: CommandLine, exported: Pat
 def test_a_trained_model_is_tuned_with_lora_and_answers_when_exported(thrifty: CommandLine, exported: Path) -> None:
     words = ("--model", str(exported), "--data", str(thrifty.folder / "sums.jsonl"), "--budget", "4steps")
     small = ("--set", "data.length=48", "--set", "data.batch=4", "--set", "data.held_out=0.2", "--set", "seed=1")
-    summary = thrifty.json("train", "instruct", "--name", "tuned", *words, *small, *PLAIN)
+    summary = thrifty.json("train", "instruct", "--name", "tuned", *words, *small, *WITHOUT_FAST)
     assert summary["held_out_loss"] < summary["held_out_loss_at_start"]
     thrifty("export", "tuned", thrifty.folder / "merged")
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (exported, thrifty.folder / "merged"))

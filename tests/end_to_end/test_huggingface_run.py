@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import CommandLine, assert_equal, kill, wait_until
+from fast_techniques import WITHOUT_FAST
 
 from thrifty.training.trained_model import load_trained_model
 
@@ -29,7 +30,7 @@ def test_a_foreign_architecture_with_lora_recompute_and_bfloat16_runs_and_resume
     transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(thrifty.folder / "model")
     words = ["--data", str((thrifty.folder / "corpus").resolve()), "--model", str(thrifty.folder / "model"), *CHOSEN]
     words += [word for path, value in SIZES.items() for word in ("--set", f"{path}={value}")]
-    words += ["--without", "compile", "--without", "attention.tiled", "--without", "precision.mixed"]
+    words += WITHOUT_FAST
     thrifty("train", "text", "--name", "whole", "--budget", "30steps", *words)
     often = ("--budget", "30steps", "--set", "checkpoints.every=1")
     process = thrifty.start("train", "text", "--name", "run", *words, *often)

@@ -15,15 +15,13 @@ from typing import Any
 
 import psutil
 import torch
+from fast_techniques import WITHOUT_FAST
 from forked_cli import Forked
 from torch import Tensor
 
 from thrifty.training.checkpoint import load
 
 MODULES = ("bisect", "heapq", "queue", "sched", "shlex", "textwrap")
-# with a GPU, presets have no such technique
-TILED = () if torch.cuda.is_available() else ("--without", "attention.tiled")
-PLAIN = ("--without", "compile", *TILED, "--without", "precision.mixed")
 TINY = {
     "model.preset": "llama-nano",
     "model.width": 32,
@@ -109,7 +107,7 @@ class CommandLine:
 
     def recipe(self, name: str, *words: str, steps: int = 6, plain: bool = True, **changed: Any) -> list[str]:
         """The words of a `train` command of a tiny run."""
-        without = PLAIN if plain else ()
+        without = WITHOUT_FAST if plain else ()
         data = (self.folder / "corpus").resolve()
         start = ["train", "text", "--name", name, "--data", str(data), "--budget", f"{steps}steps"]
         return [*start, *settings(**changed), *without, *words]

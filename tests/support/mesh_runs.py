@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fast_techniques import FAST
+
 from thrifty.cli.recipe_options import build_recipe
 from thrifty.core import mesh
 from thrifty.core.mesh import AXES, axis
@@ -32,7 +34,7 @@ def recipe(text: Path, name: str, axes: str) -> RecipeLayers:
         model="llama-nano",
         budget="1steps",
         name=name,
-        removals=("compile", "attention.tiled", "precision.mixed"),
+        removals=FAST,
         mesh=axes,
     )
     layers.apply_changes((), (), (*TINY, *["techniques.parallelism.shard.zero=1"] * ("shard" in axes)))

