@@ -13,7 +13,7 @@ from thrifty.experiments.saved_study import compare_with_saved, save_study
 from thrifty.experiments.study_result import StudyCell, StudyResult, read_result
 from thrifty.experiments.study_table import table
 
-PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "train", "levels"]}
+PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "study", "levels"]}
 
 
 def result(seeds: int = 4, shift: float = 0.0, seconds: float = 1.0, never: tuple[int, ...] = ()) -> StudyResult:

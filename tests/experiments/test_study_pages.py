@@ -48,7 +48,7 @@ def test_the_table_has_a_row_for_each_case_and_says_what_became_of_each_expectat
     assert "holds (in 4 of 4 seeds): two is higher than one" in text
     assert "does not hold (in 0 of 4 seeds): one is higher than two" in text
     assert "open: four is highest" in text
-    assert "`thrifty train levels`" in text
+    assert "`thrifty study levels`" in text
 
 
 def test_a_plot_has_a_point_for_each_case_and_says_what_it_cannot_draw() -> None:
@@ -106,7 +106,7 @@ def test_the_page_fetches_nothing_runs_nothing_and_holds_the_numbers_and_the_ver
     assert "two is higher than one" in page.text
     assert "does not hold" in page.text
     assert "1.015 ± 0.021" in page.text
-    assert "thrifty train levels" in page.text
+    assert "thrifty study levels" in page.text
 
 
 def test_text_of_a_study_cannot_break_the_page() -> None:

@@ -52,7 +52,7 @@ def load_tables(name_or_path: str) -> dict[str, Any]:
             raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
         return read_tables(path)
     if name_or_path in studies.names():
-        raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty train {name_or_path}")
+        raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
     raise UsageError(
         f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies.names()])
     )

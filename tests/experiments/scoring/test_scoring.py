@@ -320,7 +320,7 @@ def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
 
 def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for by, needs in (("margin", "labels"), ("forgetting", "labels"), ("input_norm", "inputs")):
-        with pytest.raises(UsageError, match=f"--by {by} is for examples with {needs}"):
+        with pytest.raises(UsageError, match=f"--method {by} is for examples with {needs}"):
             scored(text(tmp_path), tmp_path, by)
     with pytest.raises(UsageError, match="11 steps are more than the recipe's 10"):
         scored(digits(), tmp_path, steps=11)

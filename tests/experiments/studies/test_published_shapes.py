@@ -96,7 +96,7 @@ def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: 
 @pytest.mark.parametrize("name", studies.names())
 def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
     card = studies.find(name).__doc__ or ""
-    assert f"Command   thrifty train {name}\n" in card
+    assert f"Command   thrifty study {name}\n" in card
     assert "Expect    " in card
     study = studies.make(name)
     assert study.expect
@@ -108,7 +108,7 @@ def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
 
 def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
     assert not set(RECIPES) & set(studies.names())
-    with pytest.raises(UsageError, match=r"is a study(.|\n)*thrifty train norm_free"):
+    with pytest.raises(UsageError, match=r"is a study(.|\n)*thrifty study norm_free"):
         load_tables("norm_free")
     with pytest.raises(UsageError, match="did you mean 'norm_free'"):
         load_tables("norm_fre")

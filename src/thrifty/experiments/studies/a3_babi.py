@@ -133,7 +133,7 @@ def a3_babi(
 ) -> Study:
     """A memory network of three hops that answers questions about stories, under A3's search and its threshold.
 
-    Command   thrifty train a3_babi
+    Command   thrifty study a3_babi
     Expect    the shape of the paper's columns, steeper: 84.7 % exact (the paper's 82.6), then 83.8, 82.9, 79.7, 70.3
               and 60.9 % as the search gets shorter (its 82.7 to 73.0), which leaves 48 to 13 % of the sentences (its 61
               to 27). A threshold alone costs nothing: 84.4 % with 7 % of the sentences. So the conservative setting

@@ -147,7 +147,7 @@ def attention_filters(
 ) -> Study:
     """Eight filters, each wide and narrow, in a 3-block decoder of bytes and a 3-block ViT of handwritten digits.
 
-    Command   thrifty train attention_filters
+    Command   thrifty study attention_filters
     Expect    of text a window of 4 bytes to lose next to nothing, and the filters that look at scores less than blocks
               that do not. Of digits a gain by ViTCoD's fixed masks, and losses where a query keeps one or two patches.
               About 40 minutes of one core, a third of it A3's.

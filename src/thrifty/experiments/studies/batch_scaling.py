@@ -112,7 +112,7 @@ def batch_scaling(
 ) -> Study:
     """A perceptron on 1300 handwritten digits for 15 epochs, in batches from 16 to half of all, by five methods.
 
-    Command   thrifty train batch_scaling
+    Command   thrifty study batch_scaling
     Expect    all methods of SGD reach 98 % at the base batch. The same rate collapses as batches grow; the linear rule
               holds at 256 and breaks at half of the images, where warm-up does not save it. The square root and LARS
               hold to the end, LARS at 95 %. Two minutes on two cores.

@@ -76,7 +76,7 @@ def chinchilla_refit(
 ) -> Study:
     """Fits of 240 runs without and with noise: the sum from 243 starts; the mean from these, and from the paper's 4500.
 
-    Command   thrifty train chinchilla_refit
+    Command   thrifty study chinchilla_refit
     Expect    without noise the sum gives the constants back and two thirds of its starts end there; the mean ends at
               another place for every start, and the best of them recommends several times too many or too few tokens.
               With noise of half a percent the sum is off by a factor of about 1.2. Two digits instead of five

@@ -66,7 +66,7 @@ def compressed_activations(
 ) -> Study:
     """A 12-block decoder of bytes with six ways to keep its activations.
 
-    Command   thrifty train compressed_activations
+    Command   thrifty study compressed_activations
     Expect    8 and 4 bits, whatever shares a range, end within a twentieth of a nat of the plain run, 2 bits above it;
               activations shrink to less than a third, a fifth and a seventh. Ten minutes on two cores.
     """

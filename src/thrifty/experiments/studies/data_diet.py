@@ -156,7 +156,7 @@ def data_diet(
 ) -> Study:
     """Half of 1,300 digits, 5 % of them under wrong labels, kept by eight kinds of score; what a perceptron learns.
 
-    Command   thrifty train data_diet
+    Command   thrifty study data_diet
     Expect    the hardest half holds all wrong labels, and is worse than a random one; so is the easiest, which holds
               none. Without the hardest 5 % the next half beats even the whole, whose wrong labels it leaves out. GraNd
               at first values follows the norm of the input and is no better than chance. Two minutes on two cores.

@@ -91,7 +91,7 @@ def depth_preconditioner(
 ) -> Study:
     """Linear regression through products of 1, 2 and 3 factors, with the fourth and the second power of the error.
 
-    Command   thrifty train depth_preconditioner
+    Command   thrifty study depth_preconditioner
     Expect    with the fourth power, two and three factors need less than half of the steps of one; with the second
               power they gain nothing. Under a minute on two cores.
     """

@@ -97,7 +97,7 @@ def early_bird(
     """A 4-block model of bytes with 8 heads a block, and the tickets of two thirds of its heads and 60 % of its neurons
     that are drawn early, at the end of a training, and at random.
 
-    Command   thrifty train early_bird
+    Command   thrifty study early_bird
     Expect    masks that agree within the first quarter of the steps. One seed: drawn after 23 % of them, the early one
               came to 1.540 nats, a random one of the same sizes to 1.539 and the late one to 1.522: early, it
               gained nothing over chance. Ten minutes on two cores.

@@ -145,7 +145,7 @@ def flip(
     """Retrieval at equal work with none, half and three quarters of the patches dropped, with and without unmasked
     tuning. A budget is the work of so many steps on whole images. First: thrifty data get emoji.
 
-    Command   thrifty train flip
+    Command   thrifty study flip
     Expect    more steps count most where there are few: after the work of only 50 whole steps (one seed) three quarters
               dropped found 6.3 % among the first ten, half dropped and tuned 4.7, whole images 3.2, chance 0.5.
     """

@@ -130,7 +130,7 @@ def hard_or_easy(
 ) -> Study:
     """Half of 100 to 1,300 digits and of 250 to 30,000 pictures of clothes, the hardest or the easiest of each class.
 
-    Command   thrifty train hard_or_easy
+    Command   thrifty study hard_or_easy
     Expect    the more images there are, the better the hardest half stands against the easiest. The paper's advice for
               few images was not borne out at one seed: the easiest half was nowhere better than a random one; and on
               clothes, where the hardest are ambiguous, a random half beat both. Leaving the hardest tenth out first

@@ -102,7 +102,7 @@ def importance_sampling(
     """A small ViT on digits and a small language model of bytes at equal work: uniform examples, sampled by their
     gradients' norms while that pays, and the hardest and the easiest half.
 
-    Command   thrifty train importance_sampling
+    Command   thrifty study importance_sampling
     Expect    on digits sampling would divide the second moment of the gradient by more than 2 at the end, and the gate
               opens on the way there; on text it never does, since windows are all about as hard. At equal work nothing
               beats uniform examples on digits: what scoring costs is not earned back. Eight minutes on two cores.

@@ -77,7 +77,7 @@ def isoflop(
 ) -> Study:
     """Five sizes of a Llama-style model of bytes at four compute budgets.
 
-    Command   thrifty train isoflop
+    Command   thrifty study isoflop
     Expect    the size of least loss grows from each budget to the next, with an exponent of about a half. About
               twenty minutes on two cores.
     """

@@ -87,7 +87,7 @@ def lamb_batch(
 ) -> Study:
     """AdamW and LAMB at five rates each, on 9600 sequences in batches of 16, 64 and 256.
 
-    Command   thrifty train lamb_batch
+    Command   thrifty study lamb_batch
     Expect    the larger the batch, the further LAMB is below AdamW: by some 0.2 nats at 256, where 37 steps are left.
               That AdamW is lower at batch 16 is expected from other small studies; one seed here had LAMB lower by
               0.04 there too. A quarter of an hour on two cores.

@@ -59,7 +59,7 @@ def layer_drop(
     """An 8-block model of bytes with and without dropped blocks, in the work of 800 and of 4000 full steps, at a
     constant and at a decayed rate.
 
-    Command   thrifty train layer_drop
+    Command   thrifty study layer_drop
     Expect    at none of the four is there a gain of a hundredth of a nat. Forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}

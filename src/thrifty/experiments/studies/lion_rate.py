@@ -78,7 +78,7 @@ def lion_rate(
 ) -> Study:
     """AdamW and Lion at six rates each, on a 3-block model of bytes.
 
-    Command   thrifty train lion_rate
+    Command   thrifty study lion_rate
     Expect    the optimum of Lion is 3 to 10 times below that of AdamW; both lie inside their grids. At this small batch
               Lion ends higher, by several tenths of a nat. A quarter of an hour on two cores.
     """

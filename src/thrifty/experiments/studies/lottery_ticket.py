@@ -99,7 +99,7 @@ def lottery_ticket(
     """Digits by a network of three hidden layers, pruned in nine rounds, against the same masks with other first
     values, and masks as dense at random places.
 
-    Command   thrifty train lottery_ticket
+    Command   thrifty study lottery_ticket
     Expect    at 10 % of the weights and below the ticket has the least loss, its mask with other first values comes
               next, and a random mask is worst (here the last two part at 2 % only). Five minutes on two cores.
     """

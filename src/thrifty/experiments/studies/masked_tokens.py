@@ -132,7 +132,7 @@ def masked_tokens(
     """Encoders of bytes pre-trained at equal work, little and more of it: BERT's way, with half of the text hidden, and
     with that half left out.
 
-    Command   thrifty train masked_tokens
+    Command   thrifty study masked_tokens
     Expect    of one seed: after the work of 600 steps the encoder that reads no masks tells 53 % of the letters and is
               at 2.78 nats, BERT's at 38 % and 3.22, which is how often bytes are; after that of 2,500 steps it is 61 %
               and 2.03 against 63 % and 1.88. Twenty minutes on two cores.

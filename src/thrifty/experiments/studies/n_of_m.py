@@ -59,7 +59,7 @@ def n_of_m(
 ) -> Study:
     """Eight ways to train a 3-block decoder of bytes, one dense and seven with masks in all its linear layers.
 
-    Command   thrifty train n_of_m
+    Command   thrifty study n_of_m
     Expect    2:4 masks along rows cost some hundredths of a nat, transposable ones twice that, 1:4 three times. Decay
               calms the masks, and whether it lowers the loss depends on the seed. A dense finish in the last sixth,
               with the rate on its way to zero, raises it by a hundredth. Four minutes on two cores.

@@ -97,7 +97,7 @@ def norm_free(
 ) -> Study:
     """Ten variants of a 24-block decoder of bytes for 250 steps.
 
-    Command   thrifty train norm_free
+    Command   thrifty study norm_free
     Expect    post-norm stays at the unigram entropy, with and without warm-up, and no norms at all diverge; pre-norm
               and every norm-free initialisation learn from the first step on, T-Fixup fastest. A quarter of an hour
               on two cores.

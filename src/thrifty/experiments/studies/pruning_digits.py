@@ -86,7 +86,7 @@ def pruning_digits(
 ) -> Study:
     """Seven ways to keep 10, 2 and 0.5 % of the weights of a perceptron of three hidden layers, on 1,300 digits.
 
-    Command   thrifty train pruning_digits
+    Command   thrifty study pruning_digits
     Expect    at 10 % all but GraSP are within two points of the dense network's 98 % right; at 2 % uniform random masks
               and first magnitudes collapse, ERK saves much, random growth more, and RigL, SNIP and GraSP stay near
               96 %; at 0.5 % SNIP and GraSP are above half, static masks are not. Ten minutes on two cores.

@@ -58,7 +58,7 @@ def resolution(
     """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images throughout, images that grow, and images of
     low frequencies that grow.
 
-    Command   thrifty train resolution
+    Command   thrifty study resolution
     Expect    small images first save a third of the seconds. What they cost in accuracy at equally many steps is less
               than a run of half as many full steps costs. Needs `thrifty data get cifar10`. Forty minutes on two cores.
     """

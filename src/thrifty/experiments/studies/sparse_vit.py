@@ -94,7 +94,7 @@ def sparse_vit(
 ) -> Study:
     """A 4-block ViT of width 128 on handwritten digits, dense and at densities of 20, 10, 5 and 2 % in its blocks.
 
-    Command   thrifty train sparse_vit
+    Command   thrifty study sparse_vit
     Expect    at 20 % none loses two points; at 2 % moving masks are above fixed ones, RigL's above SET's, as published
               (here it was the other way round: fixed 91.5, SET 90.1, RigL 88.7 % told right). Masked products save no
               time; sparse ones some, far less than FLOPs. `--set data=cifar10 --set patch=4` for larger images. Half

@@ -55,7 +55,7 @@ def stacking(
 ) -> Study:
     """An 8-block model of bytes, full from the start or stacked twice, in the work of 800 and of 4000 full steps.
 
-    Command   thrifty train stacking
+    Command   thrifty study stacking
     Expect    stacking gains at the short budget, and less than half of that at five times as long a one. Copies that
               start silent, and moments from the mean of their layer, change less than stacking itself does. Forty
               minutes on two cores.

@@ -71,7 +71,7 @@ def teacher_perceptron(
 ) -> Study:
     """A quarter of the examples of a perceptron in 100 dimensions: by chance, the hardest, the easiest.
 
-    Command   thrifty train teacher_perceptron
+    Command   thrifty study teacher_perceptron
     Expect    of 2 examples per dimension the easiest quarter is best and the hardest worse than chance; of 16 and 32 it
               is the other way round, and the hardest quarter is as good as all. A probe at 20° to the teacher loses
               half of that. Less than a minute on two cores.

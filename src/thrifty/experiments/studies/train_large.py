@@ -69,7 +69,7 @@ def train_large(
 ) -> Study:
     """Llama-style models of bytes at four widths and three compute budgets, then pruned by magnitude.
 
-    Command   thrifty train train_large
+    Command   thrifty study train_large
     Expect    the best width grows with the budget, and a wider model loses less when half of its weights are cut.
               That a wide model cut to the size of a narrow one beats it is the paper's claim, and is not expected of
               a cut in one shot at these sizes. A quarter of an hour on two cores.

@@ -98,7 +98,7 @@ def weight_averaging(
     """A 3-block model of bytes for 2400 steps at a constant and at a cosine-decayed rate, judged at five moments: the
     weights, the mean of the latest six copies (LAWA), and an exponential average (EMA).
 
-    Command   thrifty train weight_averaging
+    Command   thrifty study weight_averaging
     Expect    LAWA is worse early, when its copies are older than the progress they miss. At the constant rate both
               means gain almost a tenth of a nat from the middle on, by the end about as much as the decay does. At
               the decayed rate the gain vanishes as the run ends. Twelve minutes on two cores.

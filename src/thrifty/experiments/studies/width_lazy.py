@@ -79,7 +79,7 @@ def width_lazy(
 ) -> Study:
     """A two-layer network fits random labels of 200 digits at five widths; a sixth case has labels in conflict.
 
-    Command   thrifty train width_lazy
+    Command   thrifty study width_lazy
     Expect    from width 16 to 4096 the steps fall to about a third, the relative movement of the weights about as
               1/sqrt(width), from several times their norm to a fifth. Conflicting labels are never fitted. About five
               minutes on two cores.

@@ -2,7 +2,7 @@
 
 Paper     Touvron et al. 2021, Going deeper with Image Transformers (arXiv 2103.17239), equation 4.
 Promise   deep pre-norm models (36 blocks and more) train where they would stall. 24 blocks of width 64 after 250 steps
-          on bytes: 2.34 nats against 2.52 from Xavier's first values (two seeds, `thrifty train norm_free`), nothing
+          on bytes: 2.34 nats against 2.52 from Xavier's first values (two seeds, `thrifty study norm_free`), nothing
           from GPT-2's (one seed), which scale the branches down already.
 Avoid     on trained weights: what their branches do would shrink to where the gains start. With a norm behind each
           branch, as in Gemma 2 and OLMo 2, whatever it is multiplied by comes out of one size: refused.

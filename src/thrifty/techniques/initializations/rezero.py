@@ -2,7 +2,7 @@
 
 Paper     Bachlechner et al. 2021, ReZero is All You Need (arXiv 2003.04887), equation 1 and section 5.
 Promise   x + α F(x) with α starting at 0: signals and gradients pass any depth unchanged at the first step. 24 blocks
-          of width 64 after 250 steps on bytes, two seeds: 2.37 nats, pre-norm 2.52 (`thrifty train norm_free`).
+          of width 64 after 250 steps on bytes, two seeds: 2.37 nats, pre-norm 2.52 (`thrifty study norm_free`).
 Cost      none; the work of the norms is saved.
 Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
 Avoid     on trained weights, whose function it takes away.

@@ -5,7 +5,7 @@ Paper     Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimization 
 Promise   an update of the function that Adam's first steps cannot blow up: no norms, the full rate from step 0.
           Xavier everywhere, then values, attention outputs and mlps of an encoder of N blocks times 0.67 N^(-1/4), of a
           decoder of M blocks times (9M)^(-1/4), token embeddings N(0, d^(-1/2)) times (9N)^(-1/4). 24 blocks of width
-          64 after 250 steps on bytes, two seeds: 2.29 nats, pre-norm 2.52 (`thrifty train norm_free`).
+          64 after 250 steps on bytes, two seeds: 2.29 nats, pre-norm 2.52 (`thrifty study norm_free`).
 Cost      none; the work of the norms is saved.
 Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
 Avoid     on trained weights: everything but positions is drawn anew.

@@ -9,7 +9,7 @@ Cost      the search: steps of the run with the whole model, whose learning is t
 Avoid     with fewer than three heads a block, of which no third can go; without a look at the random control first.
           Four blocks of width 64 on bytes, one seed: the masks agreed after 23 % of 1000 steps, and trained alone for
           1000 more the early ticket came to 1.540 nats, a random one to 1.539 and one drawn at the end to 1.522
-          (`thrifty train early_bird`).
+          (`thrifty study early_bird`).
 Note      coefficients (1 at first, L1, no decay) multiply what each head and neuron adds. Every so often they are made
           into a mask of what would be kept; the ticket is drawn when the newest of five masks differs from the others
           in less than a tenth of its places, of heads and of neurons. Kept are the largest magnitudes: EarlyBERT's code

@@ -6,7 +6,7 @@ Promise   one mask for the whole run: of all masked weights together the share `
 Cost      the first `scoring_steps` steps only look: they make no other update, and are steps of the budget. Each is two
           passes, the second of which is differentiated twice: 3.9 times the products of a step, and at its peak 2.4
           times the memory (counted; 4 blocks of width 256 on 8 x 128 bytes). Choosing takes what sparsity.snip's does.
-Avoid     at moderate densities, where its choice is noisy and sparsity.snip is better (thrifty train pruning_digits).
+Avoid     at moderate densities, where its choice is noisy and sparsity.snip is better (thrifty study pruning_digits).
 Note      scores are signed: a weight is kept for a large w · (H g), and its absolute value would keep the wrong ones
           too. Logits are divided by `temperature` while scoring. H g is exact for each step's effective batch, dropout
           included, whatever micro-batches and ranks it is made of; with several scoring steps those of each are summed.

@@ -3,7 +3,7 @@
 Paper     Lee et al. 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity (arXiv 1810.02340).
 Promise   one mask for the whole run, from one step's gradients: the share `density` of all masked weights together
           whose removal would change the loss most, to first order. At low densities it keeps every layer connected
-          where random masks and magnitudes do not (thrifty train pruning_digits).
+          where random masks and magnitudes do not (thrifty study pruning_digits).
 Cost      the first `scoring_steps` steps only look: they make no other update, and are steps of the budget. One number
           more per masked weight if those are above 1; some 20 bytes for each, on every rank, when masks are chosen.
 Avoid     without variance-preserving first values, which the method builds on; choose those of the model's preset.
