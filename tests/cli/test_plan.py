@@ -160,8 +160,8 @@ def test_the_columns_of_the_digitised_runs_are_understood(tmp_path: Path, runs: 
 def test_runs_of_highest_loss_can_be_left_out(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
     worst = TrainedRun(1e6, 1e8, 50.0)
     table = write_table(tmp_path / "runs.csv", [worst, *runs])
-    assert told("fit", "--csv", table, "--leave-out", "1", "--resamples", "2")["runs"] == 20
-    assert "cannot determine" in refused("fit", "--csv", table, "--leave-out", "17").what
+    assert told("fit", "--csv", table, "--drop-worst", "1", "--resamples", "2")["runs"] == 20
+    assert "cannot determine" in refused("fit", "--csv", table, "--drop-worst", "17").what
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,17 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
     assert entry.predicted == {"counted": summary["predicted_memory"], "memory": 1e8, "step": 0.01}
     assert entry.measured["memory"] == summary["peak_memory"] and entry.measured["step"] > 0
     result = run(
-        recipe, "--hours", "0.001", "--seconds", "0.2", "--finalists", "1", "--price", "2", "--out", "probed.toml"
+        recipe,
+        "--hours",
+        "0.001",
+        "--probe-seconds",
+        "0.2",
+        "--probed-candidates",
+        "1",
+        "--price-per-hour",
+        "2",
+        "--out",
+        "probed.toml",
     )
     assert result.exit_code == 0, result.output
     assert "over 1 earlier runs" in result.stdout and "cost" in result.stdout
@@ -179,7 +189,17 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     expected: list[object] = []
     monkeypatch.setattr(run_ledger, "record_forecast", lambda *given: expected.append(given))
     Path("own_models.py").write_text(OWN)
-    words = (recipe, "--model", "own_models:build", "--out", "own.toml", "--seconds", "0.2", "--finalists", "1")
+    words = (
+        recipe,
+        "--model",
+        "own_models:build",
+        "--out",
+        "own.toml",
+        "--probe-seconds",
+        "0.2",
+        "--probed-candidates",
+        "1",
+    )
     result = run(*words)
     assert result.exit_code == 0, result.output
     assert "model=build" in result.stdout and "# model    own_models:build" in Path("own.toml").read_text()
@@ -210,7 +230,7 @@ def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_options, "SHARING", 0.01)  # whatever is measured, it is tried
-    words = ("--ranks", "2", "--allow", "rounding", "--seconds", "0.2", "--finalists", "1")
+    words = ("--ranks", "2", "--allow", "rounding", "--probe-seconds", "0.2", "--probed-candidates", "1")
     found = json.loads(run(recipe, *words, "--json").stdout)
     one, other = found["alternatives"]
     assert sorted([*one["changes"], *other["changes"]]) == ["replicate=2 with parallelism.replicate"]
@@ -245,8 +265,16 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("text", "--model", "json:dmps"), "json has no function 'dmps'", "dumps"),
         (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "leave the mesh out"),
         (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
-        (("text", "--cluster", "h100-box", "--finalists", "2"), "--finalists is for plans of this machine", "leave"),
-        (("text", "--cluster", "h100-box", "--seconds", "3"), "--seconds is for plans of this machine", "leave"),
+        (
+            ("text", "--cluster", "h100-box", "--probed-candidates", "2"),
+            "--probed-candidates is for plans of this machine",
+            "leave",
+        ),
+        (
+            ("text", "--cluster", "h100-box", "--probe-seconds", "3"),
+            "--probe-seconds is for plans of this machine",
+            "leave",
+        ),
         (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe is for plans of this machine", "leave"),
         (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk is for plans of one device", "leave it out"),
         (

@@ -63,13 +63,13 @@ def test_too_few_seeds_have_no_verdict() -> None:
 
 def test_an_interrupted_comparison_says_so_with_its_exit_code(lane: Simulated) -> None:
     lane.stops_at = "baseline-seed-0"
-    result = typed(SWAP, "--seeds", "1", "--trials", "1")
+    result = typed(SWAP, "--seeds", "1", "--rate-trials", "1")
     assert result.exit_code == 143 and "the same command goes on" in result.stdout
-    assert typed(SWAP, "--seeds", "1", "--trials", "1").exit_code == 0
+    assert typed(SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
 
 
 def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
-    words = (SWAP, "--seeds", "7", "--trials", "1", "--keep", "results/comparisons/lion/cpu.json")
+    words = (SWAP, "--seeds", "7", "--rate-trials", "1", "--save-result", "results/comparisons/lion/cpu.json")
     typed(*words)
     kept = json.loads(Path("results/comparisons/lion/cpu.json").read_text())
     assert kept["schema"] == "thrifty.comparison/1" and "folder" not in kept
@@ -78,7 +78,16 @@ def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
 
 
 def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
-    typed(SWAP, "-schedules.cosine +schedules.linear data.batch=32", "--seeds", "8", "--trials", "1", "--name", "race")
+    typed(
+        SWAP,
+        "-schedules.cosine +schedules.linear data.batch=32",
+        "--seeds",
+        "8",
+        "--rate-trials",
+        "1",
+        "--name",
+        "race",
+    )
     found = {(one.technique, one.role): one for one in evidence()}
     assert found.keys() == {
         ("optimizers.adamw", "removed"), ("optimizers.lion", "added"),
@@ -94,7 +103,7 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
 
 def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) -> None:
     lane.stops_at = "baseline-seed-0"
-    typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "cut")
+    typed(SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "cut")
     damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
     for number, content in enumerate(damaged):
         Path(f"runs/other-{number}").mkdir()
@@ -104,7 +113,7 @@ def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) ->
 
 def test_show_tells_what_was_measured() -> None:
     assert "nothing measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
-    typed(SWAP, "--seeds", "8", "--trials", "1", "--name", "race")
+    typed(SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
     (line,) = re.findall(r"added with optimizers\.adamw.*", printed)
     assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
@@ -119,7 +128,7 @@ def test_show_finds_kept_results_of_studies() -> None:
 
 
 def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
-    typed(SWAP, "--seeds", "1", "--trials", "1", "--name", "race")
+    typed(SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
     data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
     for entry in data["runs"]:
         entry["device"] = "cuda:0"
@@ -127,7 +136,7 @@ def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
 
 
 def test_the_page_has_no_script_and_reaches_for_nothing(tmp_path: Path) -> None:
-    typed("<script>alert(1)</script>: data.batch=32", "--seeds", "7", "--trials", "1", "--name", "race")
+    typed("<script>alert(1)</script>: data.batch=32", "--seeds", "7", "--rate-trials", "1", "--name", "race")
     page = (tmp_path / "runs" / "race" / "report.html").read_text()
     assert "<script" not in page and not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "default-src 'none'" in page

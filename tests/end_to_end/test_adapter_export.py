@@ -34,8 +34,8 @@ def by_peft(base: Path, adapter: Path) -> torch.Tensor:
 @pytest.mark.parametrize("preset", ["llama-nano", "gpt-nano"])
 def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandLine, preset: str) -> None:
     thrifty.train("run", *LORA, *QUICK, steps=12, model__preset=preset)
-    thrifty("export", "run", "base", "--only", "base")
-    found = thrifty.json("export", "run", "adapter", "--only", "adapter")
+    thrifty("export", "run", "base", "--part", "base")
+    found = thrifty.json("export", "run", "adapter", "--part", "adapter")
     assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"]
     folder = thrifty.folder
     wanted = as_trained(thrifty, "run")
@@ -57,7 +57,7 @@ def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thri
     words += [*WITHOUT_FAST, *QUICK]
     words += ["--with", "adapters.lora:rank=3", "--data", str((thrifty.folder / "corpus").resolve())]
     thrifty("train", "text", "--name", "run", "--model", str(model), "--budget", "12steps", *words)
-    thrifty("export", "run", "adapter", "--only", "adapter")
+    thrifty("export", "run", "adapter", "--part", "adapter")
     settings = json.loads((thrifty.folder / "adapter" / "adapter_config.json").read_text())
     base = Path(settings["base_model_name_or_path"])
     assert base == model and settings["task_type"] == "CAUSAL_LM"
@@ -67,5 +67,5 @@ def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thri
 
 def test_a_run_without_an_adapter_says_so(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=2)
-    told = thrifty("export", "run", "adapter", "--only", "adapter", exit_code=2).stderr
+    told = thrifty("export", "run", "adapter", "--part", "adapter", exit_code=2).stderr
     assert "no adapter" in told and not (thrifty.folder / "adapter").exists()

@@ -118,7 +118,7 @@ def test_what_is_learned_can_be_seen_beforehand(thrifty: CommandLine, exported: 
     learned = [run for example in seen["examples"] for run in example if run["learned"]]
     assert all(run["text"].startswith("It is ") and run["text"].endswith("<|im_end|>") for run in learned)
     assert 0 < seen["learned"] < seen["tokens"] and seen["conversations"] > 100
-    everything = thrifty.json(*words, "--everything")
+    everything = thrifty.json(*words, "--learn-questions")
     assert everything["learned"] == everything["tokens"] - everything["conversations"]
 
 

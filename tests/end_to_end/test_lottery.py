@@ -225,7 +225,7 @@ def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_
     assert not (whole / "tiny-round-1").exists()
     run_lottery(longer, lottery, whole, quiet=True)
     (tmp_path / "recipe.toml").write_text(write_recipe(longer))
-    words = ["lottery", tmp_path / "recipe.toml", "--rounds", "1", "--prune", "0.5", "--rewind", str(REWIND)]
+    words = ["lottery", tmp_path / "recipe.toml", "--rounds", "1", "--prune-fraction", "0.5", "--rewind", str(REWIND)]
     process = thrifty.start(*words, "--runs", killed, "--quiet")
     assert wait_until((killed / "tiny-round-1" / "recipe.toml").exists, process)
     assert process.poll() is None

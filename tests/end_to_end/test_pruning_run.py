@@ -79,7 +79,16 @@ def test_a_page_shows_the_files_that_are_likely_mislabelled(
 def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
     desk: CommandLine, scored: dict[str, Any]
 ) -> None:
-    words = ["prune", "scores.safetensors", "--keep", "0.5", "--offset", "0.05", "--write", "pruned.toml"]
+    words = [
+        "prune",
+        "scores.safetensors",
+        "--keep-fraction",
+        "0.5",
+        "--drop-hardest",
+        "0.05",
+        "--write",
+        "pruned.toml",
+    ]
     told = desk("data", *words).stdout
     assert f"{scored['examples']:,}" in told and "left out as the very hardest: " in told
     assert "written: thrifty train pruned.toml" in told and scored["sha256"] in told
@@ -114,11 +123,11 @@ def test_scores_are_refused_where_the_data_is_other_data(desk: CommandLine, scor
 def test_options_that_mean_nothing_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
     for words, told in (
         (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size means nothing with --scores"),
-        (["look", "images", "--keep", "0.5"], "--keep means nothing without --scores"),
+        (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction means nothing without --scores"),
         (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe is the recipe that --write writes"),
-        (["prune", "scores.safetensors", "--keep", "2"], "keep must be"),
+        (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
         (["prune", "nothing"], "there is no scores file"),
         (["score", "vit-digits", "--steps", "soon"], "is no moment"),
-        (["score", "vit-digits", "--by", "el2m"], "did you mean 'el2n'"),
+        (["score", "vit-digits", "--method", "el2m"], "did you mean 'el2n'"),
     ):
         assert told in desk("data", *words, exit_code=2).stderr, words

@@ -13,8 +13,8 @@ PORT = 8577
 @click.option("--results", type=click.Path(path_type=Path), default=Path("results"), help="Folder of kept results.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0 for any that is free.")
 @click.option("--open/--no-open", "show", default=True, help="Open the page in the browser.  [default: open]")
-@click.option("--new-address", is_flag=True, help="Make the address that was used so far worthless.")
-def command(runs: Path, results: Path, port: int, show: bool, new_address: bool) -> None:
+@click.option("--new-token", is_flag=True, help="Make the address that was used so far worthless.")
+def command(runs: Path, results: Path, port: int, show: bool, new_token: bool) -> None:
     """Show runs, their live curves, studies and technique cards in the browser.
 
     The page is served to this machine alone, to who has the address that is printed; it only reads, and runs know
@@ -29,7 +29,7 @@ def command(runs: Path, results: Path, port: int, show: bool, new_address: bool)
     if not runs.is_dir():
         raise UsageError(f"there is no folder {runs}", fix="name the folder of your runs: --runs DIR")
     site = BoardSite(runs, results, _cards, lambda technique: _measured(technique, (results, runs)))
-    with BoardServer(site, _token(new_address), port) as server:
+    with BoardServer(site, _token(new_token), port) as server:
         site.warm()
         click.echo(f"{server.address}\nreads {runs}; Ctrl-C ends it")
         if show:

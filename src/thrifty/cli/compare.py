@@ -13,19 +13,23 @@ from thrifty.cli.recipe_options import build_recipe, recipe_options
 @recipe_options
 @click.argument("arms", nargs=-1)
 @click.option(
-    "--equal",
+    "--equal-budget",
+    "equal",
     type=click.Choice(["time", "flops", "tokens", "steps"]),
     help="What every arm may spend of.  [default: time]",
 )
 @click.option("--seeds", type=int, help="Pairs of runs.  [default: 8]")
-@click.option("--trials", type=int, help="Learning rates tried for each arm; 1 for none.  [default: 3]")
-@click.option("--factor", type=float, help="Between a learning rate and the next.  [default: 2]")
+@click.option("--rate-trials", "trials", type=int, help="Learning rates tried for each arm; 1 for none.  [default: 3]")
+@click.option("--rate-factor", "factor", type=float, help="Between a learning rate and the next.  [default: 2]")
 @click.option(
-    "--effect", type=float, help="Smallest difference worth knowing, as a share of the loss.  [default: 0.01]"
+    "--min-effect",
+    "effect",
+    type=float,
+    help="Smallest difference worth knowing, as a share of the loss.  [default: 0.01]",
 )
-@click.option("--pilot", type=int, help="Steps in which costs are measured.  [default: 24]")
+@click.option("--warmup-steps", "pilot", type=int, help="Steps in which costs are measured.  [default: 24]")
 @click.option(
-    "--lane",
+    "--worker",
     "lanes",
     metavar="COMMAND",
     multiple=True,
@@ -33,7 +37,7 @@ from thrifty.cli.recipe_options import build_recipe, recipe_options
     "starts one elsewhere.  [default: here]",
 )
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is kept.")
-@click.option("--keep", type=click.Path(path_type=Path), help="Keep the result as this .json file too.")
+@click.option("--save-result", "keep", type=click.Path(path_type=Path), help="Keep the result as this .json file too.")
 @click.option("--retry", is_flag=True, help="Run again what failed.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")

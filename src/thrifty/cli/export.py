@@ -9,19 +9,19 @@ import click
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="The checkpoint of this step instead of the newest.")
-@click.option("--trained", is_flag=True, help="The weights in training, where the run judged an average of them.")
+@click.option("--raw-weights", is_flag=True, help="The weights in training, where the run judged an average of them.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option(
-    "--only",
-    type=click.Choice(["adapter", "base", "ticket"]),
+    "--part",
+    type=click.Choice(["adapter", "base", "masks"]),
     help="The adapter alone, in PEFT's layout; the model that it was trained on; a sparse run's masks as a file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    run: Path, folder: Path, step: int | None, trained: bool, dtype: str, only: str | None, as_json: bool
+    run: Path, folder: Path, step: int | None, raw_weights: bool, dtype: str, part: str | None, as_json: bool
 ) -> None:
     """Write the model of RUN to FOLDER: config.json, safetensors, and the tokenizer or what images must go through.
-    Adapters are merged, gains folded in; with --only the adapter and the base can be had apart.
+    Adapters are merged, gains folded in; with --part the adapter and the base can be had apart.
 
     FOLDER must not exist or be empty: nothing is overwritten.
     """
@@ -40,17 +40,17 @@ def command(
     from thrifty.training.trained_model import Adapters, load_trained_model
 
     path = run_path(run)
-    if only == "ticket":
-        _keep_ticket(path, folder, step, as_json)
+    if part == "masks":
+        _export_masks(path, folder, step, as_json)
         return
-    adapters: Adapters = "merged" if only is None else "kept" if only == "adapter" else "left out"
-    model, recipe = load_trained_model(path, step, trained, adapters=adapters)
+    adapters: Adapters = "merged" if part is None else "kept" if part == "adapter" else "left out"
+    model, recipe = load_trained_model(path, step, raw_weights, adapters=adapters)
     ends = read_model_spec(path, recipe.data.length)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(model)[1]))
     with collect_notes() as notes:
-        if only == "adapter":
+        if part == "adapter":
             save_adapter(model, folder, shape=shape, base=recipe.model.folder or None, dtype=getattr(torch, dtype))
         elif isinstance(ends, ImageModelSpec):
             export_model(model, shape, folder, dtype=getattr(torch, dtype), images=ends)
@@ -67,7 +67,7 @@ def command(
     click.echo(f"{folder}: {', '.join(files)}")
 
 
-def _keep_ticket(run: Path, file: Path, step: int | None, as_json: bool) -> None:
+def _export_masks(run: Path, file: Path, step: int | None, as_json: bool) -> None:
     from thrifty.cli.verb_output import print_json
     from thrifty.experiments.mask_export import export_masks
 

@@ -12,11 +12,18 @@ from thrifty.cli.recipe_options import build_recipe, recipe_options
 @click.command()
 @recipe_options
 @click.option("--rounds", type=click.IntRange(min=1), help="Tickets drawn after the dense run.  [default: 8]")
-@click.option("--prune", type=float, help="Share of the weights left that goes after each round.  [default: 0.2]")
+@click.option(
+    "--prune-fraction",
+    "prune",
+    type=float,
+    help="Share of the weights left that goes after each round.  [default: 0.2]",
+)
 @click.option("--rewind", metavar="STEP|SHARE", help="What tickets start from: 0, a step, or 0.01 of the run.")
 @click.option("--scope", type=click.Choice(["global", "layerwise"]), help="What is compared.  [default: global]")
 @click.option("--where", metavar="PATTERN", help="Names of the matrices that are pruned.  [default: of blocks]")
-@click.option("--half", metavar="PATTERN", help="Names of those that lose half the share.  [default: of heads]")
+@click.option(
+    "--half-rate", "half", metavar="PATTERN", help="Names of those that lose half the share.  [default: of heads]"
+)
 @click.option(
     "--control",
     "controls",

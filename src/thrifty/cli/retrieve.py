@@ -18,14 +18,16 @@ BATCH = 256
 @click.command("retrieve")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, default=None, help="The checkpoint of this step instead of the newest.")
-@click.option("--trained", is_flag=True, help="The weights in training where the run judged an average of them.")
+@click.option("--raw-weights", is_flag=True, help="The weights in training where the run judged an average of them.")
 @click.option("--classes", default="", metavar="SOURCE", help="Also tell apart the labels of these images by name.")
 @click.option(
     "--prompt", "prompts", multiple=True, metavar="TEXT",
     help='What a class is called, {} standing for its label; several are averaged.  [default: "{}"]',
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(run: Path, step: int | None, trained: bool, classes: str, prompts: tuple[str, ...], as_json: bool) -> None:
+def command(
+    run: Path, step: int | None, raw_weights: bool, classes: str, prompts: tuple[str, ...], as_json: bool
+) -> None:
     """Measure the model of RUN on all held-out images and captions of its data: R@1, R@5 and R@10 both ways.
 
     RUN is a run folder, or the name of one under ./runs, whose objective was contrast.
@@ -40,7 +42,7 @@ def command(run: Path, step: int | None, trained: bool, classes: str, prompts: t
     if prompts and not classes:
         raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
     path = run_path(run)
-    model, recipe = load_trained_model(path, step, trained)
+    model, recipe = load_trained_model(path, step, raw_weights)
     if not isinstance(model, ContrastiveModel):
         raise UsageError(
             f"the model of {run} learned {recipe.objective.name} and does not compare images with captions",

@@ -9,9 +9,9 @@ import click
 @click.argument("run")
 @click.option("--to", "kind", required=True, metavar="TRACKER", help="tensorboard, mlflow, wandb or trackio.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("tracked"), help="Folder.  [default: tracked]")
-@click.option("--follow", is_flag=True, help="Go on while the run does.")
+@click.option("--watch", is_flag=True, help="Go on while the run does.")
 @click.option("--online", is_flag=True, help="Send it to Weights & Biases instead of keeping it for `wandb sync`.")
-def command(run: str, kind: str, out: Path, follow: bool, online: bool) -> None:
+def command(run: str, kind: str, out: Path, watch: bool, online: bool) -> None:
     """Write the records of RUN as another tracker's own files.
 
     RUN is a run folder, or the name of one under ./runs. Training knows nothing of it: the run folder is only read, and
@@ -21,7 +21,7 @@ def command(run: str, kind: str, out: Path, follow: bool, online: bool) -> None:
     from thrifty.trackers.record_follower import track
     from thrifty.trackers.tracker import KINDS
 
-    written = track(find_run(run), kind, out, follow=follow, online=online)
+    written = track(find_run(run), kind, out, follow=watch, online=online)
     more = "more records" if written.again else "records"
     click.echo(f"{written.records:,} {more} of {run} in {written.folder}")
     click.echo(f"look at them: {KINDS[kind].format(folder=written.folder)}")

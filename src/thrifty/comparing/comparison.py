@@ -62,7 +62,7 @@ def compare(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
     if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
-        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--trials 1")
+        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
     with claim_folder(folder, arms, terms) as opened:
         return _Race(arms, terms, opened, lanes or (Worker(),), say, retry).to_the_end()
 

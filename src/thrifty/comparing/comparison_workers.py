@@ -32,8 +32,8 @@ def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
         raise UsageError(
-            f"{local} lanes are on this machine, and runs side by side take time from each other",
-            fix="--equal flops, tokens or steps, or one lane on each machine",
+            f"{local} workers are on this machine, and runs side by side take time from each other",
+            fix="--equal-budget flops, tokens or steps, or one worker on each machine",
         )
     threads = max(1, len(usable_cores()) // local) if local > 1 else 0
     return [Worker(launcher, 0 if launcher else threads) for launcher in launchers]
@@ -47,9 +47,9 @@ def _launchers(text: str) -> list[tuple[str, ...]]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--lane {text!r} is no command: {error}", fix="close its quotes") from error
+        raise UsageError(f"--worker {text!r} is no command: {error}", fix="close its quotes") from error
     if not words:
-        raise UsageError("a lane is empty", fix="--lane here is this machine")
+        raise UsageError("a worker is empty", fix="--worker here is this machine")
     return [words]
 
 
@@ -60,7 +60,7 @@ def _nodes_of_job() -> list[str]:
     try:
         listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise UsageError(f"SLURM does not say which nodes {nodes} are: {error}", fix="name each by --lane") from error
+        raise UsageError(f"SLURM does not say which nodes {nodes} are: {error}", fix="name each by --worker") from error
     return listed.stdout.split()
 
 

@@ -114,7 +114,8 @@ def steps_of_variants(arms: Sequence[Variant], costs: Mapping[str, StepCost], eq
             )
         if equal == "flops" and cost.flops_vary:
             raise UsageError(
-                f"{arm.label}: its FLOPs change over the run, and are counted for its last steps", fix="--equal time"
+                f"{arm.label}: its FLOPs change over the run, and are counted for its last steps",
+                fix="--equal-budget time",
             )
     budget = steps_of_baseline(arms[0].recipe.budget, costs[arms[0].label])
     amount = budget * costs[arms[0].label].of(equal)

@@ -15,7 +15,6 @@ from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
 """A share of the peak, or of a step's time, below which nothing is gained."""
-AMOUNTS = {Numerics.EXACT: "exact", Numerics.ROUNDING: "rounding", Numerics.DIFFERENT: "anything"}
 DIVIDES = {"distribution of data", "distribution of layers", "distribution of blocks"}
 DETAIL = {
     "activations": "activation memory",
@@ -129,7 +128,7 @@ class ChoiceExplainer:
 
     def _barred(self, numerics: Numerics) -> str:
         what = "rounds otherwise" if numerics is Numerics.ROUNDING else "changes the result"
-        return f"{what}, and you asked for {AMOUNTS[self.allow]}"
+        return f"{what}, and you asked for {self.allow.value}"
 
     def _refusal(self, technique: Technique) -> str:
         others = [each for each in self.search.base if each.name != technique.name]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.choice_explanations import AMOUNTS, ChoiceReason
+from thrifty.planning.choice_explanations import ChoiceReason
 from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue
 
@@ -47,7 +47,7 @@ class ClusterChoiceExplainer:
         if name in ("memory.recompute", "large_batch.gradient_accumulation"):
             return "the fastest layout that fits does without it"
         if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
-            return f"changes the result, and you asked for {AMOUNTS[self.allow]}"
+            return f"changes the result, and you asked for {self.allow.value}"
         return "not looked at: nothing is simulated of it; a plan for one device (without --cluster) tells what it does"
 
     def _of_axis(self, axis: str) -> str:

@@ -230,7 +230,8 @@ class PlanSearch(SingleOptionCosts):
         raise InfeasibleError(
             f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: the least is about {needed / 1e6:,.0f} MB, "
             f"with {least.label}" + (f" ({why})" if why else ""),
-            fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow anything, or a smaller model, data.length or data.batch",
+            fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow different, or a smaller model, "
+            "data.length or data.batch",
         )
 
 

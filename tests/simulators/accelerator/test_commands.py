@@ -45,7 +45,7 @@ def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
         "elsa,elsa:approximate=0,a3,dense",
         "--trace",
         trace,
-        "--iso",
+        "--equal-resources",
         iso,
         "--no-measure",
     )
@@ -63,13 +63,13 @@ def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
 
 
 def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
-    page = shown("attention", "--designs", "elsa", "--trace", trace, "--table", "all", "--csv", tmp_path / "csv",
+    page = shown("attention", "--designs", "elsa", "--trace", trace, "--energy-table", "all", "--csv", tmp_path / "csv",
                  "--perfetto", tmp_path / "p.json", "--engine", "event", "--no-measure")  # fmt: skip
     assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
     assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
     assert "has no price for sram" in shown(
-        "attention", "--designs", "elsa", "--trace", trace, "--table", "aladdin-45nm", "--no-measure"
+        "attention", "--designs", "elsa", "--trace", trace, "--energy-table", "aladdin-45nm", "--no-measure"
     )
 
 
@@ -93,7 +93,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compared_is_said(designs: str, iso: str, said: str, trace: Path) -> None:
     with pytest.raises(UsageError, match=said):
-        shown("attention", "--designs", designs, "--trace", trace, "--iso", iso)
+        shown("attention", "--designs", designs, "--trace", trace, "--equal-resources", iso)
 
 
 def recorded(path: Path) -> Path:
@@ -114,8 +114,8 @@ def test_what_was_measured_here_stands_in_columns_of_its_own(trace: Path) -> Non
 
 def test_masks_of_several_filters_side_by_side_at_an_equal_error(tmp_path: Path) -> None:
     path = recorded(tmp_path / "r.safetensors")
-    words = ("attention", "--designs", "elsa,dense", "--trace", path, "--filter", "exact", "--filter", "own", "--error",
-             "0.2", "--no-measure")  # fmt: skip
+    words = ("attention", "--designs", "elsa,dense", "--trace", path, "--filter", "exact", "--filter", "own",
+             "--max-error", "0.2", "--no-measure")  # fmt: skip
     page, found = shown(*words), told(*words)
     rows = {row["machine"]: row for row in found["results"]}
     assert list(rows) == ["elsa, exact", "dense, exact", "elsa, own", "dense, own"] and all(
@@ -145,7 +145,7 @@ def test_a_machine_that_computes_all_pairs_loses_nothing_by_a_filter(tmp_path: P
 def test_a_filter_that_gets_nowhere_near_the_error_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thrifty.simulators.accelerator.design_filters.LONGEST", 0.5)
     words = ("attention", "--designs", "a3,sanger", "--trace", recorded(tmp_path / "r.safetensors"), "--filter", "own")
-    page = shown(*words, "--error", "0.001", "--no-measure")
+    page = shown(*words, "--max-error", "0.001", "--no-measure")
     assert "a3: no threshold of its filter gets within an error of 0.001" in page and "sanger: no" not in page
     assert "on the very examples" in page
 
@@ -153,7 +153,7 @@ def test_a_filter_that_gets_nowhere_near_the_error_is_said_to(tmp_path: Path, mo
 def test_own_filters_and_why_one_is_faster(tmp_path: Path) -> None:
     recorded(tmp_path / "r.safetensors")
     words = ("attention", "--designs", "sanger,dota,dense", "--trace", tmp_path / "r.safetensors", "--filter", "own",
-             "--no-measure", "--density", "0.25", "--against", "dense")  # fmt: skip
+             "--no-measure", "--density", "0.25", "--baseline-design", "dense")  # fmt: skip
     page, found = shown(*words), told(*words)
     assert [row["masks"].get("filter") for row in found["results"]] == ["sanger", "dota", None]
     assert [round(row["masks"]["density"], 2) for row in found["results"]] == [0.25, 0.25, 1.0]

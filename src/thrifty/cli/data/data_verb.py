@@ -86,9 +86,9 @@ def inspect_source(
     images for the most part, or images and their captions, is taken for one of those.
 
     With --scores a page shows the examples that are likely mislabelled, and those with the highest and the lowest
-    scores; with --keep and so on also what would be kept.
+    scores; with --keep-fraction and so on also what would be kept.
     """
-    choice = {name: changes.pop(name) for name in ("keep", "order", "offset", "floor")}
+    choice = {name: changes.pop(name) for name in ("keep_fraction", "order", "drop_hardest", "min_class_share")}
     if scores is not None:
         _refuse(changes, "with --scores", "they are as they were when it was scored")
         return print_suspicious_examples(source, scores, out, as_json, **choice)
@@ -112,7 +112,7 @@ def inspect_source(
 @click.option("--model", default="", help="The model folder, or named model, whose tokenizer and template are used.")
 @click.option("--tokenizer", default=None, help="A tokenizer.json; without it and a model, one is trained.")
 @click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the tokenizer's own.")
-@click.option("--everything", is_flag=True, help="Learn questions too, not only answers.")
+@click.option("--learn-questions", is_flag=True, help="Learn questions too, not only answers.")
 @click.option("--length", type=int, default=512, show_default=True, help="Tokens a conversation may have.")
 @click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="How many to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
@@ -121,7 +121,7 @@ def preview(
     model: str,
     tokenizer: str | None,
     template: str,
-    everything: bool,
+    learn_questions: bool,
     length: int,
     examples: int,
     as_json: bool,
@@ -139,7 +139,9 @@ def preview(
         folder = entries()[model].model_folder if model in entries() else Path(model)
         tokenizer = str(folder / "tokenizer.json")
     settings = DataSettings(source=source, tokenizer=tokenizer or "", length=length)
-    seen = look_into(settings, ChatLearningSettings(everything=everything, template=template), examples, say=_on_stderr)
+    seen = look_into(
+        settings, ChatLearningSettings(everything=learn_questions, template=template), examples, say=_on_stderr
+    )
     if as_json:
         print_json(asdict(seen))
     else:

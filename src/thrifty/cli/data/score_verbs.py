@@ -14,15 +14,22 @@ if TYPE_CHECKING:
     from thrifty.core.score_file import ExampleScores
     from thrifty.techniques.data_selection.prune import PrunedExamples
 
+SETTINGS = {"keep_fraction": "keep", "drop_hardest": "offset", "min_class_share": "floor"}
+"""What options are called as settings of `data_selection.prune`."""
+
 
 def choice_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """What is kept; given by name, None where it is not said."""
     for option in reversed(
         [
-            click.option("--keep", type=float, help="Share of the training examples that is kept.  [default: 0.5]"),
+            click.option(
+                "--keep-fraction", type=float, help="Share of the training examples that is kept.  [default: 0.5]"
+            ),
             click.option("--order", help="hard, easy, auto (by abundance) or random.  [default: hard]"),
-            click.option("--offset", type=float, help="Share, the very hardest, left out first.  [default: 0]"),
-            click.option("--floor", type=float, help="Share of an equal part kept of each label.  [default: 0.5]"),
+            click.option("--drop-hardest", type=float, help="Share, the very hardest, left out first.  [default: 0]"),
+            click.option(
+                "--min-class-share", type=float, help="Share of an equal part kept of each label.  [default: 0.5]"
+            ),
         ]
     ):
         function = option(function)
@@ -31,7 +38,7 @@ def choice_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @recipe_options
-@click.option("--by", default="el2n", show_default=True, metavar="METHOD", help="See below.")
+@click.option("--method", "by", default="el2n", show_default=True, metavar="METHOD", help="See below.")
 @click.option("--runs", type=int, help="Runs to average over, of one seed each.  [default: 5]")
 @click.option("--steps", metavar="STEPS|SHARE", help="How long each is trained: 0, 100, or 0.2 of the recipe.")
 @click.option("--embed-with", default="", metavar="FOLDER", help="prototype: a run or model folder, in place of runs.")
@@ -149,7 +156,7 @@ def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "PrunedExamples"
     from thrifty.core.plain_values import build
     from thrifty.techniques.data_selection.prune import PrunedExamples
 
-    given = {name: value for name, value in choice.items() if value is not None}
+    given = {SETTINGS.get(name, name): value for name, value in choice.items() if value is not None}
     return build(PrunedExamples, {"scores": str(path.resolve()), "sha256": sha256, **given}, "prune")
 
 
@@ -190,7 +197,7 @@ def _scored(scores: "ExampleScores", target: Path, sha256: str, source: str) -> 
         f"kept in    {target}",
         f"sha256     {sha256}",
         f"look       thrifty data look {source} --scores {target}",
-        f"prune      thrifty data prune {target} --keep 0.5",
+        f"prune      thrifty data prune {target} --keep-fraction 0.5",
     ]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from thrifty.core.recipe import Recipe
     from thrifty.planning.forecast import PlanRequest
 
-ALLOWED = ("exact", "rounding", "anything")
+ALLOWED = ("exact", "rounding", "different")
 OTHERS = ("size", "fit")
 """Commands beside this one."""
 EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
@@ -36,10 +36,12 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 @click.option(
     "--allow", type=click.Choice(ALLOWED), default="exact", show_default=True, help="What may change of values."
 )
-@click.option("--price", type=float, help="Of an hour of this machine, in any currency: also tells the cost.")
+@click.option(
+    "--price-per-hour", "price", type=float, help="Of an hour of this machine, in any currency: also tells the cost."
+)
 @click.option("--probe/--no-probe", default=None, help="Whether steps are run, or only counted.  [default: probe]")
-@click.option("--seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
-@click.option("--finalists", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
+@click.option("--probe-seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
+@click.option("--probed-candidates", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
 @click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
 @click.option("--ranks", type=click.IntRange(1), help="Devices: of this machine, or of the cluster, unless all of it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the recipe here, ready for thrifty train.")
@@ -60,8 +62,8 @@ def plan_recipe(
     allow: str,
     price: float | None,
     probe: bool | None,
-    seconds: float | None,
-    finalists: int | None,
+    probe_seconds: float | None,
+    probed_candidates: int | None,
     cluster: str | None,
     ranks: int | None,
     **options: Any,
@@ -91,7 +93,7 @@ def plan_recipe(
             "--export script writes the model that a recipe names, and --model names one of your own",
             fix="leave --export script out; the other exports work",
         )
-    probing: dict[str, Any] = {"probe": probe, "seconds": seconds, "finalists": finalists}
+    probing: dict[str, Any] = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates}
     probing = {name: value for name, value in probing.items() if value is not None}
     if cluster is not None:
         _refuse_probes(probing)
@@ -131,7 +133,7 @@ def _refuse_probes(given: dict[str, Any]) -> None:
 
     if given:
         name, value = next(iter(given.items()))
-        option = "--no-probe" if value is False else f"--{name}"
+        option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
         raise UsageError(
             f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
             fix=f"leave {option} out",
@@ -193,17 +195,17 @@ def _wanted(
     from math import inf
 
     from thrifty.core.errors import UsageError
+    from thrifty.core.technique import Numerics
     from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.scaling_law import check_amount
-    from thrifty.planning.search_space import NUMERICS_ORDER
 
-    for name, amount in {"--hours": hours, "--tokens": tokens, "--flops": flops, "--price": price}.items():
+    for name, amount in {"--hours": hours, "--tokens": tokens, "--flops": flops, "--price-per-hour": price}.items():
         if amount is not None:
             check_amount(name, amount)
     if tokens is not None and flops is not None:
         raise UsageError("--tokens and --flops are both given", fix="give one of them")
     return PlanRequest(
-        allow=NUMERICS_ORDER[ALLOWED.index(allow)],
+        allow=Numerics(allow),
         memory=inf if memory is None else read_size(memory),
         disk=inf if disk is None else read_size(disk, "--disk"),
         seconds=None if hours is None else 3600 * hours,

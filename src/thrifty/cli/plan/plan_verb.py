@@ -67,13 +67,13 @@ def size(flops: float | None, hours: float | None, tokens: float | None, utilisa
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--csv", "table", type=click.Path(path_type=Path), help="A table: parameters,tokens,loss.")
 @click.option("--flops", type=float, help="Also the best sizes for this compute.")
-@click.option("--leave-out", type=click.IntRange(0), default=0, help="Leave out this many runs of highest loss.")
+@click.option("--drop-worst", type=click.IntRange(0), default=0, help="Leave out this many runs of highest loss.")
 @click.option("--all-starts", is_flag=True, help="The 4500 starts of the paper in place of 243.")
 @click.option("--resamples", type=click.IntRange(2), default=400, show_default=True, help="Bootstrap fits.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the bootstrap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def fit(
-    runs: tuple[Path, ...], table: Path | None, flops: float | None, leave_out: int, as_json: bool, **how: Any
+    runs: tuple[Path, ...], table: Path | None, flops: float | None, drop_worst: int, as_json: bool, **how: Any
 ) -> None:
     """Fit the law to RUNS (run folders, or names under runs/) or to a table, with intervals.
 
@@ -85,7 +85,7 @@ def fit(
     if flops is not None:
         check_amount("--flops", flops)
     points = _read(runs, table)
-    kept = sorted(points, key=lambda run: run.loss)[: max(0, len(points) - leave_out)]
+    kept = sorted(points, key=lambda run: run.loss)[: max(0, len(points) - drop_worst)]
     found = fit_law(kept, flops, **how)
     if as_json:
         print_json(found)

@@ -20,11 +20,15 @@ FILTERS = ("trace", "exact", "own")
 @click.command()
 @click.option("--designs", required=True, metavar="NAME,…", help="Machines: names, or TOML files; NAME:KEY=VALUE sets.")
 @click.option("--trace", required=True, type=click.Path(path_type=Path), help="What `thrifty trace` wrote.")
-@click.option("--iso", metavar="KEY=VALUE,…", help="The same multipliers, clock (Hz), bandwidth (bytes/s) for all.")
+@click.option(
+    "--equal-resources", metavar="KEY=VALUE,…", help="The same multipliers, clock (Hz), bandwidth (bytes/s) for all."
+)
 @click.option(
     "--engine", default="scan", show_default=True, help="scan, or event: with the memory's latency and banks."
 )
-@click.option("--table", default="horowitz-45nm", show_default=True, help="Energies of counted actions; all for each.")
+@click.option(
+    "--energy-table", default="horowitz-45nm", show_default=True, help="Energies of counted actions; all for each."
+)
 @click.option(
     "--filter",
     "filters",
@@ -36,9 +40,13 @@ FILTERS = ("trace", "exact", "own")
     "given several times.",
 )
 @click.option("--density", type=float, default=0.2, show_default=True, help="Share that exact and own filters keep.")
-@click.option("--error", type=float, help="In place of --density: keep so much that outputs are off by at most this.")
+@click.option(
+    "--max-error", type=float, help="In place of --density: keep so much that outputs are off by at most this."
+)
 @click.option("--run", type=click.Path(path_type=Path), help="The run of the trace: its held-out loss under each mask.")
-@click.option("--against", metavar="NAME", help="One of the designs, to tell why others are faster at equal peak.")
+@click.option(
+    "--baseline-design", metavar="NAME", help="One of the designs, to tell why others are faster at equal peak."
+)
 @click.option("--measure/--no-measure", default=True, help="Whether to time the same attention on this machine too.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write tables and charts as one offline page.")
 @click.option("--csv", "folder", type=click.Path(path_type=Path), help="Write reports and action counts into a folder.")
@@ -47,14 +55,14 @@ FILTERS = ("trace", "exact", "own")
 def attention(
     designs: str,
     trace: Path,
-    iso: str | None,
+    equal_resources: str | None,
     engine: str,
-    table: str,
+    energy_table: str,
     filters: tuple[str, ...],
     density: float,
-    error: float | None,
+    max_error: float | None,
     run: Path | None,
-    against: str | None,
+    baseline_design: str | None,
     measure: bool,
     page: Path | None,
     folder: Path | None,
@@ -72,18 +80,20 @@ def attention(
     from thrifty.simulators.accelerator.result_export import write_csv, write_perfetto
     from thrifty.simulators.accelerator.trace_file import load_trace
 
-    budget = read_budget(iso)
+    budget = read_budget(equal_resources)
     chosen = [limit_resources(read_machine_options(words), **budget) for words in designs.split(",") if words]
     names = [machine.name for machine in chosen]
     if not chosen:
         raise UsageError("no design was named", fix="for example --designs elsa,a3,dense")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"--designs names {twice[0]} twice", fix="name it once, or set something, as in elsa:copies=2")
-    if against is not None and against not in names:
-        raise UsageError(f"--against: {against!r} is not among the designs", fix=did_you_mean(against, names))
+    if baseline_design is not None and baseline_design not in names:
+        raise UsageError(
+            f"--baseline-design: {baseline_design!r} is not among the designs", fix=did_you_mean(baseline_design, names)
+        )
     loaded = load_trace(trace)
-    given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, error)
-    priced = "horowitz-45nm" if table == "all" else table
+    given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, max_error)
+    priced = "horowitz-45nm" if energy_table == "all" else energy_table
     comparison = compare_designs(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
     results = [case.result for case in comparison.cases]
     if folder is not None:
@@ -95,7 +105,7 @@ def attention(
     if as_json:
         print_json({"budget": budget, **comparison.as_dict()})
         return
-    print_comparison(comparison, against, table == "all")
+    print_comparison(comparison, baseline_design, energy_table == "all")
     for path in (folder, perfetto, page):
         if path is not None:
             click.echo(f"\nwrote {path}")
@@ -169,12 +179,16 @@ def read_budget(text: str | None) -> dict[str, float]:
     for word in filter(None, (text or "").split(",")):
         key, _, value = word.partition("=")
         if key.strip() not in known:
-            raise UsageError(f"--iso: there is no budget of {key.strip()!r}", fix=did_you_mean(key.strip(), known))
+            raise UsageError(
+                f"--equal-resources: there is no budget of {key.strip()!r}", fix=did_you_mean(key.strip(), known)
+            )
         try:
             number = float(value)
         except ValueError:
             number = -1.0
         if not number > 0 or (key.strip() == "multipliers" and not number.is_integer()):
-            raise UsageError(f"--iso: {word!r} is no amount above zero", fix=f"for example {key.strip()}=128")
+            raise UsageError(
+                f"--equal-resources: {word!r} is no amount above zero", fix=f"for example {key.strip()}=128"
+            )
         budget[key.strip()] = int(number) if key.strip() == "multipliers" else number
     return budget

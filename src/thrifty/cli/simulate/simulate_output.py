@@ -81,7 +81,9 @@ def remarks(comparison: DesignComparison) -> list[str]:
     without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
     if 0 < len(without) < len(comparison.cases):
         named = ", ".join(dict.fromkeys(without))
-        found.append(f"{named}: no outer memory, so its accesses are in no energy; --iso bandwidth=… gives all one")
+        found.append(
+            f"{named}: no outer memory, so its accesses are in no energy; --equal-resources bandwidth=… gives all one"
+        )
     for case in comparison.cases:
         if case.trace.provenance.get("within allowed") == "no":
             allowed = case.trace.provenance["error allowed"]

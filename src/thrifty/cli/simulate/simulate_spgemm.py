@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--designs", default="outerspace", show_default=True, help="Machines; NAME:KEY=VALUE sets.")
 @click.option("--measure/--no-measure", default=True, help="Whether to time the product on this machine too.")
-@click.option("--table", default="horowitz-45nm", show_default=True, help="Energies of counted actions.")
+@click.option("--energy-table", default="horowitz-45nm", show_default=True, help="Energies of counted actions.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def spgemm(
     matrices: tuple[Path, ...],
@@ -28,7 +28,7 @@ def spgemm(
     seed: int,
     designs: str,
     measure: bool,
-    table: str,
+    energy_table: str,
     as_json: bool,
 ) -> None:
     """The product of each of the MATRICES (Matrix Market files, .mtx) with itself, or of a random one: cycles of both
@@ -47,7 +47,7 @@ def spgemm(
     for product in products:
         here = measured(product) if measure else {"gustavson": None, "dense": None}
         for machine in machines:
-            result = simulate_product(machine, product, table=table)
+            result = simulate_product(machine, product, table=energy_table)
             found.append(describe_product(product, result) | {"measured_here": here})
     if as_json:
         print_json({"products": found})

@@ -50,7 +50,7 @@ class ScoringSettings:
             raise UsageError(f"examples cannot be scored by {self.by!r}", fix=did_you_mean(self.by, METHODS))
         if self.by != "prototype" and (self.embed_with or self.clusters is not None):
             what = "a model to embed with" if self.embed_with else "a number of clusters"
-            raise UsageError(f"{what} is for prototypes, and scores are by {self.by}", fix="--by prototype")
+            raise UsageError(f"{what} is for prototypes, and scores are by {self.by}", fix="--method prototype")
         if self.runs is not None and self.runs < 1:
             raise UsageError(f"runs is {self.runs}", fix="give 1 or more")
         if not self.trained and self.count > 1:
@@ -149,15 +149,15 @@ class _ScoringRuns:
             raise UsageError(
                 f"the loss of {self.recipe.objective.name} for one example depends on the others of its batch: none "
                 "can be scored by itself",
-                fix="--by random or --by input_norm",
+                fix="--method random or --method input_norm",
             )
         if not isinstance(data.train, EpochSource):
             raise UsageError(f"the examples of {self.recipe.data.source} cannot be gone through one by one")
         if method.needs and method.needs not in next(data.train.sequential_batches(1)).fields:
             raise UsageError(
-                f"--by {self.scoring.by} is for examples with {method.needs}, and those of {self.recipe.data.source} "
-                "have none",
-                fix="--by el2n, --by grand or --by loss",
+                f"--method {self.scoring.by} is for examples with {method.needs}, and those of "
+                f"{self.recipe.data.source} have none",
+                fix="--method el2n, --method grand or --method loss",
             )
         self.clusters = self.scoring.clusters or len(_label_names(prepared))
         if self.scoring.by == "prototype" and not self.clusters:

@@ -76,7 +76,7 @@ def el2n(sight: ScoringContext) -> Tensor:
     try:
         return sight.look(score)
     except NotImplementedError as error:
-        raise UsageError(str(error), fix="--by loss or --by grand") from None
+        raise UsageError(str(error), fix="--method loss or --method grand") from None
 
 
 def loss(sight: ScoringContext) -> Tensor:

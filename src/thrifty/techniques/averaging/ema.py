@@ -4,7 +4,7 @@ Paper     Polyak & Juditsky 1992, Acceleration of Stochastic Approximation by Av
           habits in Morales-Brotons et al. 2024, Exponential Moving Average of Weights (arXiv 2411.18704).
 Promise   the noise of the last few 1 / (1 - decay) steps averaged away. Evaluated and exported is the mean; the weights
           in training are those of the plain run, measured beside it ("trained_loss") and exported by
-          `thrifty export --trained`.
+          `thrifty export --raw-weights`.
 Cost      one copy of the parameters in float32, and a pass over them at each step.
 Avoid     with a rate that is decayed to zero: little noise is left to average.
 Note      nothing of the weights before `start` is in it: the first weights are copied, and then either the decay warms

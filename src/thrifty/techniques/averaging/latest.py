@@ -4,7 +4,7 @@ Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); as a queue dur
           (arXiv 2306.03241).
 Promise   at a constant rate the loss of a decayed rate at any moment of the run, without decaying it. Evaluated and
           exported is the mean; the weights in training are those of the plain run, measured beside it
-          ("trained_loss") and exported by `thrifty export --trained`.
+          ("trained_loss") and exported by `thrifty export --raw-weights`.
 Cost      `copies` times the parameters in float32, and one pass over them each `every`.
 Avoid     with a rate that is decayed to zero, where the gain vanishes; early in a run, where the mean lags behind.
           Measured on 3 blocks of width 64, 1200 steps, one seed: held-out 2.470 against 2.587 nats at a constant rate,

@@ -144,7 +144,7 @@ class PrunedExamples(Technique):
         if self.order != "random":
             raise UsageError(
                 f"{self.name}: order is {self.order!r}, and no file says how hard each example is",
-                fix="thrifty data score RECIPE --by el2n --out FILE, then set scores and sha256; or order = random",
+                fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256; or order = random",
             )
         if self.offset:
             raise UsageError(f"{self.name}: offset is set, and no file says which are the hardest", "give scores")
