@@ -71,11 +71,11 @@ def test_an_optimizer_that_keeps_momentum_of_what_is_held_at_zero() -> None:
 
 
 def test_moments_that_do_not_follow_masks_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    def impose_on_weights_only(self: MaskedUpdate, slots: Slots, parameters: list[torch.Tensor]) -> None:
+    def constrain_weights_only(self: MaskedUpdate, slots: Slots, parameters: list[torch.Tensor]) -> None:
         self._apply(parameters, slots["mask"])
 
     assert not broken(technique("sparsity.rigl"))
-    monkeypatch.setattr(MaskedUpdate, "impose", impose_on_weights_only)
+    monkeypatch.setattr(MaskedUpdate, "apply_constraints", constrain_weights_only)
     found = broken(technique("sparsity.rigl"))
     assert "values outside the mask" in found["invariants", "run"].measured
     assert found["invariants", "run"].fix == "--without sparsity.rigl"

@@ -112,7 +112,7 @@ def test_lanes_are_read_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.Mo
     ("texts", "words"),
     [
         (["here", "here"], "take time from each other"),
-        ([" "], "a lane is empty"),
+        ([" "], "a worker is empty"),
         (["srun 'a"], "is no command"),
         (["slurm"], "no SLURM job"),
     ],

@@ -1,8 +1,7 @@
-import tempfile
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine, write_corpus
+from command_line import CommandLine, beside, write_corpus
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +15,4 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def thrifty(common_folder: Path) -> CommandLine:
     """The command line in a folder of this test's own, the shared corpus beside it."""
-    folder = Path(tempfile.mkdtemp(dir=common_folder))
-    (folder / "corpus").symlink_to(common_folder / "corpus")
-    return CommandLine(folder)
+    return beside(common_folder)

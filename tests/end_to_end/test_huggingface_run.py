@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import CommandLine, assert_equal, kill, wait_until
+from command_line import CommandLine, assert_equal, beside, kill, wait_until
 from fast_techniques import WITHOUT_FAST
 
 from thrifty.training.trained_model import load_trained_model
@@ -60,11 +60,11 @@ ADDED = {"adapters": "adapters.lora:rank=4", "gains": "initializations.layer_sca
 def exported(common_folder: Path, request: pytest.FixtureRequest) -> tuple[CommandLine, str, Path]:
     """A run with adapters or gains, trained, and exported."""
     preset, added = request.param
-    thrifty, name = CommandLine(common_folder), f"{preset}-with-{added}"
+    thrifty, name = beside(common_folder), f"{preset}-with-{added}"
     extra = ("--with", ADDED[added], "--with", "optimizers.adamw:lr=0.03")
     thrifty.train(name, *extra, steps=12, model__preset=preset)
     thrifty("export", f"runs/{name}", f"out-{name}")
-    return thrifty, name, common_folder / f"out-{name}"
+    return thrifty, name, thrifty.folder / f"out-{name}"
 
 
 def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_computes(

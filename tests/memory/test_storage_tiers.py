@@ -26,7 +26,7 @@ from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SIZES = st.lists(st.tuples(st.integers(1, 10**6), st.floats(0, 1e-2)), min_size=1, max_size=20)
-USES = st.sampled_from(["send", "settle", "prefetch", "get", "drop"])
+USES = st.sampled_from(["send", "finish_transfer", "prefetch", "get", "drop"])
 
 
 @pytest.fixture(params=["disk", "simulated"])

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -123,6 +124,13 @@ class CommandLine:
         """The lines of one kind as they stand in the file, the cut last line of a killed process left out."""
         lines = (self.run(name) / "records.jsonl").read_bytes().split(b"\n")[:-1]
         return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def beside(common_folder: Path) -> CommandLine:
+    """The command line in a new folder below this one, with its corpus."""
+    folder = Path(tempfile.mkdtemp(dir=common_folder))
+    (folder / "corpus").symlink_to(common_folder / "corpus")
+    return CommandLine(folder)
 
 
 def family(process: Running) -> list[psutil.Process]:

@@ -94,7 +94,7 @@ def test_a_move_that_keeps_too_much_is_noticed_at_once(name: str, monkeypatch: p
     run = compose(plain_run(depth=2), with_optimizer([technique(name, density=0.3)]), 6)
     greedy = next(each for each in run.techniques if each.name == name)
     keep_all = lambda self, names, layer, step: ((each, layer(each).mask | True) for each in names)  # noqa: E731
-    monkeypatch.setattr(type(greedy), "moved", keep_all)
+    monkeypatch.setattr(type(greedy), "next_masks", keep_all)
     state = run.start()
     # weights that have just been grown are zero: it is the mask that tells
     what = "non-zero weights" if name == "sparsity.gradual" else "the mask of .* keeps"
