@@ -166,7 +166,7 @@ def test_a_run_started_again_and_resumed_from_a_checkpoint_is_the_run_that_was_n
     checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
     found = checkpoint.find(tmp_path)
     run = composed(plain, with_optimizer([one]), STEPS)
-    state = run.place(read_log(found.scalars))
+    state = run.init_state(read_log(found.scalars))
     checkpoint.fill(found, state.tensors())
     state.load_scalars(found.scalars)
     second = advance(run, state)

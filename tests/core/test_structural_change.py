@@ -80,10 +80,10 @@ def test_masks_belong_to_the_weights_and_follow_them(moments: str) -> None:
 
 def test_the_log_alone_rebuilds_the_structure() -> None:
     run, _, after = grown()
-    again = run.place(read_log(after.scalars()))
+    again = run.init_state(read_log(after.scalars()))
     assert depth(again) == 4
     assert {name: t.shape for name, t in again.tensors().items()} == {n: t.shape for n, t in after.tensors().items()}
-    start = run.place(read_log(after.scalars())[:1])
+    start = run.init_state(read_log(after.scalars())[:1])
     assert depth(start) == 2
 
 

@@ -14,7 +14,7 @@ from thrifty.training.run_lock import RunLock, holder
 
 
 def look(folder):
-    return RunSummary(folder.name, folder).look()
+    return RunSummary(folder.name, folder).refresh()
 
 
 def test_a_finished_run_shows_its_last_numbers(run_folder):
@@ -86,10 +86,10 @@ def test_damaged_files_leave_the_rest(run_folder):
 def test_appended_records_are_seen_at_the_next_look(run_folder):
     folder = run_folder(records=records(50), summary={"status": "running", "steps": 0})
     seen = RunSummary("kjv", folder)
-    assert seen.look().step == 50
+    assert seen.refresh().step == 50
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 51, "loss": 1.25, "tokens_per_second": 5.0}\n')
-    row = seen.look()
+    row = seen.refresh()
     assert (row.step, row.loss) == (51, 1.25)
 
 
@@ -119,7 +119,7 @@ def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(r
 def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder, monkeypatch, how):
     folder = run_folder(records=records(50))
     seen = RunSummary("kjv", folder)
-    seen.look()
+    seen.refresh()
     lines = "".join(json.dumps(record) + "\n" for record in records(20_000))
     if how == "replaced":
         (folder / "records.jsonl").unlink()
@@ -128,7 +128,7 @@ def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder
     parsed = []
     plain = run_summary.parse_record
     monkeypatch.setattr(run_summary, "parse_record", lambda line: (parsed.append(len(line)), plain(line))[1])
-    assert seen.look().step == 20_000
+    assert seen.refresh().step == 20_000
     most = run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND
     assert sum(parsed) < (most if how == "appended" else most + seen.tail.chunk)
 

@@ -87,7 +87,7 @@ def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_t
     runs, _ = played
     recipe = read_recipe(runs / "tiny-round-2" / "recipe.toml")
     prepared = prepare_run(recipe, quiet=True)
-    state = prepared.run.place()
+    state = prepared.run.init_state()
     early = checkpoint.load(runs / "tiny-round-0" / "checkpoints", REWIND)
     for name, tensor in state.tensors().items():
         if "masks.mask" not in name:

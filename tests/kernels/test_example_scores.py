@@ -91,14 +91,14 @@ def test_forgetting_counts_falls_from_right_to_wrong() -> None:
     counter = ForgettingCounter(4)
     everything = torch.arange(4)
     for right in ([1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 1], [0, 1, 0, 1]):
-        counter.look(everything, torch.tensor(right))
+        counter.update(everything, torch.tensor(right))
     assert counter.scores().tolist() == [2, 0, 4, 0]  # the third was never known: forgotten at each of 4 looks
 
 
 def test_forgetting_looks_at_some_examples_at_a_time() -> None:
     counter = ForgettingCounter(3)
-    counter.look(torch.tensor([2, 0]), torch.tensor([True, True]))
-    counter.look(torch.tensor([2]), torch.tensor([False]))
+    counter.update(torch.tensor([2, 0]), torch.tensor([True, True]))
+    counter.update(torch.tensor([2]), torch.tensor([False]))
     assert counter.scores().tolist() == [0, 0, 1]
     assert counter.looks.tolist() == [1, 0, 2]
 

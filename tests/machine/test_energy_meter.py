@@ -25,9 +25,9 @@ def test_packages_are_counted_and_their_parts_are_not(tmp_path: Path) -> None:
     first.write_text("8000000")
     second.write_text("5500000")
     part.write_text("2000000")
-    assert meter.look() == pytest.approx(3.5)
+    assert meter.read_joules() == pytest.approx(3.5)
     first.write_text("1000000")  # it began again at 1000 J
-    assert meter.look() == pytest.approx(3.5 + 993)
+    assert meter.read_joules() == pytest.approx(3.5 + 993)
 
 
 def test_a_package_that_is_shown_twice_is_counted_once(tmp_path: Path) -> None:
@@ -39,13 +39,13 @@ def test_a_package_that_is_shown_twice_is_counted_once(tmp_path: Path) -> None:
 def test_a_counter_that_can_no_longer_be_read_leaves_the_energy_unknown(tmp_path: Path) -> None:
     file = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
     meter = EnergyMeter({name: one for name, one in counters(tmp_path).items() if not name.startswith("gpu")})
-    assert meter.look() == 0
+    assert meter.read_joules() == 0
     file.unlink()
-    assert meter.look() is None and meter.look() is None
+    assert meter.read_joules() is None and meter.read_joules() is None
 
 
 def test_where_nothing_counts_the_energy_is_not_known(tmp_path: Path) -> None:
-    assert EnergyMeter({}).look() is None
+    assert EnergyMeter({}).read_joules() is None
     assert not [name for name in counters(tmp_path / "absent") if not name.startswith("gpu")]
 
 
@@ -57,4 +57,4 @@ def test_a_counter_that_may_not_be_read_is_none(tmp_path: Path) -> None:
 def test_a_counter_that_never_wraps_is_added_up() -> None:
     values = iter([2.0, 5.0, 9.0])
     meter = EnergyMeter({"one": EnergyCounter(lambda: next(values))})
-    assert (meter.look(), meter.look()) == (3.0, 7.0)
+    assert (meter.read_joules(), meter.read_joules()) == (3.0, 7.0)

@@ -19,7 +19,7 @@ class Copying:
         self.kept: list[tuple[torch.Size, torch.dtype]] = []
         self.given = 0
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor]:
+    def store(self, activation: Tensor) -> Callable[[], Tensor]:
         self.kept.append((activation.shape, activation.dtype))
         copy = activation.clone(memory_format=torch.contiguous_format)
 
@@ -31,7 +31,7 @@ class Copying:
 
 
 class Refusing:
-    def keep(self, activation: Tensor) -> None:
+    def store(self, activation: Tensor) -> None:
         return None
 
 

@@ -196,7 +196,7 @@ def test_weights_of_a_dense_run_are_brought_under_masks_of_a_sparse_one(name: st
     advance(dense, state, 2)
     old = snapshot(state)
     sparse = compose(plain_run(), with_optimizer([technique(name)]), 6)
-    state = sparse.place([])
+    state = sparse.init_state([])
     for key, tensor in state.tensors().items():
         if key in old.tensors:
             fill_tensor(tensor, old.tensors[key])

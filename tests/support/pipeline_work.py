@@ -145,7 +145,7 @@ def resumed(case: Case, folder: Path) -> tuple[Run, TrainState]:
     """A run as its newest checkpoint has it."""
     at = checkpoint.find(folder, ranks=ProcessGroupSync() if mesh.axis("pipeline").size > 1 else None)
     run = case.compose()
-    state = run.place(read_log(at.scalars))
+    state = run.init_state(read_log(at.scalars))
     checkpoint.fill(at, state.tensors(), ranks=ProcessGroupSync() if mesh.axis("pipeline").size > 1 else None)
     state.load_scalars(at.scalars)
     return run, state

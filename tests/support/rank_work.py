@@ -127,7 +127,7 @@ def fail_everywhere(folder: Path, failing: int) -> list[str]:
     ranks, tensors = ProcessGroupSync(), sharded(whole_tensors())
     complete = FailingDisk()
     save(folder, 9, tensors, {}, files=complete, ranks=ranks)
-    changes, messages = ranks.all(lambda: len(complete.done))[failing], []
+    changes, messages = ranks.gather_or_raise(lambda: len(complete.done))[failing], []
     for at in range(changes):
         for how in ("full", "broken"):
             disk = FailingDisk(at, how) if ranks.rank == failing else FailingDisk()

@@ -267,7 +267,7 @@ def _resume(way: Way, folder: Path, steps: int) -> Resumed:
         run = way.run(in_float64(), [technique(name) for name in DEMANDING], 100)
         if folder.exists():
             found = find(folder, ranks=ranks)
-            state = run.place(read_log(found.scalars))
+            state = run.init_state(read_log(found.scalars))
             fill(found, state.tensors(), ranks=ranks)
             state.load_scalars(found.scalars)
         else:

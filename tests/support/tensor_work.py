@@ -381,7 +381,7 @@ def read(folder: Path, name: str, chosen: Chosen, again: str = "") -> dict[str, 
     run = composed(lambda: model("gpt"), [*CHECKPOINTED, *chosen], 8)
     ranks = ProcessGroupSync() if dist.is_initialized() else None
     found = checkpoint.find(folder / name, ranks=ranks)
-    state = run.place()
+    state = run.init_state()
     checkpoint.fill(found, state.tensors(), ranks=ranks)
     state.load_scalars(found.scalars)
     if again:

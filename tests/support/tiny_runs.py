@@ -158,7 +158,7 @@ def snapshot(state: TrainState) -> Snapshot:
 
 
 def restored(run: Run, saved: Snapshot) -> TrainState:
-    state = run.place(read_log(saved.scalars))
+    state = run.init_state(read_log(saved.scalars))
     tensors = state.tensors()
     assert tensors.keys() == saved.tensors.keys()
     for name, tensor in tensors.items():

@@ -94,7 +94,7 @@ def test_a_decision_in_the_log_is_not_made_again() -> None:
     for entry in scalars["log"]:
         if "losses" in entry["decision"]:
             entry["decision"] = {"why": "said so", "sizes": [[0.75, 0.5]]}
-    other = run.place(read_log(scalars))
+    other = run.init_state(read_log(scalars))
     assert other.model is not None
     assert len(find_blocks(other.model)[1]) == 3 and other.model.auto_grow.sizes == ((0.75, 0.5),)
 

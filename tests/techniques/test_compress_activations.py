@@ -50,8 +50,8 @@ class Watching(QuantizedStore):
         super().__init__(*args, **({"smallest": 1} | options))
         self.seen: list[tuple[torch.Size, torch.dtype, object]] = []
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
-        give = super().keep(activation)
+    def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
+        give = super().store(activation)
         self.seen.append((activation.shape, activation.dtype, getattr(give, "__self__", None)))
         return give
 
@@ -113,8 +113,8 @@ def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
 def test_numbers_of_8_bits_stay_as_they_are() -> None:
     """Compiled products in FP8 keep their factors."""
     keeper = small_codes(0)
-    assert keeper.keep(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
-    assert keeper.keep(torch.randn(32, 64)) is not None
+    assert keeper.store(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
+    assert keeper.store(torch.randn(32, 64)) is not None
 
 
 def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:

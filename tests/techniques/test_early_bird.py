@@ -202,7 +202,7 @@ def test_resuming_in_the_search_at_the_ticket_and_after_it_is_exact(saved: int, 
     checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
     found = checkpoint.find(tmp_path)
     again = run_of(6, latest=3, queue=2, distance=0.0)
-    resumed = again.place(read_log(found.scalars))
+    resumed = again.init_state(read_log(found.scalars))
     checkpoint.fill(found, resumed.tensors())
     resumed.load_scalars(found.scalars)
     again.verify(resumed)

@@ -133,7 +133,7 @@ def test_the_scale_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert exponents(state) == [-1, 2, 1]
     checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
     found = checkpoint.find(tmp_path)
-    state = (run := compose(plain_run(), chosen, 9)).place(read_log(found.scalars))
+    state = (run := compose(plain_run(), chosen, 9)).init_state(read_log(found.scalars))
     checkpoint.fill(found, state.tensors())
     state.load_scalars(found.scalars)
     second = advance(run, state)

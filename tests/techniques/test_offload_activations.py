@@ -116,7 +116,7 @@ def seconds_taken(stages: list[tuple[int, float]], link: SimulatedLink, ahead: i
     saved = []
     for size, seconds in stages:
         tier.clock.compute(seconds)
-        saved.append(keeper.keep(torch.empty(size, dtype=torch.uint8)))
+        saved.append(keeper.store(torch.empty(size, dtype=torch.uint8)))
     for _, seconds in reversed(stages):
         saved.pop()()
         tier.clock.compute(2 * seconds)

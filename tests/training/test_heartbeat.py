@@ -29,7 +29,7 @@ def stepped(durations: list[float], hang: float = 600) -> ProgressWatchdog:
     made = ProgressWatchdog(hang)
     made.at("step 1", step=True)
     made._steps.extend(durations)
-    made.look(WORKING, 1)
+    made.update(WORKING, 1)
     return made
 
 
@@ -41,33 +41,33 @@ def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor
         ([0.1], 600),
     ):
         own = stepped(durations)
-        own.look(WORKING, limit - 0.5)
+        own.update(WORKING, limit - 0.5)
         assert not own.hangs
-        own.look(WORKING, 1)
+        own.update(WORKING, 1)
         assert own.hangs
 
 
 @pytest.mark.parametrize("excused", [WAITING, COMPILING])
 def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excused: ThreadState) -> None:
     own = stepped([0.1] * 5)
-    own.look(excused, 599)
+    own.update(excused, 599)
     assert not own.hangs and not own.is_stuck
-    own.look(excused, 2)
+    own.update(excused, 2)
     assert not own.hangs and own.is_stuck
     own.at("step 2", step=True)
-    own.look(WORKING, 1)
+    own.update(WORKING, 1)
     assert not own.is_stuck and own.still == 0
 
 
 def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
     own = ProgressWatchdog(hang=5)
-    own.look(WORKING, 1)
-    own.look(WORKING, 10_000)
+    own.update(WORKING, 1)
+    own.update(WORKING, 10_000)
     assert not own.hangs and not own.is_stuck
     for _ in range(10):
         own.at("the evaluation after step 3")
-        own.look(WORKING, 1)
-        own.look(WORKING, 4)
+        own.update(WORKING, 1)
+        own.update(WORKING, 4)
         assert not own.is_stuck
 
 
@@ -75,8 +75,8 @@ def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pyte
     now = iter([0.0, 1.0, 2.0, 3600.0, 3601.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     ticks, silence = TickTimer(), StallTimer()
-    assert [silence.look("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + progress_watchdog.LONGEST_TICK]
-    assert silence.look("beat 2", ticks.next()) == 0
+    assert [silence.update("beat 1", ticks.next()) for _ in range(3)] == [0, 1, 1 + progress_watchdog.LONGEST_TICK]
+    assert silence.update("beat 2", ticks.next()) == 0
 
 
 def test_where_a_thread_stands_is_read_off_its_stack() -> None:
@@ -146,19 +146,19 @@ def beats(**of_rank: dict) -> dist.Store:
 
 def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_to_blame() -> None:
     own = stepped([0.1] * 5, hang=60)
-    own.look(WAITING, 61)
+    own.update(WAITING, 61)
     waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
-    found = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).look(1, lost=False)
+    found = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).find_failure(1, lost=False)
     assert found and found.rank == 1 and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in found.text
-    found = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).look(1, lost=False)
+    found = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).find_failure(1, lost=False)
     assert found and found.rank == 0 and "all ranks wait, for different things" in found.text
-    assert FaultDetector(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).look(1, lost=False) is None
+    assert FaultDetector(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).find_failure(1, lost=False) is None
 
 
 def test_a_rank_that_has_left_is_not_missed() -> None:
     for left, blamed in ((False, 1), (True, None)):
         findings = FaultDetector(beats(a={}, b={"left": left}), 0, 2, [], 30, ProgressWatchdog(600))
-        found = [findings.look(tick, lost=False) for tick in (1, 29, 2)]
+        found = [findings.find_failure(tick, lost=False) for tick in (1, 29, 2)]
         assert found[:2] == [None, None] and (found[2] and found[2].rank) == blamed
 
 

@@ -99,7 +99,7 @@ class ZeroWeightWatcher:
         self.looked = 0
 
     @torch.no_grad()
-    def look(self, state: TrainState) -> None:
+    def observe(self, state: TrainState) -> None:
         assert state.model is not None
         if not state.step:
             return

@@ -101,8 +101,8 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
 
     def look(run: Run, state: TrainState) -> None:
         run.verify(state)
-        held.look(state)
-        saving.look(state)
+        held.observe(state)
+        saving.observe(state)
 
     say("the run as it is to be")
     try:

@@ -22,7 +22,7 @@ class StateSaver:
     def __init__(self, folder: Path, step: int):
         self.folder, self.step = folder, step
 
-    def look(self, state: TrainState) -> None:
+    def observe(self, state: TrainState) -> None:
         if state.step == self.step:
             checkpoint.save(self.folder, state.step, state.tensors(), state.scalars())
 
@@ -34,7 +34,7 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
     run = again.composed(again.alone)
     try:
         found = checkpoint.find(saved.folder)
-        state = run.place(read_log(found.scalars))
+        state = run.init_state(read_log(found.scalars))
         checkpoint.fill(found, state.tensors())
         state.load_scalars(found.scalars)
         resumed = StepObservations(state)

@@ -108,7 +108,10 @@ class Worker:
             error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
         elapsed = time.monotonic() - began
         return RunExit(
-            code, " ".join(redact_command_line(error.split())), elapsed, meter.look() if whole and alone else None
+            code,
+            " ".join(redact_command_line(error.split())),
+            elapsed,
+            meter.read_joules() if whole and alone else None,
         )
 
     def stop(self) -> None:
@@ -168,7 +171,7 @@ def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
             code = process.wait(LOOK)
             return 128 - code if 128 - code in SIGNALLED else code
         except subprocess.TimeoutExpired:
-            meter.look()
+            meter.read_joules()
 
 
 @dataclass(frozen=True)

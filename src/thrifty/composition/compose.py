@@ -119,7 +119,7 @@ class Run:
             self.notes[technique.name] = notes
         return record_orders(model)
 
-    def place(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
+    def init_state(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
         """A state at the structure of the log, at its first values; a caller that has values fills them in."""
         model = self.build_model(log)
         optimizer = TransformOptimizer(model.named_parameters(), self.transform())
@@ -134,7 +134,7 @@ class Run:
         for technique in self.techniques:
             if change := technique.changes(0, state):
                 state.log.append(StructureLogEntry(0, technique.name, change.decision, change.reason))
-        return self.place(state.log)
+        return self.init_state(state.log)
 
     def changes(self, state: TrainState) -> list[StructureLogEntry]:
         """Make every change that is due before the state's step, and say what was decided."""
@@ -152,7 +152,7 @@ class Run:
         assert state.optimizer is not None
         updates, born = state.optimizer.updates, state.optimizer.born
         state.log.append(decision)
-        placed = self.place(state.log)
+        placed = self.init_state(state.log)
         transfer_state(change, old, placed)
         state.model, state.optimizer = placed.model, placed.optimizer
         assert state.optimizer is not None

@@ -61,7 +61,7 @@ class RunSummary:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self._restarts = self.tail.restarts
 
-    def look(self) -> RunListRow:
+    def refresh(self) -> RunListRow:
         """The run now. Raises nothing for files that are missing or damaged."""
         self._follow()
         recipe = self.files.toml(self.folder / "recipe.toml")

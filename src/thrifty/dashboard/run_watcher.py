@@ -35,11 +35,11 @@ class RunWatcher:
         with self._glancing:
             there = {entry.name: entry for entry in self.entries() if entry.kind == "run"}
             self._glances = {name: glance for name, glance in self._glances.items() if name in there}
-            return [self._glance(entry).look() for entry in there.values()]
+            return [self._glance(entry).refresh() for entry in there.values()]
 
     def row(self, entry: RunListing) -> RunListRow:
         with self._glancing:
-            return self._glance(entry).look()
+            return self._glance(entry).refresh()
 
     def _glance(self, entry: RunListing) -> RunSummary:
         return self._glances.setdefault(entry.name, RunSummary(entry.name, entry.path))

@@ -74,7 +74,7 @@ class ForgettingCounter:
         self.looks, self.times = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
         self.known, self.ever = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
 
-    def look(self, rows: Tensor, right: Tensor) -> None:
+    def update(self, rows: Tensor, right: Tensor) -> None:
         """Whether the examples `rows` (b,), all different, are told right (b,) now."""
         right = right.bool()
         self.times[rows] += (self.known[rows] & ~right).long()

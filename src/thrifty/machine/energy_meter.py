@@ -31,9 +31,9 @@ class EnergyMeter:
     joules: float = 0.0
 
     def __post_init__(self) -> None:
-        self.look()
+        self.read_joules()
 
-    def look(self) -> float | None:
+    def read_joules(self) -> float | None:
         """What was taken so far; None where nothing counts it, or not all of it."""
         try:
             for name, counter in self.counters.items():

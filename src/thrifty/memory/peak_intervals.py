@@ -105,7 +105,7 @@ class _PeakTracer:
         self.back: list[int] = []
         self.asked: list[int] = []
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor]:
+    def store(self, activation: Tensor) -> Callable[[], Tensor]:
         place = len(self.sizes)
         self.forth.append(self.live.stretch())
         self.sizes.append(activation.untyped_storage().nbytes())

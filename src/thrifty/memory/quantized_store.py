@@ -38,7 +38,7 @@ class QuantizedStore:
         """Of each tensor in codes."""
         self.small_in_a_row = 0
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+    def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
         followed = self.like is None or self.like.in_codes[len(self.in_codes)]
         kept = self.kept(activation) if followed else None
         self.in_codes.append(isinstance(kept, QuantizedTensor))

@@ -27,7 +27,7 @@ def is_quantizable(tensor: Tensor) -> bool:
 
 
 class ActivationStore(Protocol):
-    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+    def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
         """Take an activation over until the backward pass asks for it.
 
         It comes once, as the whole of its storage, however many operations save it or a view of it. Returns what gives
@@ -138,7 +138,7 @@ class _HookedPass:
         known = self.seen.get(storage.cdata)
         if known is not None and known[1] == whole._version:
             return known[2]
-        give = self.keeper.keep(whole)
+        give = self.keeper.store(whole)
         kept = None if give is None else _SavedActivation(whole, give)
         self.seen[storage.cdata] = (storage, whole._version, kept)
         return kept

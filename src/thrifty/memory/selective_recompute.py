@@ -84,7 +84,7 @@ class _StorageStream:
     def __init__(self, plan: BlockPlan):
         self.plan, self.place = plan, 0
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
+    def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
         handed, place = self.plan.tape.handed, self.place
         self.place += 1
         size = activation.untyped_storage().nbytes()
@@ -102,11 +102,11 @@ class _InputHandle:
     """Hands over the input of a block that runs again, where that was decided."""
 
     def __init__(self, plan: BlockPlan, args: tuple):
-        self.store = plan.stored[INPUT]
+        self.store_input = plan.stored[INPUT]
         self.input = args[0].untyped_storage()._cdata if args and isinstance(args[0], Tensor) else None
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor] | None:
-        return self.store(activation) if activation.untyped_storage()._cdata == self.input else None
+    def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
+        return self.store_input(activation) if activation.untyped_storage()._cdata == self.input else None
 
 
 @dataclass

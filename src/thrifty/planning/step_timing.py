@@ -45,7 +45,7 @@ def time_steps(
     """
     count_footprint(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
     meter, began = MemoryMeter(run.device), time.perf_counter()
-    state = run.place()
+    state = run.init_state()
     passes: dict[int, list[float]] = {}
     updates: list[float] = []
     spreads: list[float] = []
@@ -59,7 +59,7 @@ def time_steps(
         updates += update
         spreads.append(_spread([a + b for a, b in zip(passes[size], update, strict=True)]))
         step = run.source.batch / size * min(passes[size]) + min(update)
-        if all_ranks.first(lambda step=step: step > bar):
+        if all_ranks.run_first(lambda step=step: step > bar):
             break
     assert others is not None
     memory, taken = meter.peak(), others.taken()
@@ -74,7 +74,7 @@ def time_steps(
         startup=startup + first,
         evaluation=evaluation,
         save=_timed_save(state),
-        memory=max(all_ranks.all(lambda: max(memory, meter.peak()))),
+        memory=max(all_ranks.gather_or_raise(lambda: max(memory, meter.peak()))),
         others=taken if run.device.type == "cpu" else 0.0,
         cores=len(others.cores),
     )
@@ -86,7 +86,7 @@ def _repeated(run: Run, state: TrainState, rows: int, cut: int, seconds: float) 
     update: list[float] = []
     began, all_ranks = time.perf_counter(), process_group_sync()
 
-    while len(backward) < LEAST or not all_ranks.first(lambda: _is_enough(backward, began, seconds)):
+    while len(backward) < LEAST or not all_ranks.run_first(lambda: _is_enough(backward, began, seconds)):
         one, other = _step(run, state, rows, cut, 1 + len(backward))
         backward.append(one / cut)
         update.append(other)
@@ -141,7 +141,7 @@ def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) ->
 def _timed_save(state: TrainState) -> float:
     """Seconds of a checkpoint, on the disk for temporary files; 0 where there is no room for one."""
     all_ranks = process_group_sync()
-    folder = Path(all_ranks.first(tempfile.mkdtemp))
+    folder = Path(all_ranks.run_first(tempfile.mkdtemp))
     try:
         return checkpoint.save(folder, 0, state.tensors(), {**state.scalars(), "steps": 0}, ranks=all_ranks).seconds
     except (OSError, ThriftyError):

@@ -81,18 +81,18 @@ def save(
     if keep < 1:
         raise UsageError(f"cannot keep {keep} checkpoints", "keep at least 1")
     mine = _share(tensors, ranks)
-    state = ranks.first(lambda: _as_json(scalars)).encode()
-    needed = len(state) + sum(ranks.all(lambda: stored_bytes(tensors, mine)))
+    state = ranks.run_first(lambda: _as_json(scalars)).encode()
+    needed = len(state) + sum(ranks.gather_or_raise(lambda: stored_bytes(tensors, mine)))
     attempt = CheckpointWriter(folder, step, needed, files)
-    attempt.name = ranks.first(attempt.begin)
+    attempt.name = ranks.run_first(attempt.begin)
     try:
-        written = ranks.all(lambda: attempt.write_pieces(tensors, mine, ranks))
-        name, size = ranks.first(lambda: attempt.commit(state, written))
+        written = ranks.gather_or_raise(lambda: attempt.write_pieces(tensors, mine, ranks))
+        name, size = ranks.run_first(lambda: attempt.commit(state, written))
     except Exception:
         if ranks.rank == 0:
             attempt.discard()
         raise
-    notices = ranks.first(lambda: attempt.finish(name, best, keep, also))
+    notices = ranks.run_first(lambda: attempt.finish(name, best, keep, also))
     return SaveReport(folder / name, size, time.monotonic() - started, tuple(notices))
 
 
@@ -115,7 +115,7 @@ def find(
 
     Rank 0 chooses as `load` does, and every rank gets its choice.
     """
-    facts = (ranks or SingleProcess()).first(lambda: _choose(folder, step, files or AtomicFiles()))
+    facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
@@ -127,9 +127,9 @@ def fill(found: FoundCheckpoint, into: Tensors, *, ranks: SingleProcess | None =
     """
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(found.path))
-    wanted = set().union(*ranks.all(lambda: list(into)))
-    ranks.all(lambda: _refuse_other(found.path, stored, into, wanted))
-    ranks.all(lambda: _fill(stored, into))
+    wanted = set().union(*ranks.gather_or_raise(lambda: list(into)))
+    ranks.gather_or_raise(lambda: _refuse_other(found.path, stored, into, wanted))
+    ranks.gather_or_raise(lambda: _fill(stored, into))
 
 
 def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
@@ -142,7 +142,7 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
             raise UsageError("a sharded state cannot be saved by one rank", "save it with ranks=Together() on all")
         return {name: [_where(part) for part in own] for name, own in parts.items()}
 
-    earlier = ranks.all(offered)[: ranks.rank]
+    earlier = ranks.gather_or_raise(offered)[: ranks.rank]
     mine = {}
     for name, own in local_parts(tensors).items():
         taken = [part for theirs in earlier for part in theirs.get(name, ())]

@@ -23,7 +23,7 @@ class FaultDetector:
         self.limit, self.pulse = silence, pulse
         self._after, self._each = StallTimer(), [StallTimer() for _ in range(ranks)]
 
-    def look(self, tick: float, lost: bool) -> FailureVerdict | None:
+    def find_failure(self, tick: float, lost: bool) -> FailureVerdict | None:
         """What is wrong now; `lost` says that somebody cannot be reached, so that it is about who."""
         found = self._gone() or self._silent(tick) or self._hanging()
         return found or (self._unreached(tick) if lost else None)
@@ -49,13 +49,13 @@ class FaultDetector:
         """Each rank looks at the next one, so that many ranks ask the store no more than few."""
         rank = (self.rank + 1) % self.ranks
         beat = self.beat(rank)
-        seconds = self._after.look(beat, tick)
+        seconds = self._after.update(beat, tick)
         return self._unheard(rank, beat, seconds) if seconds > self.limit else None
 
     def _unreached(self, tick: float) -> FailureVerdict | None:
         for rank, silence in enumerate(self._each):
             beat = self.beat(rank)
-            seconds = silence.look(beat, tick)
+            seconds = silence.update(beat, tick)
             if seconds > ASIDE and (found := self._unheard(rank, beat, seconds)):
                 return found
         return None

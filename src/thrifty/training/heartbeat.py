@@ -171,7 +171,7 @@ class Heartbeat:
 
     def _exchange(self, tick: float) -> None:
         here, leaving = thread_state(self._trained_by), self._leaving
-        self.pulse.look(here, tick)
+        self.pulse.update(here, tick)
         beat = {"number": self._beats, "doing": self.pulse.doing, "starting": self.pulse.starting, "left": leaving}
         self._store.set(f"beat/{self.rank}", json.dumps(beat | {"where": here.where, "waits": here.waits}))
         self._beats += 1
@@ -179,7 +179,7 @@ class Heartbeat:
             self._over.set()
         elif self.verdict is None:
             known = self._store.check(["verdict"])
-            charge = None if known else self._findings.look(tick, self._lost) or self._charge
+            charge = None if known else self._findings.find_failure(tick, self._lost) or self._charge
             if known or charge:
                 said = self._store.compare_set("verdict", "", charge.as_json() if charge else "")
                 verdict = FailureVerdict.from_json(said)
@@ -193,7 +193,7 @@ class Heartbeat:
     def _watch(self) -> None:
         ticks, contact = TickTimer(), StallTimer()
         while not self._over.wait(self.interval / 2):
-            seconds = contact.look(self._beats, ticks.next())
+            seconds = contact.update(self._beats, ticks.next())
             if self.verdict is None and seconds > self.silence:
                 what = (
                     f"{self.name} has not reached {self.meeting.address}, where the ranks meet, for {seconds:.0f} s, "

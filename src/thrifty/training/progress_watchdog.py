@@ -37,7 +37,7 @@ class StallTimer:
         self.seconds = 0.0
         self._last: object = None
 
-    def look(self, value: object, tick: float) -> float:
+    def update(self, value: object, tick: float) -> float:
         self.seconds = self.seconds + tick if value == self._last else 0.0
         self._last = value
         return self.seconds
@@ -66,7 +66,7 @@ class ProgressWatchdog:
         self.doing, self.starting, self._in_step, self._began = doing, False, step, now
         self._marks += 1
 
-    def look(self, standing: ThreadState, tick: float) -> None:
+    def update(self, standing: ThreadState, tick: float) -> None:
         if self._seen != self._marks:
             self._seen, self.still, self.busy = self._marks, 0.0, 0.0
             return

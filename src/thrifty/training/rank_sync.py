@@ -24,11 +24,11 @@ class SingleProcess:
 
     rank, size = 0, 1
 
-    def all(self, work: Callable[[], Any]) -> list[Any]:
+    def gather_or_raise(self, work: Callable[[], Any]) -> list[Any]:
         """Every rank does `work`; the results of all ranks in order of rank. Results must be JSON values."""
         return [work()]
 
-    def first(self, work: Callable[[], Any]) -> Any:
+    def run_first(self, work: Callable[[], Any]) -> Any:
         """Rank 0 does `work`; every rank gets its result."""
         return work()
 
@@ -42,7 +42,7 @@ class ProcessGroupSync(SingleProcess):
         on_cpu = "gloo" in dist.get_backend(group) or "cpu:" in str(dist.get_backend_config(group))
         self.device = torch.device("cpu") if on_cpu else torch.device(torch.accelerator.current_accelerator() or "cpu")
 
-    def all(self, work: Callable[[], Any]) -> list[Any]:
+    def gather_or_raise(self, work: Callable[[], Any]) -> list[Any]:
         failure: Exception | None = None
         try:
             report = json.dumps({"value": work()})
@@ -54,8 +54,8 @@ class ProcessGroupSync(SingleProcess):
                 raise _KINDS[found["kind"]](f"rank {rank}: {found['what']}", found["fix"]) from failure
         return [found["value"] for found in reports]
 
-    def first(self, work: Callable[[], Any]) -> Any:
-        return self.all(work if self.rank == 0 else lambda: None)[0]
+    def run_first(self, work: Callable[[], Any]) -> Any:
+        return self.gather_or_raise(work if self.rank == 0 else lambda: None)[0]
 
     def _gather(self, message: bytes) -> list[bytes]:
         try:

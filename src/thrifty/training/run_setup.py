@@ -100,7 +100,7 @@ def prepare_run(
     device = choose_device(recipe.device)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
-    process_group_sync().first(lambda: open_examples(recipe, _unsaid if quiet else print_to_stderr) and None)
+    process_group_sync().run_first(lambda: open_examples(recipe, _unsaid if quiet else print_to_stderr) and None)
     objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
 
     def build() -> nn.Module:
@@ -270,7 +270,7 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: tor
     budget."""
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
-    state = run.place()
+    state = run.init_state()
     assert state.model is not None and state.optimizer is not None
     seconds = []
     with deterministic_kernels(device, recipe.deterministic):
@@ -282,7 +282,7 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: tor
             seconds.append(time.monotonic() - start)
     step = statistics.median(seconds[2:])
     spent = time.monotonic() - began
-    steps = process_group_sync().first(lambda: math.floor((budget - spent) / step))
+    steps = process_group_sync().run_first(lambda: math.floor((budget - spent) / step))
     if steps < 1:
         raise InfeasibleError(
             f"a budget of {budget:g} s does not fit one step: starting takes {spent:.1f} s and a step {step:.2f} s",

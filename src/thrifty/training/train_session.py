@@ -72,7 +72,7 @@ class TrainSession:
                 observer.stopped(str(error), error.exit_code)
                 raise
             # the signal handler stays, and no rank leaves, until rank 0 has written the end down
-            return together.first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
+            return together.run_first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
 
 
 class _Observer:

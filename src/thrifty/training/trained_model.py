@@ -49,7 +49,7 @@ def load_trained_model(
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(BaseRun(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
-    state = run.place(read_log(found.scalars))
+    state = run.init_state(read_log(found.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
     for name, tensor in state.tensors().items():

@@ -44,10 +44,10 @@ MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
     """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
     held: list[RunFolder] = []
-    agents = set(process_group_sync().all(current_agent)) - {""}
-    process_group_sync().first(lambda: held.append(claim(path, agents)))
+    agents = set(process_group_sync().gather_or_raise(current_agent)) - {""}
+    process_group_sync().run_first(lambda: held.append(claim(path, agents)))
     folder = held[0] if held else RunFolder(path)
-    folder.again = process_group_sync().first(lambda: folder.again)
+    folder.again = process_group_sync().run_first(lambda: folder.again)
     with folder:
         yield folder
 
@@ -67,7 +67,7 @@ def train(
     to hidden states (b, t, d) and has a linear `head`, or that maps them to logits.
     """
     with process_group(), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
-        if process_group_sync().first(folder.recipe.is_file):
+        if process_group_sync().run_first(folder.recipe.is_file):
             return _resume(folder, recipe, model, origins or {}, quiet)
         return _run(prepare_run(recipe, model, quiet=quiet), folder, quiet, origins or {})
 
@@ -155,7 +155,7 @@ def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
     try:
         return checkpoint.find(folder.checkpoints, ranks=process_group_sync())
     except IntegrityError:
-        if process_group_sync().first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
+        if process_group_sync().run_first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
             raise
         return None
 
@@ -175,7 +175,7 @@ def _fork(
         return copy_matching_state(prepared.run, state, found, rewound=rewound_to is not None)
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
-        if process_group_sync().first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
+        if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
             return _resume(folder, recipe, model, origins, quiet)
         prepared = prepare_run(recipe, model, quiet=quiet)
         if prepared.run.steps <= found.step:
@@ -209,7 +209,7 @@ def _run(
     explanation = None if is_known else explain(run)
     peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
     meter = MemoryMeter(run.device)
-    state = run.start() if log is None else run.place(log)
+    state = run.start() if log is None else run.init_state(log)
     notices = fill(state)
     explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
     known = dict(data.facts)
@@ -255,7 +255,7 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
             return folder.read_json(name)
         return {}
 
-    return process_group_sync().first(read)
+    return process_group_sync().run_first(read)
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:

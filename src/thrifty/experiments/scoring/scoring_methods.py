@@ -42,7 +42,7 @@ class ScoringContext:
             yield self.objective.examples(batch).to(self.device)
 
     @torch.no_grad()
-    def look(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
+    def scores_of(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
         """What `score` makes of the predictions (n,); what a classifier would have answered is left in `guesses`."""
         self.model.eval()
         found, seen = [], []
@@ -74,22 +74,22 @@ def el2n(sight: ScoringContext) -> Tensor:
         return sight.objective.scores(prediction, batch)
 
     try:
-        return sight.look(score)
+        return sight.scores_of(score)
     except NotImplementedError as error:
         raise UsageError(str(error), fix="--method loss or --method grand") from None
 
 
 def loss(sight: ScoringContext) -> Tensor:
-    return sight.look(sight.objective.losses)
+    return sight.scores_of(sight.objective.losses)
 
 
 def margin(sight: ScoringContext) -> Tensor:
-    return sight.look(lambda prediction, batch: example_scores.margin(prediction.logits, batch["labels"]))
+    return sight.scores_of(lambda prediction, batch: example_scores.margin(prediction.logits, batch["labels"]))
 
 
 def right_answers(sight: ScoringContext) -> Tensor:
     """Whether each example is told right (n,), 1 or 0."""
-    return sight.look(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
+    return sight.scores_of(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
 
 
 class _ExampleLoss(nn.Module):
@@ -137,7 +137,7 @@ def grand(sight: ScoringContext) -> Tensor:
         found.append(_one_at_a_time(asked, list(learning.values()), batch))
     scores = torch.cat(found)
     before = sight.flops
-    sight.look(lambda prediction, batch: batch.weight)
+    sight.scores_of(lambda prediction, batch: batch.weight)
     sight.flops += 3 * (sight.flops - before)  # a backward pass costs two forward ones
     return scores
 
@@ -170,7 +170,7 @@ def prototype(sight: ScoringContext) -> Tensor:
 
     handle = head.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
     try:
-        sight.look(embed)
+        sight.scores_of(embed)
     finally:
         handle.remove()
     return example_scores.prototype_distance(torch.cat(kept), sight.clusters, sight.seed)

@@ -85,7 +85,7 @@ def _forgotten(run: Run, state: TrainState, sight: ScoringContext, steps: int) -
         if step in moments:
             assert state.model is not None
             sight.model = state.model
-            forgetting.look(everything, METHODS["forgetting"].score(sight))
+            forgetting.update(everything, METHODS["forgetting"].score(sight))
 
     _train(run, state, steps, sight.seed, look)
     return forgetting.scores()
@@ -96,7 +96,7 @@ def computed_plainly(run: Run, state: TrainState) -> tuple[nn.Module, Objective]
     kept = [each for each in run.techniques if each.stage not in HOW_COMPUTED]
     same_function = [each for each in kept if each.stage is Stage.ATTENTION and each.numerics is not Numerics.DIFFERENT]
     plainly = replace(run, techniques=tuple(each for each in kept if each not in same_function), notes={})
-    placed, values = plainly.place(state.log), state.tensors()
+    placed, values = plainly.init_state(state.log), state.tensors()
     for name, tensor in placed.tensors().items():
         if name.startswith(("parameters/", "buffers/")) and name in values:
             fill_tensor(tensor, full_value(values[name]))

@@ -72,7 +72,7 @@ def scores_of_runs(
                 if step % LOOK == 0:
                     with torch.no_grad():
                         logits = model(given.images)
-                    counter.look(everything, logits.argmax(1) == given.labels)
+                    counter.update(everything, logits.argmax(1) == given.labels)
                 if step == scored_after:
                     break
         found["EL2N"].append(el2n(model(given.images), given.labels))

@@ -42,7 +42,7 @@ class OffloadingStore:
         # they live as long as the graph that saved them
         self.saved: list[weakref.ref[_OffloadedActivation]] = []
 
-    def keep(self, activation: Tensor) -> Callable[[], Tensor]:
+    def store(self, activation: Tensor) -> Callable[[], Tensor]:
         new = _OffloadedActivation(self, len(self.saved), activation)
         self.saved.append(weakref.ref(new))
         if due := self.at(new.place - self.keep_last):
