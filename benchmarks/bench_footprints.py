@@ -30,6 +30,7 @@ from side_by_side import write
 from thrifty import techniques
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import explain
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
@@ -149,7 +150,7 @@ def combinations() -> dict[str, dict[str, dict[str, Any]]]:
 
 def chosen(settings: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
     found = [techniques.find(name)(**(SETTINGS.get(name, {}) | given)) for name, given in settings.items()]
-    has_optimizer = any("optimizer" in technique.claims for technique in found)
+    has_optimizer = any(Claim.OPTIMIZER in technique.claims for technique in found)
     return found if has_optimizer else [*found, AdamW()]
 
 

@@ -34,12 +34,12 @@ from bench_footprints import MODELS, chosen, one_rank
 from side_by_side import write
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
 from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, count_footprint
 from thrifty.planning.probe_jobs import sizes
-from thrifty.planning.search_space import MICRO_BATCHES
 from thrifty.planning.step_timing import time_steps
 from thrifty.training.loop import train
 from thrifty.training.run_setup import prepare_run
@@ -131,7 +131,7 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     case = Case(model, label, count_footprint(run).memory, measure_allocations(run).peak)
     if not seconds:
         return case
-    cutting = [technique for technique in techniques if MICRO_BATCHES in technique.claims]
+    cutting = [technique for technique in techniques if Claim.MICRO_BATCHES in technique.claims]
     parts = max((getattr(technique, "parts", 1) for technique in cutting), default=1)
     probed = compose(plain, [technique for technique in techniques if technique not in cutting], TIMED_STEPS)
     return with_steps(case, probed, techniques, sizes(plain.source.batch, parts, compiled=False), parts, seconds)

@@ -6,6 +6,7 @@ from tiny_runs import advance, plain_run, technique
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count, explain, touched_modules
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
@@ -29,7 +30,7 @@ def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended
 def test_what_each_technique_changes_is_what_its_card_says() -> None:
     def effect(name: str, **settings: object) -> tuple[dict[str, float], dict[str, float]]:
         chosen = [technique(name, **settings)]
-        chosen += [] if "optimizer" in chosen[0].claims else [ADAMW]
+        chosen += [] if Claim.OPTIMIZER in chosen[0].claims else [ADAMW]
         row = next(r for r in explain(compose(plain_run(batch=16), chosen, 10)).rows if r.technique.name == name)
         return row.before.as_dict(), row.after.as_dict()
 

@@ -33,7 +33,6 @@ from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import explain, passes_of
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
-from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
@@ -198,7 +197,7 @@ def names_of(model: nn.Module) -> frozenset[str]:
 def test_a_broken_promise_is_noticed(one: Technique) -> None:
     if not overrides(one, "holds"):
         pytest.skip("it promises nothing that can be checked on the state")
-    if one.claims & {claim for claim, _ in USED_BY.values()}:
+    if one.divides_ranks:
         pytest.skip("what it promises is among ranks, and tested there")
     noticed = []
     for break_it in (

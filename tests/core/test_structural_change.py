@@ -7,6 +7,7 @@ from torch import Tensor
 
 from thrifty import techniques
 from thrifty.composition.compose import Run, compose
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.structural_change import StructuralChange
@@ -20,7 +21,7 @@ def grown(*others: Technique, **settings: object) -> tuple[Run, TrainState, Trai
     """A run of 4 blocks that starts with 2 and doubles before step 2: the run, a copy of its state just before the
     growth, and its state just after."""
     chosen = [technique("growth.stacking", at=(2,), **settings), *others]
-    if not any("optimizer" in other.claims for other in others):
+    if not any(Claim.OPTIMIZER in other.claims for other in others):
         chosen.append(technique("optimizers.adamw"))
     run = compose(plain_run(depth=4), chosen, 4)
     state = run.start()

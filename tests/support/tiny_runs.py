@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.batches import Batch, BatchSource, WrappedSource
+from thrifty.core.claims import Claim
 from thrifty.core.state import TrainState, fill_tensor, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
@@ -107,7 +108,7 @@ def technique(name: str, **settings: Any) -> Technique:
 
 def with_optimizer(chosen: Sequence[Technique]) -> list[Technique]:
     """The techniques, and AdamW where none of them decides the optimizer."""
-    claimed = any("optimizer" in each.claims for each in chosen)
+    claimed = any(Claim.OPTIMIZER in each.claims for each in chosen)
     return [*chosen] if claimed else [*chosen, technique("optimizers.adamw")]
 
 

@@ -203,7 +203,7 @@ def test_who_has_masks_of_its_own_or_no_patches_is_refused():
     with pytest.raises(RefusedError, match="say themselves which patches are visible"):
         run = compose(autoencoder_run(), with_optimizer([DropPatches()]), STEPS)
         advance(run, run.start())
-    with pytest.raises(UsageError, match="both decide what the encoder reads"):
+    with pytest.raises(UsageError, match="both decide the encoder input"):
         compose(autoencoder_run(), with_optimizer([DropPatches(), technique("data_selection.drop_masked_patches")]), 3)
     with pytest.raises(RefusedError, match="no convolution that cuts images"):
         compose(plain_run(), with_optimizer([DropPatches()]), STEPS).start()

@@ -11,6 +11,7 @@ from torch import nn
 
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, full_value
 from thrifty.models.model_presets import ModelConfig, assemble
@@ -20,7 +21,7 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import mask_of, masks_in
 from thrifty.techniques.optimizers.adamw import adamw
 
-MASKED = [name for name in techniques.names() if "weight masks" in techniques.find(name).claims]
+MASKED = [name for name in techniques.names() if Claim.WEIGHT_MASKS in techniques.find(name).claims]
 BY_FILE = {"sparsity.mask_from_file"}
 """Whose masks come from a file, and are full without."""
 BY_PIECE = {"sparsity.dynamic_heads"}

@@ -100,7 +100,7 @@ def test_sharding_one_process_without_a_group_is_refused_with_the_command_that_s
 
 
 def test_one_way_to_distribute_at_a_time() -> None:
-    with pytest.raises(UsageError, match="both decide the distribution of data"):
+    with pytest.raises(UsageError, match="both decide the data parallelism"):
         compose(plain_run(), with_optimizer([technique(name) for name in CLAIMING]), 2)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
 from thrifty.checking.observed_runs import CheckSubject, StepObservations, gradients_of, overrides, train_observed
 from thrifty.core.backward import plain_backward
+from thrifty.core.claims import Claim
 from thrifty.core.stages import HOW
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
@@ -68,7 +69,7 @@ def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
 
 
 def _without_gradient_in_the_plain_run(subject: CheckSubject) -> set[str]:
-    run = subject.composed([one for one in subject.alone if "optimizer" in one.claims])
+    run = subject.composed([one for one in subject.alone if Claim.OPTIMIZER in one.claims])
     model = run.plain.build().to(subject.device)
     plain_backward(model, run.plain.objective, run.source.at(0).to(subject.device))
     return {name for name, gradient in gradients_of(model).items() if not bool(torch.count_nonzero(gradient))}

@@ -15,17 +15,14 @@ from torch import Tensor, nn
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import ThriftyError
-from thrifty.core.mesh import USED_BY
 from thrifty.core.objective import Objective
 from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.training.loop import train
-
-DIVIDING = {claim for claim, _ in USED_BY.values()}
-"""What techniques claim that give work to several ranks."""
 
 DRAWING = (Stage.COMPRESS, Stage.SELECT, Stage.SAMPLE, Stage.PERTURB)
 """Stages at which a gradient may depend on what was drawn for it."""
@@ -45,11 +42,11 @@ class CheckSubject:
     @property
     def alone(self) -> tuple[Technique, ...]:
         """The techniques that one process can run; the others divide work among ranks."""
-        return tuple(technique for technique in self.techniques if not technique.claims & DIVIDING)
+        return tuple(technique for technique in self.techniques if not technique.divides_ranks)
 
     @property
     def dividing(self) -> tuple[Technique, ...]:
-        return tuple(technique for technique in self.techniques if technique.claims & DIVIDING)
+        return tuple(technique for technique in self.techniques if technique.divides_ranks)
 
     def composed(self, techniques: Iterable[Technique]) -> Run:
         return compose(self.open(), tuple(techniques), self.steps, self.device)
@@ -62,7 +59,7 @@ def overrides(technique: Technique, seam: str) -> bool:
 def is_low_precision(technique: Technique) -> bool:
     """Whether a technique computes or keeps numbers in fewer bits, where the last bit is a large one."""
     return technique.numerics is Numerics.DIFFERENT and (
-        technique.stage is Stage.PRECISION or "precision" in technique.claims or "float8" in technique.name
+        technique.stage is Stage.PRECISION or Claim.PRECISION in technique.claims or "float8" in technique.name
     )
 
 

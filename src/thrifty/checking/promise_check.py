@@ -20,7 +20,7 @@ from thrifty.checking.check_verdicts import CheckReport, PromiseVerdict, broken,
 from thrifty.checking.exactness_check import exactness
 from thrifty.checking.export_check import export_round_trip
 from thrifty.checking.gradient_flow_check import ZeroWeightWatcher, gradient_flow
-from thrifty.checking.observed_runs import DIVIDING, CheckSubject, one_line_error, train_observed
+from thrifty.checking.observed_runs import CheckSubject, one_line_error, train_observed
 from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
 from thrifty.checking.resume_check import StateSaver, check_resume
 from thrifty.composition.compose import BaseRun, Run
@@ -157,7 +157,7 @@ def _of_ranks(
 
 
 def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    return tuple(one for one in techniques if not one.claims & DIVIDING)
+    return tuple(technique for technique in techniques if not technique.divides_ranks)
 
 
 def _made_smaller(

@@ -23,7 +23,6 @@ from torch import Tensor
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
 from thrifty.checking.observed_runs import (
-    DIVIDING,
     DRAWING,
     CheckSubject,
     farthest,
@@ -57,7 +56,7 @@ class RankObservation:
 def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
     """The mesh of a recipe with no axis longer than 2, and how many ranks that is: 1 where nothing is divided."""
     mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
-    divides = any(one.claims & DIVIDING for one in recipe.techniques)
+    divides = any(technique.divides_ranks for technique in recipe.techniques)
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 

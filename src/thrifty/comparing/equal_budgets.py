@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from thrifty.comparing.variants import Variant
+from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget
 from thrifty.training.run_folder import RunFolder
@@ -106,7 +107,7 @@ def steps_of_variants(arms: Sequence[Variant], costs: Mapping[str, StepCost], eq
     for arm in arms:
         cost = costs[arm.label]
         claims = arm.optimizer.claims if arm.optimizer else frozenset()
-        if cost.last_rate > DECAYED and "schedule" not in claims:
+        if cost.last_rate > DECAYED and Claim.SCHEDULE not in claims:
             raise UsageError(
                 f"{arm.label}: its learning rate ends at {cost.last_rate:.0%} of the largest, and a rate that is not "
                 f"decayed to the end of its budget makes an arm look worse than it is",

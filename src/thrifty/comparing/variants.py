@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Recipe
@@ -31,7 +32,7 @@ class Variant:
     @property
     def optimizer(self) -> Technique | None:
         """The technique whose learning rate is tuned."""
-        found = [one for one in self.recipe.techniques if "optimizer" in one.claims and hasattr(one, "lr")]
+        found = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims and hasattr(one, "lr")]
         return found[0] if found else None
 
     @property

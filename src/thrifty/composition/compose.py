@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from thrifty.composition.state_transfer import transfer_state
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import BatchSource, MappedSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective
@@ -192,19 +193,18 @@ def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device:
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
     """Raises UsageError when two techniques claim the same thing or cannot live together, saying which and why."""
-    claimed: dict[str, str] = {}
+    claimed: dict[Claim, str] = {}
     for technique in techniques:
         if technique.name in (other.name for other in techniques if other is not technique):
             raise UsageError(f"{technique.name} is given twice", fix="keep one of them")
         for claim in sorted(technique.claims):
             if claim in claimed:
-                article = "" if claim.startswith(("what ", "which ")) else "the "
                 raise UsageError(
-                    f"{claimed[claim]} and {technique.name} both decide {article}{claim}",
+                    f"{claimed[claim]} and {technique.name} both decide the {claim}",
                     fix=f"keep one of them, for instance --without {claimed[claim]}",
                 )
             claimed[claim] = technique.name
-    if "optimizer" not in claimed:
+    if Claim.OPTIMIZER not in claimed:
         raise UsageError("no technique decides the optimizer", fix="choose one: --with optimizers.adamw")
     for technique in techniques:
         for claim, reason in technique.clashes.items():

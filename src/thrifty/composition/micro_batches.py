@@ -6,6 +6,7 @@ from typing import Any
 
 from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.mesh import axis
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Technique
@@ -19,7 +20,7 @@ SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
     """The run in two micro-batches where it has more, all of one size; their examples; and in how many times the FLOPs
     a whole step is done. The run as it is, and 1.0, where they are not alike."""
-    cutting = [technique for technique in run.techniques if "micro-batches" in technique.claims]
+    cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
     parts = getattr(cutting[0], "parts", 1) if cutting else 1
     rows = -(-len(batch) // parts)
     alike = len(batch) // rows
@@ -35,9 +36,9 @@ def data_shard_count(techniques: Sequence[Technique]) -> int:
     them: those of the ranks along the data, and the micro-batches of a pipeline."""
     shares = 1
     for technique in techniques:
-        if "distribution of data" in technique.claims:
+        if Claim.DATA_PARALLELISM in technique.claims:
             shares *= axis("data").size
-        if "distribution of blocks" in technique.claims and axis("pipeline").size > 1:
+        if Claim.PIPELINE_PARALLELISM in technique.claims and axis("pipeline").size > 1:
             shares *= getattr(technique, "parts", 1)
     return shares
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.setting_bounds import Natural, Positive, check_bounds
 
@@ -24,10 +25,10 @@ DATA = ("replicate", "shard")
 """Axes along which ranks see different examples."""
 
 USED_BY = {
-    "pipeline": ("distribution of blocks", "parallelism.pipeline"),
-    "replicate": ("distribution of data", "parallelism.replicate"),
-    "shard": ("parameters in pieces", "parallelism.shard"),
-    "tensor": ("distribution of layers", "parallelism.tensor"),
+    "pipeline": (Claim.PIPELINE_PARALLELISM, "parallelism.pipeline"),
+    "replicate": (Claim.DATA_PARALLELISM, "parallelism.replicate"),
+    "shard": (Claim.PARAMETER_SHARDING, "parallelism.shard"),
+    "tensor": (Claim.TENSOR_PARALLELISM, "parallelism.tensor"),
 }
 """What a technique must claim to give work to the ranks along an axis, and the technique that does so."""
 

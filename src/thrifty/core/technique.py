@@ -14,6 +14,8 @@ from torch import nn
 
 from thrifty.core.backward import Backward
 from thrifty.core.batches import BatchSource
+from thrifty.core.claims import PARALLELISM, Claim
+from thrifty.core.errors import UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective
@@ -40,17 +42,27 @@ class Technique:
     numerics: ClassVar[Numerics]
     tolerance: ClassVar[float] = 0.0
     """With `Numerics.ROUNDING`: the largest relative difference of the loss over the contract test's steps."""
-    claims: ClassVar[frozenset[str]] = frozenset()
-    """What only one technique of a run may decide, such as "optimizer"."""
-    clashes: ClassVar[Mapping[str, str]] = {}
-    """Claims this technique cannot live with, each with the reason."""
+    claims: ClassVar[frozenset[Claim]] = frozenset()
+    """What only this technique of a run may decide."""
+    clashes: ClassVar[Mapping[Claim, str]] = {}
+    """Claims of other techniques that this one cannot be combined with, each with the reason."""
 
     def __init_subclass__(cls) -> None:
         _, package, path = cls.__module__.rpartition("techniques.")
         cls.name = path if package else re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        for claim in (*cls.claims, *cls.clashes):
+            if not isinstance(claim, Claim):
+                raise UsageError(
+                    f"{cls.name}: there is no claim {claim!r}", fix="choose a member of thrifty.core.claims.Claim"
+                )
 
     def __post_init__(self) -> None:
         check_bounds(self, self.name)
+
+    @property
+    def divides_ranks(self) -> bool:
+        """True if it divides the work of a step among ranks."""
+        return not self.claims.isdisjoint(PARALLELISM)
 
     def model(self, model: nn.Module) -> nn.Module:
         """Before training, and again after every structural change."""

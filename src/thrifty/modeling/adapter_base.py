@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
@@ -60,7 +61,7 @@ class AdapterTechnique(Technique):
     """A technique that trains a few parameters beside frozen ones. `model` ends with `train_only`."""
 
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
-    claims = frozenset({"frozen base weights"})
+    claims = frozenset({Claim.FROZEN_BASE_WEIGHTS})
 
     def refuse_plain(self, what: str) -> RefusedError:
         """Why this adapter cannot be taken off a trained model while keeping what it computes."""

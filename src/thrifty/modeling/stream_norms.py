@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
@@ -102,7 +103,7 @@ class NormFreeTechnique(Technique):
     """What first values that make norms needless share: norms stay bypassed, and no plain weights compute the same."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
+    claims = frozenset({Claim.RESIDUAL_GAINS})
 
     def finish(self, model: nn.Module) -> nn.Module:
         raise RefusedError(

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from thrifty.composition.compose import compose
+from thrifty.core.claims import PARALLELISM
 from thrifty.core.errors import ThriftyError
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -15,7 +16,6 @@ from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
 """A share of the peak, or of a step's time, below which nothing is gained."""
-DIVIDES = {"distribution of data", "distribution of layers", "distribution of blocks"}
 DETAIL = {
     "activations": "activation memory",
     "optimizer": "optimizer state",
@@ -105,7 +105,7 @@ class ChoiceExplainer:
             return self._offered(ways)
         if barred := self._ways(name, self.barred):
             return self._barred(barred[0].numerics)
-        if kind.claims & DIVIDES:
+        if kind.claims & PARALLELISM:
             return self._undivided()
         try:
             technique = kind()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget, Recipe
@@ -19,7 +20,7 @@ from thrifty.planning.cluster_explanations import ClusterChoiceExplainer
 from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout, in_a_recipe, layouts
 from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, count_footprint, largest_part
 from thrifty.planning.forecast import PlanRequest, refuse_no_step
-from thrifty.planning.search_space import MICRO_BATCHES, Catalogue
+from thrifty.planning.search_space import Catalogue
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.published_runs import RUNS
 from thrifty.simulators.cluster.workload import Recompute, Workload
@@ -199,14 +200,14 @@ class ClusterPlanner:
 
     def _again(self) -> Recompute | None:
         """What the recipe runs again already; None where that may be chosen."""
-        again = next((t for t in self.recipe.techniques if "recomputation" in t.claims), None)
+        again = next((t for t in self.recipe.techniques if Claim.RECOMPUTATION in t.claims), None)
         if again is None:
             return None
         return "selective" if getattr(again, "schedule", "") == "selective" else "every"
 
     def _parts(self) -> int:
         """Micro-batches of the recipe, of which another number adds up in another order."""
-        cutting = (technique for technique in self.recipe.techniques if MICRO_BATCHES in technique.claims)
+        cutting = (technique for technique in self.recipe.techniques if Claim.MICRO_BATCHES in technique.claims)
         return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
 
     def _counted(self, found: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
@@ -239,7 +240,7 @@ class ClusterPlanner:
     def _techniques(self, layout: ClusterLayout) -> tuple[Technique, ...]:
         mesh, parts = layout.mesh, layout.report.micro_batches
         cut = {*TECHNIQUES.values()}
-        kept = [t for t in self.recipe.techniques if t.name not in cut and MICRO_BATCHES not in t.claims]
+        kept = [t for t in self.recipe.techniques if t.name not in cut and Claim.MICRO_BATCHES not in t.claims]
         if mesh.shard > 1:
             kept.append(self._made(TECHNIQUES["shard"], zero=layout.settings.zero))
         elif mesh.replicate > 1:

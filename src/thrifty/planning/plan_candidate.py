@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from thrifty.core.claims import Claim
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Technique
 from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, StepTiming
-from thrifty.planning.search_space import MICRO_BATCHES, PlanOption, mesh_of
+from thrifty.planning.search_space import PlanOption, mesh_of
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class PlanCandidate:
 
     @cached_property
     def parts(self) -> int:
-        cutting = (t for t in self.techniques if MICRO_BATCHES in t.claims)
+        cutting = (t for t in self.techniques if Claim.MICRO_BATCHES in t.claims)
         return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
 
     @cached_property
@@ -44,7 +45,7 @@ class PlanCandidate:
 
     @property
     def is_compiled(self) -> bool:
-        return any("compiled blocks" in technique.claims for technique in self.techniques)
+        return any(Claim.COMPILED_BLOCKS in technique.claims for technique in self.techniques)
 
     @property
     def step(self) -> float:

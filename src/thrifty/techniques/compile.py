@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
@@ -25,7 +26,7 @@ from thrifty.modeling.module_surgery import find_stacks
 @dataclass(frozen=True)
 class CompiledBlocks(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"compiled blocks"})
+    claims = frozenset({Claim.COMPILED_BLOCKS})
 
     backend: str = "inductor"
     """Of torch.compile; "aot_eager" traces without generating code."""

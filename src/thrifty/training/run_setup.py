@@ -17,6 +17,7 @@ from torch import nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
+from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
@@ -211,7 +212,7 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
     """How many of so many ranks lie along each axis of the recipe's mesh; raises UsageError where no technique would
     use an axis."""
     claims = {claim for technique in recipe.techniques for claim in technique.claims}
-    sizes = recipe.mesh.sizes(count, sharded="parameters in pieces" in claims)
+    sizes = recipe.mesh.sizes(count, sharded=Claim.PARAMETER_SHARDING in claims)
     for axis, (claim, technique) in mesh.USED_BY.items():
         if sizes[axis] > 1 and claim not in claims:
             raise UsageError(

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from thrifty.composition.explain import explain
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.mesh import AXES, USED_BY, axis
+from thrifty.core.mesh import AXES, axis
 from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
@@ -144,8 +145,7 @@ def _resume(
 def _binding(recipe: Recipe) -> dict[str, Any]:
     """What a run is tied to: all of its recipe but the sections that are free to change, and over what ranks its work
     is divided."""
-    dividing = {claim for claim, _ in USED_BY.values()}
-    kept = tuple(technique for technique in recipe.techniques if not technique.claims & dividing)
+    kept = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
     data = recipe_to_data(replace(recipe, techniques=kept))
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
@@ -265,6 +265,6 @@ def _peak(recipe: Recipe, device: torch.device) -> float:
 
 def _matrix_type(recipe: Recipe) -> torch.dtype:
     """The number format of the run's matrix products, whose measured rate a share of peak refers to."""
-    deciding = [technique for technique in recipe.techniques if "precision" in technique.claims]
+    deciding = [technique for technique in recipe.techniques if Claim.PRECISION in technique.claims]
     formats = [getattr(technique, "format", "bfloat16") for technique in deciding]
     return torch.float16 if "float16" in formats else torch.bfloat16 if deciding else torch.float32

@@ -134,10 +134,10 @@ def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserMode
     changes."""
     from dataclasses import replace
 
+    from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming
     from thrifty.planning.plan_candidate import PlanCandidate
     from thrifty.planning.probe_jobs import ProbeJob, cache_probe, probe_in_process, sizes
-    from thrifty.planning.search_space import MICRO_BATCHES
     from thrifty.recipes.recipe_toml import recipe_to_data
 
     probe = cache_probe(probe_in_process("thrifty.cli.plan.probe_process"), prepared.run.device.type)
@@ -146,7 +146,7 @@ def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserMode
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
-        techniques = tuple(t for t in candidate.techniques if uncut or MICRO_BATCHES not in t.claims)
+        techniques = tuple(t for t in candidate.techniques if uncut or Claim.MICRO_BATCHES not in t.claims)
         tables = recipe_to_data(replace(prepared.recipe, techniques=techniques, mesh=candidate.mesh))
         batch, compiled = candidate.batch, candidate.is_compiled
         rows = (batch,) if uncut else sizes(batch, candidate.parts, compiled, fixed)

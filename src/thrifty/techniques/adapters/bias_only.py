@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
@@ -47,7 +48,7 @@ def _plus_bias(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BiasOnly(AdapterTechnique):
-    claims = AdapterTechnique.claims | {"trained vectors alone"}
+    claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 
     head: bool = False
     """Train the head too, where it is not also the embedding."""

@@ -18,14 +18,15 @@ from typing import ClassVar
 
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_only
 
 
 @dataclass(frozen=True)
 class HeadOnly(AdapterTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {
-        "parameters in pieces": "these are gathered and freed by the gradient of what the model gives, which has none",
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none",
     }
 
     def model(self, model: nn.Module) -> nn.Module:

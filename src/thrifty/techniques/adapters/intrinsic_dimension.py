@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
@@ -112,11 +113,11 @@ def subspace_backward(backward: Backward) -> Backward:
 
 @dataclass(frozen=True)
 class IntrinsicDimension(AdapterTechnique):
-    claims = AdapterTechnique.claims | {"trained vectors alone"}
-    clashes: ClassVar[Mapping[str, str]] = {
-        "depth": "blocks that are added have no θ₀ in common with those they grew from",
-        "parameters in pieces": "the projection needs all weights in one place",
-        "distribution of layers": "the projection needs all weights in one place",
+    claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.DEPTH: "blocks that are added have no θ₀ in common with those they grew from",
+        Claim.PARAMETER_SHARDING: "the projection needs all weights in one place",
+        Claim.TENSOR_PARALLELISM: "the projection needs all weights in one place",
     }
 
     dimension: Positive = 1000

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
@@ -37,7 +38,7 @@ class ReplacedAttention(Technique):
     """Another attention core from `from_step` on. A subclass says which, in `core`."""
 
     stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
-    claims = frozenset({"attention core"})
+    claims = frozenset({Claim.ATTENTION_CORE})
 
     from_step: StepOrFraction = 0
     """Attention is the plain one up to here."""
@@ -134,9 +135,9 @@ class CalibratedAttention(ReplacedAttention):
     """A core that needs numbers of the trained model. A subclass says what is measured at each call, in `measure`, and
     what the means of that come to, in `settle`."""
 
-    clashes: ClassVar[Mapping[str, str]] = {
-        "depth": "each block is calibrated once, and blocks that are added later are not",
-        "distribution of blocks": "the whole model is calibrated in one pass",
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.DEPTH: "each block is calibrated once, and blocks that are added later are not",
+        Claim.PIPELINE_PARALLELISM: "the whole model is calibrated in one pass",
     }
 
     from_step: StepOrFraction = 0.1

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
@@ -140,15 +141,15 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: Detec
 
 @dataclass(frozen=True)
 class Dota(ReplacedAttention):
-    claims = ReplacedAttention.claims | {"losses beside blocks"}
-    clashes: ClassVar[Mapping[str, str]] = {
-        "width": "detectors are for one width, and it makes matrices wider",
-        "heads and neurons": "there is a detector for each head, and it takes heads out",
-        "parameters of several blocks": "each block has a detector of its own",
-        "frozen base weights": "its detectors would be frozen",
-        "distribution of blocks": "the loss of detectors in other stages is not known where the loss is",
-        "distribution of layers": "a detector sees the input of a whole attention",
-        "compiled blocks": "detectors hand their loss on beside the block's result",
+    claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.WIDTH: "detectors are for one width, and it makes matrices wider",
+        Claim.HEADS_AND_NEURONS: "there is a detector for each head, and it takes heads out",
+        Claim.SHARED_PARAMETERS: "each block has a detector of its own",
+        Claim.FROZEN_BASE_WEIGHTS: "its detectors would be frozen",
+        Claim.PIPELINE_PARALLELISM: "the loss of detectors in other stages is not known where the loss is",
+        Claim.TENSOR_PARALLELISM: "a detector sees the input of a whole attention",
+        Claim.COMPILED_BLOCKS: "detectors hand their loss on beside the block's result",
     }
 
     density: Fraction = 0.25

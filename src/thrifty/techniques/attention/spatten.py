@@ -28,6 +28,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Probability, SettingBound
@@ -97,13 +98,13 @@ def in_backward() -> bool:
 
 @dataclass(frozen=True)
 class Spatten(ReplacedAttention):
-    clashes: ClassVar[Mapping[str, str]] = {
-        "heads and neurons": "heads are compared from block to block, and it takes some out of each",
-        "distribution of blocks": "what mattered in earlier blocks is not known on another rank",
-        "distribution of layers": "a token matters by what all heads give it, and they would be on several ranks",
-        "one plan for all ranks": "the first block does something else than those that are handed what mattered",
-        "compiled blocks": "blocks hand on what mattered beside their result",
-        "tokens of some blocks": "tokens are compared from block to block, and it leaves some out of a few blocks",
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it takes some out of each",
+        Claim.PIPELINE_PARALLELISM: "what mattered in earlier blocks is not known on another rank",
+        Claim.TENSOR_PARALLELISM: "a token matters by what all heads give it, and they would be on several ranks",
+        Claim.RANK_WIDE_PLAN: "the first block does something else than those that are handed what mattered",
+        Claim.COMPILED_BLOCKS: "blocks hand on what mattered beside their result",
+        Claim.TOKENS_OF_BLOCKS: "tokens are compared from block to block, and it leaves some out of a few blocks",
     }
 
     tokens: Fraction = 0.7

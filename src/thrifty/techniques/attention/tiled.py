@@ -20,6 +20,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural
@@ -40,7 +41,7 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 @dataclass(frozen=True)
 class TiledAttention(Technique):
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"attention core"})
+    claims = frozenset({Claim.ATTENTION_CORE})
 
     tile: Natural = 0
     """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512, and 64 in Triton."""

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
@@ -109,12 +110,12 @@ def fixed_attention(
 
 @dataclass(frozen=True)
 class Vitcod(CalibratedAttention):
-    clashes: ClassVar[Mapping[str, str]] = {
+    clashes: ClassVar[Mapping[Claim, str]] = {
         **CalibratedAttention.clashes,
-        "heads and neurons": "there is a mask for each head, and it takes heads out",
-        "distribution of layers": "there is a mask for each head, and heads would be on several ranks",
-        "what the encoder reads": "masks are of places, and it leaves out others of each input",
-        "resolution": "masks are of places, and it moves them",
+        Claim.HEADS_AND_NEURONS: "there is a mask for each head, and it takes heads out",
+        Claim.TENSOR_PARALLELISM: "there is a mask for each head, and heads would be on several ranks",
+        Claim.ENCODER_INPUT: "masks are of places, and it leaves out others of each input",
+        Claim.RESOLUTION: "masks are of places, and it moves them",
     }
 
     cut: Fraction = 0.5
@@ -136,11 +137,11 @@ class Vitcod(CalibratedAttention):
         super().__post_init__()
         if self.code:
             refused = {
-                "frozen base weights": "its codes would be frozen",
-                "parameters of several blocks": "each block has a code of its own",
-                "compiled blocks": "codes hand their error on beside the block's result",
+                Claim.FROZEN_BASE_WEIGHTS: "its codes would be frozen",
+                Claim.SHARED_PARAMETERS: "each block has a code of its own",
+                Claim.COMPILED_BLOCKS: "codes hand their error on beside the block's result",
             }
-            object.__setattr__(self, "claims", self.claims | {"losses beside blocks"})
+            object.__setattr__(self, "claims", self.claims | {Claim.AUXILIARY_LOSSES})
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 
     def model(self, model: nn.Module) -> nn.Module:

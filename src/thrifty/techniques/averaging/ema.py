@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import SettingBound
@@ -76,7 +77,7 @@ def high_precision_copy(parameter: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class ExponentialMovingAverage(Technique):
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
-    claims = frozenset({"averaged weights"})
+    claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
     """How much of the mean each step keeps, in the long run."""

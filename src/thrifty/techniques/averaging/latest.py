@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
@@ -85,7 +86,7 @@ def high_precision_copy(parameter: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class LatestWeightAverage(Technique):
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
-    claims = frozenset({"averaged weights"})
+    claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     copies: Positive = 6
     """How many of the latest copies are averaged."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from thrifty.core.batches import BatchSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive, SettingBound
@@ -29,7 +30,7 @@ from thrifty.modeling.image_sizes import resized_images
 @dataclass(frozen=True)
 class LowFrequencyCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({"resolution"})
+    claims = frozenset({Claim.RESOLUTION})
 
     shares: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
     """Sides of the images in each phase but the last, as shares of the full side; the last phase has full images."""

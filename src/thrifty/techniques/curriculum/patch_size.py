@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -78,8 +79,10 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 @dataclass(frozen=True)
 class PatchSizeCurriculum(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
-    claims = frozenset({"patch size"})
-    clashes: ClassVar[Mapping[str, str]] = {"distribution of blocks": "one stage of a pipeline alone knows of patches"}
+    claims = frozenset({Claim.PATCH_SIZE})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.PIPELINE_PARALLELISM: "one stage of a pipeline alone knows of patches"
+    }
 
     at: tuple[StepOrFraction, ...] = (0.5,)
     """When the side of a patch is halved; at first it is so often doubled."""

@@ -14,6 +14,7 @@ Note      sides are multiples of `multiple`: let it be the side of a patch, or a
 from dataclasses import dataclass
 
 from thrifty.core.batches import BatchSource
+from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.stages import Stage
@@ -26,7 +27,7 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 @dataclass(frozen=True)
 class ResolutionCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({"resolution"})
+    claims = frozenset({Claim.RESOLUTION})
 
     start: Fraction = 0.5
     """Side of the first images, as a share of the full side."""

@@ -10,6 +10,7 @@ Note      lengths rise in equal steps and are multiples of `multiple`, so that f
 from dataclasses import dataclass
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
@@ -21,7 +22,7 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 @dataclass(frozen=True)
 class SequenceLengthWarmup(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({"sequence length"})
+    claims = frozenset({Claim.SEQUENCE_LENGTH})
 
     start: Positive = 64
     """Tokens per example in the first phase."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
@@ -41,7 +42,7 @@ class VisiblePatchObjective(WrappedObjective):
 @dataclass(frozen=True)
 class DropMaskedPatches(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"what the encoder reads"})
+    claims = frozenset({Claim.ENCODER_INPUT})
 
     def model(self, model: nn.Module) -> nn.Module:
         if getattr(model, "task", None) != "reconstruct":

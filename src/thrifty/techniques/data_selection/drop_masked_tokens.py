@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
@@ -157,11 +158,11 @@ class VisibleTokenObjective(WrappedObjective):
 @dataclass(frozen=True)
 class DropMaskedTokens(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"what the encoder reads", "tokens of some blocks"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "the decoder starts with random values, and frozen ones could not learn",
-        "heads and neurons": "a ticket is drawn of one stack of blocks, and the decoder is a second",
-        "distribution of blocks": "the decoder is a second stack of blocks, and a pipeline's stages are cut of one",
+    claims = frozenset({Claim.ENCODER_INPUT, Claim.TOKENS_OF_BLOCKS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "the decoder starts with random values, and frozen ones could not learn",
+        Claim.HEADS_AND_NEURONS: "a ticket is drawn of one stack of blocks, and the decoder is a second",
+        Claim.PIPELINE_PARALLELISM: "the decoder is a second stack of blocks, and a pipeline's stages are cut of one",
     }
 
     blocks: Positive = 2

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
@@ -130,7 +131,7 @@ class PatchDropObjective(WrappedObjective):
 @dataclass(frozen=True)
 class DropPatches(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({"what the encoder reads"})
+    claims = frozenset({Claim.ENCODER_INPUT})
 
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.5
     """The share of the patches that is left out."""

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource, OversampledSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
@@ -117,7 +118,7 @@ class GradientNormBackward:
 @dataclass(frozen=True)
 class GradientNormSampling(Technique):
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT
-    claims = frozenset({"which examples are trained on"})
+    claims = frozenset({Claim.SELECTED_EXAMPLES})
 
     times: Positive = 3
     """How many times more examples are looked at than trained on."""

@@ -27,6 +27,7 @@ from torch import nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.objective import Objective
@@ -128,12 +129,12 @@ class GrowthSearchBackward:
 @dataclass(frozen=True)
 class AutoGrow(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"depth", "sequence length", "resolution"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "it copies weights that adapters keep frozen",
-        "weight masks": "the average that added blocks start from is not under the masks",
-        "one plan for all ranks": "what a block does is planned once, and a search leaves blocks out",
-        "distribution of blocks": "no stage of a pipeline has all blocks that a size is counted of",
+    claims = frozenset({Claim.DEPTH, Claim.SEQUENCE_LENGTH, Claim.RESOLUTION})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
+        Claim.WEIGHT_MASKS: "the average that added blocks start from is not under the masks",
+        Claim.RANK_WIDE_PLAN: "what a block does is planned once, and a search leaves blocks out",
+        Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks that a size is counted of",
     }
 
     stages: Annotated[int, SettingBound(least=2)] = 4

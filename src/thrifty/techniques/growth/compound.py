@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -52,11 +53,11 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
 @dataclass(frozen=True)
 class CompoundGrowth(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
-    claims = frozenset({"depth", "width", "sequence length"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "it copies weights that adapters keep frozen",
-        "weight masks": "a layer that grows wider would have another density than was promised for its shape",
-        "parameters of several blocks": "what blocks share is not made of one block's units",
+    claims = frozenset({Claim.DEPTH, Claim.WIDTH, Claim.SEQUENCE_LENGTH})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
+        Claim.WEIGHT_MASKS: "a layer that grows wider would have another density than was promised for its shape",
+        Claim.SHARED_PARAMETERS: "what blocks share is not made of one block's units",
     }
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
@@ -111,10 +112,10 @@ def add_factor(writer: nn.Module, like: Tensor) -> None:
 @dataclass(frozen=True)
 class LayerDrop(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"dropped blocks"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "a step that drops all blocks would have nothing to train",
-        "one plan for all ranks": "what a block does is planned once, and a dropped block does nothing",
+    claims = frozenset({Claim.DROPPED_BLOCKS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "a step that drops all blocks would have nothing to train",
+        Claim.RANK_WIDE_PLAN: "what a block does is planned once, and a dropped block does nothing",
     }
 
     theta: Fraction = 0.5

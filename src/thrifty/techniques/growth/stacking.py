@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -46,8 +47,8 @@ def written_by(model: nn.Module) -> set[str]:
 @dataclass(frozen=True)
 class ProgressiveStacking(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
-    claims = frozenset({"depth"})
-    clashes: ClassVar[Mapping[str, str]] = {}
+    claims = frozenset({Claim.DEPTH})
+    clashes: ClassVar[Mapping[Claim, str]] = {}
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
     """When the depth doubles, of each stack where a model has several."""
@@ -62,8 +63,8 @@ class ProgressiveStacking(Technique):
         super().__post_init__()
         if self.start == "zeroed":
             refused = {
-                "frozen base weights": "copies that start with zeros would stay silent",
-                "parameters of several blocks": "what blocks share cannot be zero in some of them",
+                Claim.FROZEN_BASE_WEIGHTS: "copies that start with zeros would stay silent",
+                Claim.SHARED_PARAMETERS: "what blocks share cannot be zero in some of them",
             }
             object.__setattr__(self, "clashes", refused)
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Fraction, Rate
@@ -115,7 +116,9 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fixup(NormFreeTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen"
+    }
 
     scalar_rate: Fraction = 0.1
     """Learning rate of the scalars, as a share of that of the weights."""

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
@@ -47,8 +48,8 @@ def fold(model: nn.Module) -> nn.Module:
 @dataclass(frozen=True)
 class LayerScale(Technique):
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
-    claims = frozenset({"residual gains"})
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its gains would stay as small as they start"}
+    claims = frozenset({Claim.RESIDUAL_GAINS})
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "its gains would stay as small as they start"}
 
     start: Rate = 0.0
     """First value of every gain; 0 takes the paper's value for the model's depth."""

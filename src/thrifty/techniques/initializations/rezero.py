@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
@@ -39,7 +40,9 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
 
 @dataclass(frozen=True)
 class ReZero(NormFreeTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its α would stay zero, and with them every block"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block"
+    }
 
     shared: Literal["block", "branch"] = "block"
     """Whether the branches of a block share one α or have one each."""

@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
@@ -36,7 +37,9 @@ def largest_start(blocks: int) -> float:
 
 @dataclass(frozen=True)
 class SkipInit(NormFreeTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "its scalars would stay as small as they start"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start"
+    }
 
     start: Rate = 0.0
     """First value of every scalar, at most 1 / sqrt(blocks)."""

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
@@ -76,7 +77,9 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
 
 @dataclass(frozen=True)
 class TFixup(NormFreeTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it redraws the weights that adapters keep frozen"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen"
+    }
 
     multiplier: Rate = 0.0
     """What token embeddings are multiplied by on their way in; 0 is sqrt(width) unless the model does so itself."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.batches import BatchSource
+from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import EffectiveBatch, StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.stages import Stage
@@ -38,7 +39,7 @@ def size_at(step: int, start: float, full: int, until: int, multiple: int, shape
 @dataclass(frozen=True)
 class BatchRamp(Technique):
     stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
-    claims = frozenset({"size of the batch over time"})
+    claims = frozenset({Claim.BATCH_SIZE})
 
     start: Fraction = 0.125
     """The first batch, as a share of the full one."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.setting_bounds import Positive
@@ -40,7 +41,7 @@ def accumulated(backward: Backward, parts: int) -> Backward:
 @dataclass(frozen=True)
 class GradientAccumulation(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"micro-batches"})
+    claims = frozenset({Claim.MICRO_BATCHES})
 
     parts: Positive = 4
     """Micro-batches per step."""

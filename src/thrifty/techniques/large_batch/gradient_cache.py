@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.setting_bounds import Positive
@@ -94,11 +95,11 @@ def _restore_random_state(batch: Batch, state: Tensor) -> None:
 @dataclass(frozen=True)
 class GradientCache(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"micro-batches"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "which examples are trained on": "examples that are compared with each other have no scores of their own",
-        "losses beside blocks": "only what follows from the vectors has a gradient, and such a loss would be lost",
-        "gradients of half batches": "two halves of a batch do not make up the gradient of a joint loss",
+    claims = frozenset({Claim.MICRO_BATCHES})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.SELECTED_EXAMPLES: "examples that are compared with each other have no scores of their own",
+        Claim.AUXILIARY_LOSSES: "only what follows from the vectors has a gradient, and such a loss would be lost",
+        Claim.HALF_BATCH_GRADIENTS: "two halves of a batch do not make up the gradient of a joint loss",
     }
 
     parts: Positive = 4

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
@@ -123,7 +124,7 @@ class NoiseScaleBackward:
 @dataclass(frozen=True)
 class NoiseScale(Technique):
     stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"gradients of half batches"})
+    claims = frozenset({Claim.HALF_BATCH_GRADIENTS})
 
     every: Positive = 4
     """Steps from one measurement to the next."""

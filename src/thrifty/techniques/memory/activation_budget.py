@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
@@ -178,10 +179,10 @@ class PlannedObjective(WrappedObjective):
 @dataclass(frozen=True)
 class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"saved tensors", "recomputation", "bytes of activations", "one plan for all ranks"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "compiled blocks": "it follows single operations, which a compiler fuses",
-        "distribution of layers": "it follows single operations, and those between ranks cannot be made again by one",
+    claims = frozenset({Claim.SAVED_TENSORS, Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES, Claim.RANK_WIDE_PLAN})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.COMPILED_BLOCKS: "it follows single operations, which a compiler fuses",
+        Claim.TENSOR_PARALLELISM: "it follows single operations, and those between ranks cannot be made again by one",
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5

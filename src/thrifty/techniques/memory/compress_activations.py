@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.backward import Backward, BackwardResult, plain_backward
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
@@ -151,7 +152,7 @@ class QuantizingBackward:
 @dataclass(frozen=True)
 class CompressActivations(Technique):
     stage, numerics = Stage.COMPRESS, Numerics.DIFFERENT
-    claims = frozenset({"saved tensors"})
+    claims = frozenset({Claim.SAVED_TENSORS})
 
     bits: Literal[2, 4, 8] = 4
     """For each number; the average with `adaptive`."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
@@ -109,7 +110,7 @@ class OffloadingObjective(WrappedObjective):
 @dataclass(frozen=True)
 class OffloadActivations(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
-    claims = frozenset({"saved tensors"})
+    claims = frozenset({Claim.SAVED_TENSORS})
 
     to: Where = "auto"
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""

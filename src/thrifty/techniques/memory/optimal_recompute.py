@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from thrifty.core.claims import Claim
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
@@ -76,10 +77,10 @@ def _form(args: tuple, kwargs: dict) -> tuple:
 @dataclass(frozen=True)
 class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"recomputation", "bytes of activations"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "distribution of layers": "costs are looked up on one rank, and its layers compute on several",
-        "losses beside blocks": "of a chain that runs again only the last result is part of the graph",
+    claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.TENSOR_PARALLELISM: "costs are looked up on one rank, and its layers compute on several",
+        Claim.AUXILIARY_LOSSES: "of a chain that runs again only the last result is part of the graph",
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5

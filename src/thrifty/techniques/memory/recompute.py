@@ -21,6 +21,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.core.run_notes import add_note
@@ -59,7 +60,7 @@ def run_segments_again(blocks: list[nn.Module]) -> int:
 @dataclass(frozen=True)
 class Recompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
-    claims = frozenset({"recomputation"})
+    claims = frozenset({Claim.RECOMPUTATION})
 
     every: Positive = 1
     """Recompute every k-th block of each stack: 1 is all of them, 2 every other one. Not for "sqrt"."""

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
@@ -138,11 +139,11 @@ class FactorizedHead(WrappedObjective):
 @dataclass(frozen=True)
 class ShareParameters(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"parameters of several blocks"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "blocks start as copies of the first, and frozen ones could not learn to be",
-        "depth": "which block begins a group would change with the depth",
-        "parameters in pieces": "each block is cut into pieces of its own, which would untie them",
+    claims = frozenset({Claim.SHARED_PARAMETERS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first, and frozen ones could not learn to be",
+        Claim.DEPTH: "which block begins a group would change with the depth",
+        Claim.PARAMETER_SHARDING: "each block is cut into pieces of its own, which would untie them",
     }
 
     part: Part = "all"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Rate, SettingBound
 from thrifty.core.stages import Stage
@@ -130,7 +131,7 @@ def adafactor(
 @dataclass(frozen=True)
 class Adafactor(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-2
     """The largest relative step."""

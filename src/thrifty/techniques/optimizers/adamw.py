@@ -9,6 +9,7 @@ Note      decay follows torch's convention, lr · weight_decay; the paper multip
 
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
@@ -26,7 +27,7 @@ def adamw(
 @dataclass(frozen=True)
 class AdamW(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.95)

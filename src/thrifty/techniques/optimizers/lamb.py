@@ -14,6 +14,7 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 import math
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
@@ -43,7 +44,7 @@ def lamb(
 @dataclass(frozen=True)
 class Lamb(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.999)

@@ -13,6 +13,7 @@ Note      vectors, biases and positions take the plain rate and no decay. Where 
 from dataclasses import dataclass
 from typing import Literal
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
@@ -42,7 +43,7 @@ def lars(
 @dataclass(frozen=True)
 class Lars(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1.0
     momentum: Probability = 0.9

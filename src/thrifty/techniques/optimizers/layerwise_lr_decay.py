@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_notes import add_note
@@ -107,8 +108,8 @@ class ScaleByParameterFactor(GradientTransform):
 @dataclass(frozen=True)
 class LayerwiseLearningRateDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    clashes: ClassVar[Mapping[str, str]] = {
-        "parameters of several blocks": "what blocks of all depths share has no depth of its own",
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.SHARED_PARAMETERS: "what blocks of all depths share has no depth of its own",
     }
 
     decay: Fraction = 0.75

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Betas, Rate
 from thrifty.core.stages import Stage
@@ -48,7 +49,7 @@ def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_deca
 @dataclass(frozen=True)
 class Lion(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-4
     betas: Betas = (0.9, 0.99)

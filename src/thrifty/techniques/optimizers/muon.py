@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
@@ -171,7 +172,7 @@ def muon(
 @dataclass(frozen=True)
 class Muon(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-3
     momentum: Probability = 0.95

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -117,7 +118,7 @@ def schedule_free(
 @dataclass(frozen=True)
 class ScheduleFreeAdamW(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer", "schedule", "averaged weights"})
+    claims = frozenset({Claim.OPTIMIZER, Claim.SCHEDULE, Claim.AVERAGED_WEIGHTS})
 
     lr: Rate = 2.5e-3
     betas: Betas = (0.9, 0.999)

@@ -11,6 +11,7 @@ Note      decay is L2, added to the gradient before the momentum, and spares vec
 
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Probability, Rate
 from thrifty.core.stages import Stage
@@ -33,7 +34,7 @@ def sgd(
 @dataclass(frozen=True)
 class Sgd(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
+    claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 0.1
     momentum: Probability = 0.9

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Betas, Positive, Rate
 from thrifty.core.shard_layout import local_tensors, order_of
@@ -159,8 +160,8 @@ def soap(
 @dataclass(frozen=True)
 class Soap(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
-    claims = frozenset({"optimizer"})
-    clashes: ClassVar[Mapping[str, str]] = {"weight masks": "its moments are not those of single weights"}
+    claims = frozenset({Claim.OPTIMIZER})
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.WEIGHT_MASKS: "its moments are not those of single weights"}
 
     lr: Rate = 3e-3
     betas: Betas = (0.95, 0.95)

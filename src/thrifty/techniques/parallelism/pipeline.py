@@ -50,6 +50,7 @@ from torch.distributed.pipelining import (
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
@@ -170,11 +171,11 @@ def line_of(model: nn.Module) -> PipelineRunner:
 @dataclass(frozen=True)
 class PipelineParallel(Technique):
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"distribution of blocks"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "parameters of several blocks": "blocks that share their parameters would be on different ranks",
-        "which examples are trained on": "each stage would draw examples of its own",
-        "one plan for all ranks": "each stage has other blocks to plan for",
+    claims = frozenset({Claim.PIPELINE_PARALLELISM})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.SHARED_PARAMETERS: "blocks that share their parameters would be on different ranks",
+        Claim.SELECTED_EXAMPLES: "each stage would draw examples of its own",
+        Claim.RANK_WIDE_PLAN: "each stage has other blocks to plan for",
     }
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
@@ -193,13 +194,13 @@ class PipelineParallel(Technique):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recompute:
-            object.__setattr__(self, "claims", self.claims | {"recomputation"})
+            object.__setattr__(self, "claims", self.claims | {Claim.RECOMPUTATION})
         if self.schedule in ("zero_bubble", "zbv"):
             halves = f"{self.schedule} takes backward passes in halves, which"
             refused = {
-                "compiled blocks": f"{halves} a compiler puts together",
-                "dropped blocks": f"{halves} a stage does not have when all of its blocks are dropped",
-                "parameters in pieces": f"{halves} go past what sums up the gradients",
+                Claim.COMPILED_BLOCKS: f"{halves} a compiler puts together",
+                Claim.DROPPED_BLOCKS: f"{halves} a stage does not have when all of its blocks are dropped",
+                Claim.PARAMETER_SHARDING: f"{halves} go past what sums up the gradients",
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 

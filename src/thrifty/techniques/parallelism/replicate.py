@@ -14,6 +14,7 @@ from torch import nn
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.claims import Claim
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
@@ -61,7 +62,7 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
 @dataclass(frozen=True)
 class ReplicatedDataParallel(Technique):
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"distribution of data"})
+    claims = frozenset({Claim.DATA_PARALLELISM})
 
     def model(self, model: nn.Module) -> nn.Module:
         data = axis("data")

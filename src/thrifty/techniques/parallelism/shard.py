@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
@@ -101,7 +102,7 @@ class ShardingObjective(WrappedObjective):
 @dataclass(frozen=True)
 class ShardedDataParallel(Technique):
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"distribution of data", "parameters in pieces"})
+    claims = frozenset({Claim.DATA_PARALLELISM, Claim.PARAMETER_SHARDING})
 
     zero: Zero = 3
     """What is divided: 1 the optimizer state, 2 also gradients, 3 also parameters."""
@@ -113,7 +114,7 @@ class ShardedDataParallel(Technique):
         super().__post_init__()
         if self.gathered == "bfloat16":
             object.__setattr__(self, "numerics", Numerics.DIFFERENT)
-            object.__setattr__(self, "claims", self.claims | {"precision"})
+            object.__setattr__(self, "claims", self.claims | {Claim.PRECISION})
 
     def model(self, model: nn.Module) -> nn.Module:
         if not dist.is_initialized():

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
@@ -87,7 +88,7 @@ def is_divided(parameter: Tensor) -> bool:
 @dataclass(frozen=True)
 class TensorParallel(Technique):
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"distribution of layers"})
+    claims = frozenset({Claim.TENSOR_PARALLELISM})
 
     along_tokens: bool = False
     """Whether hidden states between split layers are divided along tokens: norms and residuals, and what is saved of

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import (
     Content,
     GradientTransform,
@@ -196,7 +197,7 @@ class Bfloat16InputObjective(WrappedObjective):
 @dataclass(frozen=True)
 class Bfloat16Weights(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
-    claims = frozenset({"precision"})
+    claims = frozenset({Claim.PRECISION})
 
     rounding: Rounding = "stochastic"
     """Of each new weight: by chance, to the nearest with what that cuts off kept, or to the nearest and no more."""

@@ -32,6 +32,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import ranks
@@ -110,7 +111,7 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 class Float8(Technique):
     # a linear layer's own product, and so before adapters, which add to what a layer gives
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
-    claims = frozenset({"linear products"})
+    claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     scaling: Literal["delayed", "current"] = "delayed"
     """Scales from the numbers of earlier steps, or of the tensor at hand."""

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
@@ -143,7 +144,7 @@ class AutocastObjective(WrappedObjective):
 @dataclass(frozen=True)
 class MixedPrecision(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
-    claims = frozenset({"precision"})
+    claims = frozenset({Claim.PRECISION})
 
     format: Literal["bfloat16", "float16"] = "bfloat16"
     init_scale: float = 2.0**16

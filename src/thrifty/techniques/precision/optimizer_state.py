@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import (
     GradientTransform,
@@ -229,7 +230,7 @@ FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16":
 @dataclass(frozen=True)
 class OptimizerState(Technique):
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
-    clashes: ClassVar[Mapping[str, str]] = {"trained vectors alone": "there is no matrix whose moments it could store"}
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
 
     format: Literal["int8", "bfloat16"] = "int8"
     smallest: Positive = 4096

@@ -6,6 +6,7 @@ Promise   one constant phase can serve runs of several lengths; fully decayed wh
 
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -25,7 +26,7 @@ def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> 
 @dataclass(frozen=True)
 class ConstantThenDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({"schedule"})
+    claims = frozenset({Claim.SCHEDULE})
 
     warmup: StepOrFraction = 0.05
     decay_from: StepOrFraction = 0.8

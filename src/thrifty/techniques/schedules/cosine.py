@@ -8,6 +8,7 @@ Promise   a rate that is fully decayed when the run ends, which is what makes co
 import math
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -24,7 +25,7 @@ def cosine(progress: float, floor: float = 0.0) -> float:
 @dataclass(frozen=True)
 class CosineDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({"schedule"})
+    claims = frozenset({Claim.SCHEDULE})
 
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0

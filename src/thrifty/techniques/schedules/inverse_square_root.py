@@ -7,6 +7,7 @@ Promise   a run that may be prolonged: everything before `cooldown` does not dep
 
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -27,7 +28,7 @@ def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> fl
 @dataclass(frozen=True)
 class InverseSquareRoot(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({"schedule"})
+    claims = frozenset({Claim.SCHEDULE})
 
     warmup: StepOrFraction = 0.05
     cooldown: StepOrFraction = 0.8

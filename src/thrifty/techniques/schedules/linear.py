@@ -7,6 +7,7 @@ Promise   fully decayed when the run ends.
 
 from dataclasses import dataclass
 
+from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -18,7 +19,7 @@ from thrifty.techniques.schedules._warmup import warmed_up
 @dataclass(frozen=True)
 class LinearDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({"schedule"})
+    claims = frozenset({Claim.SCHEDULE})
 
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0

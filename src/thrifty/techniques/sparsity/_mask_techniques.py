@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots
 from thrifty.core.mesh import axis
@@ -73,8 +74,8 @@ class MaskTechnique(Technique):
     """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
-    claims = frozenset({"weight masks"})
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it masks weights that adapters keep frozen"}
+    claims = frozenset({Claim.WEIGHT_MASKS})
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it masks weights that adapters keep frozen"}
     replaces_update: ClassVar[bool] = True
 
     def backward(self, backward: Backward) -> Backward:
@@ -177,7 +178,7 @@ class MatrixMaskTechnique(MaskTechnique):
 class DynamicMaskTechnique(MatrixMaskTechnique):
     """Masks drawn at random, of which every so often a share moves: as many connections grow as are dropped."""
 
-    clashes: ClassVar[Mapping[str, str]] = {"frozen base weights": "it moves weights that adapters keep frozen"}
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen"}
 
     distribution: Literal["erk", "uniform"] = "erk"
     """How the density is spread over layers; "erk" is for matrices that of Erdős and Rényi (ER)."""

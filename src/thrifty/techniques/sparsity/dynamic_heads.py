@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -56,13 +57,13 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
 
 @dataclass(frozen=True)
 class DynamicHeads(MaskTechnique):
-    claims = frozenset({"weight masks", "heads and neurons"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "it moves weights that adapters keep frozen",
-        "distribution of layers": "heads are compared with each other, and each rank has some",
-        "distribution of blocks": "heads of all blocks are known to one rank alone",
-        "parameters of several blocks": "each block keeps heads of its own",
-        "width": "both decide how wide the blocks are",
+    claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen",
+        Claim.TENSOR_PARALLELISM: "heads are compared with each other, and each rank has some",
+        Claim.PIPELINE_PARALLELISM: "heads of all blocks are known to one rank alone",
+        Claim.SHARED_PARAMETERS: "each block keeps heads of its own",
+        Claim.WIDTH: "both decide how wide the blocks are",
     }
 
     density: Fraction = 0.5

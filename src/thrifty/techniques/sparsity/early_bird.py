@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.objective import Objective
@@ -133,15 +134,15 @@ class EarlyBirdBackward:
 @dataclass(frozen=True)
 class EarlyBird(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
-    claims = frozenset({"heads and neurons"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "frozen base weights": "its coefficients would be frozen, and what it trains anew is the base",
-        "weight masks": "masks are for matrices of one size, and it makes them smaller",
-        "depth": "a ticket is drawn of all blocks, at their first values",
-        "width": "both decide how wide the blocks are",
-        "distribution of layers": "a ticket is drawn of whole layers",
-        "distribution of blocks": "a ticket is drawn of all blocks together",
-        "parameters of several blocks": "each block keeps heads and neurons of its own",
+    claims = frozenset({Claim.HEADS_AND_NEURONS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "its coefficients would be frozen, and what it trains anew is the base",
+        Claim.WEIGHT_MASKS: "masks are for matrices of one size, and it makes them smaller",
+        Claim.DEPTH: "a ticket is drawn of all blocks, at their first values",
+        Claim.WIDTH: "both decide how wide the blocks are",
+        Claim.TENSOR_PARALLELISM: "a ticket is drawn of whole layers",
+        Claim.PIPELINE_PARALLELISM: "a ticket is drawn of all blocks together",
+        Claim.SHARED_PARAMETERS: "each block keeps heads and neurons of its own",
     }
 
     heads: Part = 1 / 3

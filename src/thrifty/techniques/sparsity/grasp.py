@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.setting_bounds import SettingBound
@@ -137,16 +138,16 @@ class GraspBackward:
 
 @dataclass(frozen=True)
 class Grasp(SaliencyMaskTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {
+    clashes: ClassVar[Mapping[Claim, str]] = {
         **SaliencyMaskTechnique.clashes,
-        "compiled blocks": "compiled blocks have no second derivative",
-        "attention core": "tiled attention has no second derivative",
-        "linear products": "products in 8 bits have no second derivative",
-        "saved tensors": "what replaces saved tensors is not differentiated a second time",
-        "parameters in pieces": "a second derivative through parameters that are gathered in between is not defined",
-        "distribution of layers": "the sums over ranks inside a layer have no second derivative",
-        "distribution of blocks": "stages of a pipeline hand each other first derivatives only",
-        "which examples are trained on": "both passes of a scoring step must see the same examples",
+        Claim.COMPILED_BLOCKS: "compiled blocks have no second derivative",
+        Claim.ATTENTION_CORE: "tiled attention has no second derivative",
+        Claim.LINEAR_PRODUCTS: "products in 8 bits have no second derivative",
+        Claim.SAVED_TENSORS: "what replaces saved tensors is not differentiated a second time",
+        Claim.PARAMETER_SHARDING: "a second derivative through parameters that are gathered in between is not defined",
+        Claim.TENSOR_PARALLELISM: "the sums over ranks inside a layer have no second derivative",
+        Claim.PIPELINE_PARALLELISM: "stages of a pipeline hand each other first derivatives only",
+        Claim.SELECTED_EXAMPLES: "both passes of a scoring step must see the same examples",
     }
 
     temperature: Annotated[float, SettingBound(above=0)] = 200.0

@@ -29,6 +29,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError, did_you_mean
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -150,11 +151,11 @@ def contents_of(file: str, sha256: str) -> MaskFileContents:
 
 @dataclass(frozen=True)
 class MaskFromFile(MaskTechnique):
-    clashes: ClassVar[Mapping[str, str]] = {
+    clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,
-        "depth": "a ticket is drawn for the blocks of one model",
-        "width": "a ticket is drawn for matrices of one size",
-        "parameters of several blocks": "a ticket has a mask for each block, and they have one matrix together",
+        Claim.DEPTH: "a ticket is drawn for the blocks of one model",
+        Claim.WIDTH: "a ticket is drawn for matrices of one size",
+        Claim.SHARED_PARAMETERS: "a ticket has a mask for each block, and they have one matrix together",
     }
 
     file: str = ""

@@ -33,6 +33,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
@@ -147,10 +148,10 @@ def fill_masks(layers: Iterable[nn.Module]) -> None:
 @dataclass(frozen=True)
 class NOfM(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
-    claims = frozenset({"linear products"})
-    clashes: ClassVar[Mapping[str, str]] = {
-        "weight masks": "a weight would be under two masks that know nothing of each other",
-        "frozen base weights": "what an adapter adds is not N:M sparse once it is merged",
+    claims = frozenset({Claim.LINEAR_PRODUCTS})
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.WEIGHT_MASKS: "a weight would be under two masks that know nothing of each other",
+        Claim.FROZEN_BASE_WEIGHTS: "what an adapter adds is not N:M sparse once it is merged",
     }
 
     n: Positive = 2

@@ -34,6 +34,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
@@ -160,7 +161,7 @@ class SparseProductCounter:
 @dataclass(frozen=True)
 class SparseProducts(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
-    claims = frozenset({"linear products"})
+    claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     where: str = r"\.\d+\."
     """Pattern of the names of layers that may use sparse products; those of numbered blocks by default."""
