@@ -10,7 +10,7 @@ TESTED := $(VENV)/tested-$(EXTRAS)
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slow test-gpu explore lint bench clean
+.PHONY: demo quick test test-all test-gpu explore lint bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/thrifty demo
@@ -19,11 +19,27 @@ demo: $(VENV)/installed
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest
 
+# what a change of one technique needs, such as make quick TECHNIQUE=adapters.lora; without it, of all a part
+TECHNIQUE :=
+OWN := test_$(lastword $(subst ., ,$(TECHNIQUE)))
+quick: $(TESTED) lint
+ifdef TECHNIQUE
+	$(PYTEST) -n $(WORKERS) tests/contract tests/pairs $(wildcard tests/techniques/$(OWN).py) -k "$(TECHNIQUE) or $(OWN)"
+else
+	$(PYTEST) -n $(WORKERS) tests/core tests/contract -k "not learns and not explained and not resumed"
+endif
+
 test: $(TESTED) lint
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=25
 
-test-slow: $(TESTED)
-	$(PYTEST) -m slow
+# every test and every entry of large tables, folder by folder; a folder that passed is run again after a change only
+STATE := $(shell git ls-files -z --cached --others --exclude-standard 2>&1 | xargs -0 sha1sum 2>&1 | sha1sum | cut -c1-16)
+FOLDERS := $(filter-out support __pycache__,$(patsubst tests/%/,%,$(wildcard tests/*/))) test_import_rule.py
+test-all: $(TESTED) lint $(FOLDERS:%=$(VENV)/passed/$(STATE)/%)
+
+$(VENV)/passed/$(STATE)/%: $(TESTED)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=25 --all tests/$*
+	mkdir -p $(@D) && touch $@
 
 # what only a GPU can show, and every technique alone and in company, on it
 test-gpu: $(TESTED)

@@ -26,6 +26,16 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run slow tests as well, and every entry of large tables")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--all"):
+        config.option.markexpr = ""
+        os.environ["THRIFTY_TEST_ALL"] = "1"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logfinish() -> None:
     if next(FINISHED) % 50 == 0 or len(sys.modules) > KEPT[-1] + 100:

@@ -81,6 +81,7 @@ def test_moments_that_do_not_follow_masks_that_move(monkeypatch: pytest.MonkeyPa
     assert found["invariants", "run"].fix == "--without sparsity.rigl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twice", [False, True])
 def test_gradients_that_are_divided_twice_in_16_bits_among_ranks(twice: bool) -> None:
     def start(folder: Path, count: int) -> str:

@@ -146,6 +146,7 @@ def test_meshes_are_checked_on_two_ranks_to_an_axis() -> None:
     assert smaller_mesh(wide) == (Mesh(replicate=2, tensor=2), 4)
 
 
+@pytest.mark.slow
 def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
     """The one test that starts them as a person's check does, with all that importing takes."""
     recipe = tiny_digits()

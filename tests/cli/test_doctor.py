@@ -32,6 +32,7 @@ def healthy() -> MachineInfo:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_a_healthy_machine(healthy):
     assert diagnose(healthy, True, CompileTrial(True, 10.0, "")) == []
 
@@ -84,6 +85,7 @@ def test_the_page_names_the_measured_rates(tmp_path, monkeypatch):
         assert words in result.stdout
 
 
+@pytest.mark.slow
 def test_exit_code_is_1_where_no_run_folder_can_be_made(tmp_path, monkeypatch):
     (tmp_path / "runs").write_text("a file where the folder should be")
     monkeypatch.chdir(tmp_path)
@@ -91,6 +93,7 @@ def test_exit_code_is_1_where_no_run_folder_can_be_made(tmp_path, monkeypatch):
     assert result.exit_code == 1 and "cannot train" in result.stdout
 
 
+@pytest.mark.slow
 def test_it_tells_from_which_density_on_sparse_products_pay(tmp_path, monkeypatch):
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
     done = CliRunner().invoke(command, ["--quick", "--json", "--sparse", "32x48"])

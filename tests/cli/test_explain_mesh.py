@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from mesh_runs import recipe, stated_and_held
 from rank_processes import on_ranks
+from table_samples import sample_of
 
 from thrifty.cli.explain import command, explain_recipe
 from thrifty.core.errors import UsageError
 
-TWO = ("replicate=2", "shard=2", "tensor=2", "pipeline=2")
+TWO = ("tensor=2", "pipeline=2", "replicate=2", "shard=2")
 FOUR = ("pipeline=2,tensor=2", "pipeline=2,shard=2", "tensor=2,replicate=2")
 
 
@@ -22,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, sample_of(TWO, 2)), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_one_process_says_what_each_of_several_states_and_holds(
     text: Path, tmp_path: Path, ranks: int, meshes: tuple[str, ...]
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_table_of_runs_gives_the_law_and_the_sizes_for_a_compute(tmp_path: Pat
     assert "20 runs of 300 k to 30.0 M parameters" in page and "exponent of N" in page and "extrapolated" in page
 
 
+@pytest.mark.slow
 def test_run_folders_say_the_same_as_a_table_of_them(
     tmp_path: Path, runs: Sequence[TrainedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +150,7 @@ def test_a_run_that_has_not_finished_is_refused(tmp_path: Path, runs: Sequence[T
     assert "is interrupted" in error.what and "thrifty resume" in error.fix
 
 
+@pytest.mark.slow
 def test_the_columns_of_the_digitised_runs_are_understood(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
     epoch = ["x,Model Size,Training FLOP,loss", *(f"0,{run.parameters},{run.flops},{run.loss}" for run in runs)]
     (tmp_path / "epoch.csv").write_text("\n".join(epoch))
@@ -157,6 +159,7 @@ def test_the_columns_of_the_digitised_runs_are_understood(tmp_path: Path, runs: 
     assert found["constants"] == pytest.approx(plain["constants"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_runs_of_highest_loss_can_be_left_out(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
     worst = TrainedRun(1e6, 1e8, 50.0)
     table = write_table(tmp_path / "runs.csv", [worst, *runs])

@@ -105,6 +105,7 @@ def test_a_recipe_that_fits_is_planned_as_it_is_with_a_reason_for_every_techniqu
     assert "third party" in reasons["optimizers.stranger"]["why"]
 
 
+@pytest.mark.slow
 def test_less_memory_brings_techniques_in_and_what_is_written_is_what_was_planned(
     recipe: str, fitting: dict[str, Any]
 ) -> None:
@@ -123,6 +124,7 @@ def test_less_memory_brings_techniques_in_and_what_is_written_is_what_was_planne
     assert "is there already" in refused(recipe, "--out", "plan.toml").what
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
 def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_remembered(
     recipe: str, monkeypatch: pytest.MonkeyPatch
@@ -157,6 +159,7 @@ def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_re
     assert json.loads(kept.read_text()).keys() == ({"memory"} if disturbed else {"memory", "step"})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_axis", "recipe")
 def test_a_folder_and_a_file_are_enough_to_plan_for() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -225,6 +228,7 @@ def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: st
     assert "simulated and not probed" in Path("mesh.toml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
 def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_their_mesh(
     recipe: str, monkeypatch: pytest.MonkeyPatch
@@ -250,6 +254,7 @@ def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
     assert _start(None, 2).endswith(written[0]) and _start(None, 1) == written[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
 def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(recipe: str) -> None:
     error = refused(recipe, "--memory", "100kB")

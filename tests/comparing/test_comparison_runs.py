@@ -34,6 +34,7 @@ def short(name: str, steps: int) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
     recipe = short("run", 60)
     task = tmp_path / "task.json"

@@ -136,6 +136,7 @@ def short(ranks: int) -> Recipe:
     )
 
 
+@pytest.mark.slow
 def test_a_run_over_two_ranks_goes_through_a_launcher_and_ends_as_on_one(tmp_path: Path) -> None:
     launcher = tmp_path / "launch"
     launcher.write_text('#!/bin/sh\necho "$1" > "$0.ed"\nshift\nexec "$@"\n')

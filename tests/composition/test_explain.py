@@ -2,6 +2,7 @@
 
 import psutil
 import pytest
+from table_samples import sample_of
 from tiny_runs import advance, plain_run, technique
 
 from thrifty.composition.compose import BaseRun, compose
@@ -54,7 +55,7 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"])
+@pytest.mark.parametrize("name", sample_of(["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"], 1))
 def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
     """Though those that change the update alone share the passes through the model."""
     names = (name, "gradients.clip", "optimizers.adamw", "schedules.cosine", "averaging.ema")
@@ -79,6 +80,7 @@ def test_explaining_changes_nothing_of_the_run() -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_a_model_of_billions_of_parameters_is_explained_in_a_laptops_memory() -> None:
     plain = plain_run()
     build = lambda: build_model(ModelSettings(preset="llama-8b"), 256, 16, seed=0)  # noqa: E731

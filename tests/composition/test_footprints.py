@@ -1,6 +1,7 @@
 """Predicted footprints against the allocator's own events, for models x techniques.
 
-Each technique there is, and some together, run on one of the models in turn; `benchmarks/bench_footprints.py` runs all
+Each technique there is, and some together, run on one of the models in turn (`make test` has a sample of these);
+`benchmarks/bench_footprints.py` runs all
 on each.
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from table_samples import sample_of
 from technique_runs import RUNS
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 from torch import nn
@@ -62,7 +64,7 @@ def model_for(place: int, names: tuple[str, ...]) -> str:
     return ON.get(names[0], MODELS[place % (2 if OF_OURS & {*names} else len(MODELS))])
 
 
-GRID = [(model_for(place, names), names) for place, names in enumerate(CHOSEN)]
+GRID = sample_of([(model_for(place, names), names) for place, names in enumerate(CHOSEN)], 13)
 
 
 def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:

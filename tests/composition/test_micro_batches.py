@@ -19,7 +19,7 @@ def counted(*names: str, parts: int) -> Footprint:
     return explain.count(run, run.techniques)[1]
 
 
-@pytest.mark.parametrize("parts", [4, 8])
+@pytest.mark.parametrize("parts", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "names",
     [(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)],
@@ -51,6 +51,7 @@ def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names:
     assert same is run and whole is batch and times == 1.0
 
 
+@pytest.mark.slow
 def test_the_work_of_those_left_out_is_counted() -> None:
     assert counted(parts=8).flops == counted(parts=2).flops == counted(parts=1).flops
 

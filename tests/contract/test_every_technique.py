@@ -1,17 +1,22 @@
 """What every technique promises. A new file in the catalogue is picked up here by itself."""
 
+import copy
 import dataclasses
 import inspect
 import random
 import subprocess
 import sys
 import tomllib
-from functools import cache
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
 import tomli_w
 import torch
+from rank_processes import in_a_group_of_one
+from table_samples import sample_of
 from technique_runs import RUNS, plain_for
 from tiny_runs import (
     DEVICE,
@@ -43,12 +48,13 @@ from thrifty.training import checkpoint
 STEPS = 6
 
 
-@pytest.fixture(params=techniques.names())
-def name(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=techniques.names())
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of the module, so that the tests of a technique follow each other and share its trainings."""
     torch._dynamo.reset()
-    if request.param.startswith("parallelism."):
-        request.getfixturevalue("one_rank")  # several ranks: tests/techniques/test_parallelism.py
-    return request.param
+    # several ranks: tests/techniques/test_parallelism.py
+    with in_a_group_of_one() if request.param.startswith("parallelism.") else nullcontext():
+        yield request.param
 
 
 @pytest.fixture
@@ -105,18 +111,24 @@ def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
-    plain = plain_for(one.name, style="gpt", dropout=dropout)
     if one.numerics is Numerics.DIFFERENT or (dropout and one.numerics is Numerics.ROUNDING):
         pytest.skip("another algorithm" if one.numerics is Numerics.DIFFERENT else "draws its masks differently")
     reference, expected = without_any(one.name if one.name in RUNS else None, dropout)
-    records, state = run_through(plain, with_optimizer([one]), STEPS)
+    trained, end = trained_with(one, dropout)
     if one.name == "memory.offload_optimizer" and DEVICE.type != "cpu":
-        assert losses(records) == pytest.approx(reference, rel=1e-5)  # a processor rounds its update otherwise
+        assert trained == pytest.approx(reference, rel=1e-5)  # a processor rounds its update otherwise
     elif one.numerics is Numerics.EXACT:
-        assert losses(records) == reference
-        assert_same(snapshot(state), expected)
+        assert trained == reference
+        assert_same(end, expected)
     else:
-        assert losses(records) == pytest.approx(reference, rel=one.tolerance)
+        assert trained == pytest.approx(reference, rel=one.tolerance)
+
+
+@lru_cache(4)
+def trained_with(one: Technique, dropout: float) -> tuple[list[float], Snapshot]:
+    """Losses and end of the run with this technique."""
+    records, state = run_through(plain_for(one.name, style="gpt", dropout=dropout), with_optimizer([one]), STEPS)
+    return losses(records), snapshot(state)
 
 
 @cache
@@ -133,7 +145,7 @@ def test_it_learns(one: Technique) -> None:
 
 
 def test_it_keeps_every_name_of_the_plain_model(one: Technique) -> None:
-    found, plain = names_at_the_end(one), names_of(plain_for(one.name).build())
+    found, plain = names_of(verified_at_every_step(one)), names_of(plain_for(one.name).build())
     assert plain <= found
     if one.stage in HOW:
         assert plain == found
@@ -156,10 +168,10 @@ def test_the_order_in_which_techniques_are_given_is_irrelevant(one: Technique) -
 def test_a_run_started_again_and_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(
     one: Technique, tmp_path: Path
 ) -> None:
-    plain = plain_for(one.name, style="gpt", dropout=0.3)  # what is drawn inside a step must come back too
+    dropout = 0.3  # what is drawn inside a step must come back too
+    straight, expected = trained_with(one, dropout)
+    plain = plain_for(one.name, style="gpt", dropout=dropout)
     run = composed(plain, with_optimizer([one]), STEPS)
-    state = run.start()
-    straight, expected = advance(run, state), snapshot(state)
     state = run.start()
     first = advance(run, state, 3)
     checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
@@ -169,17 +181,17 @@ def test_a_run_started_again_and_resumed_from_a_checkpoint_is_the_run_that_was_n
     checkpoint.fill(found, state.tensors())
     state.load_scalars(found.scalars)
     second = advance(run, state)
-    assert losses(first + second) == losses(straight)
+    assert losses(first + second) == straight
     assert_same(snapshot(state), expected)
 
 
 def test_its_promise_holds_at_every_step(one: Technique) -> None:
-    names_at_the_end(one)
+    verified_at_every_step(one)
 
 
-@cache
-def names_at_the_end(one: Technique) -> frozenset[str]:
-    """Of the parameters after a run at every step of which its promise held."""
+@lru_cache(1)
+def verified_at_every_step(one: Technique) -> nn.Module:
+    """The model after a run at every step of which the technique's promise held."""
     run = composed(plain_for(one.name), with_optimizer([one]), STEPS)
     state = run.start()
     for step in range(STEPS + 1):
@@ -187,7 +199,7 @@ def names_at_the_end(one: Technique) -> frozenset[str]:
         if step < STEPS:
             advance(run, state, step + 1)
     assert state.model is not None
-    return names_of(state.model)
+    return state.model
 
 
 def names_of(model: nn.Module) -> frozenset[str]:
@@ -258,18 +270,16 @@ def what_was_shared_is_apart(state: TrainState) -> None:
 
 
 def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Technique) -> None:
-    _, state = run_through(plain_for(one.name), with_optimizer([one]), STEPS)
-    assert state.model is not None
-    plain = plain_for(one.name)
-    before, rebuilt = logits_of(state.model, plain), plain.build().to(DEVICE)
+    model, plain = copy.deepcopy(verified_at_every_step(one)), plain_for(one.name)
+    before, rebuilt = logits_of(model, plain), plain.build().to(DEVICE)
     try:
-        finished = one.finish(state.model)
+        finished = one.finish(model)
     except (
         RefusedError
     ) as refused:  # right only where the plain architecture computes something else with these weights
         assert refused.what and refused.fix
-        assert torch.equal(logits_of(state.model, plain), before)
-        values, names = state.model.state_dict(), rebuilt.state_dict().keys()
+        assert torch.equal(logits_of(model, plain), before)
+        values, names = model.state_dict(), rebuilt.state_dict().keys()
         rebuilt.load_state_dict({name: values[name] for name in names})
         assert (logits_of(rebuilt, plain) - before).abs().max() > 1e-2
         return
@@ -279,6 +289,7 @@ def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Techni
     assert finished.state_dict().keys() == rebuilt.state_dict().keys()
 
 
+@pytest.mark.parametrize("name", sample_of(techniques.names(), 17), indirect=True, scope="module")
 def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memory(one: Technique) -> None:
     built: list[nn.Module] = []
     plain = plain_for(one.name)

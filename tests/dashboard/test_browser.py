@@ -133,6 +133,7 @@ def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_fold
     assert not browser.value("document.querySelector('main').textContent.includes('There is no run')")
 
 
+@pytest.mark.slow
 def test_an_open_page_survives_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
     quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE"]  # what the browser says when nobody answers
     folder = run_folder(summary={"status": "running", "steps": 0})

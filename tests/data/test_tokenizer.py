@@ -35,6 +35,7 @@ def test_data_cannot_spell_the_end_of_text():
     assert TRAINED.decode(tokens) == f"before{END_OF_TEXT}after"
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_tokenizer(tmp_path):
     program = (
         "import sys; from pathlib import Path; from thrifty.data.tokenizer import train_tokenizer;"

@@ -44,6 +44,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -> None:
     own = CommandLine(desk)
     environment = own.variables() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
@@ -75,6 +76,7 @@ def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -
     assert ran.count("thrifty") >= 10 and "torchrun" in ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[0])
 def test_every_snippet_of_the_readme_runs(snippet: str, desk: Path) -> None:
     done = subprocess.run([sys.executable, "-c", snippet], cwd=desk, capture_output=True, text=True, timeout=600)

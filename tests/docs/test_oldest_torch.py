@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
@@ -68,11 +69,13 @@ def is_there(name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_what_is_used_of_torch_was_found_in_the_oldest_version() -> None:
     new = used() - set(LIST.read_text().split())
     assert not new, f"to be tried with torch 2.11: {', '.join(sorted(new))}"
 
 
+@pytest.mark.slow
 def test_it_is_there_in_this_version() -> None:
     assert not [name for name in sorted(used()) if not is_there(name)]
 

@@ -227,6 +227,7 @@ def test_a_strangers_model_that_is_only_a_pickle_is_refused_unopened(thrifty: Co
 GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positions": 32, "vocab_size": 300}
 
 
+@pytest.mark.slow
 def test_a_full_disk_during_a_save_says_what_is_missing_and_keeps_earlier_checkpoints(thrifty: CommandLine) -> None:
     """A limit on the size of files: what is written beyond it fails as on a full disk."""
     thrifty.train("whole", steps=12)
@@ -253,6 +254,7 @@ def can_mount() -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="this system lets nobody mount a small disk of their own")
 def test_a_disk_of_few_megabytes_that_fills_up_stops_the_run_with_its_last_checkpoint_good(
     thrifty: CommandLine,

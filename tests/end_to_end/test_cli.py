@@ -55,7 +55,7 @@ def test_every_verb_is_listed_and_explains_itself(thrifty: CommandLine) -> None:
         ("list", "presets"),
         ("list", "objectives"),
         ("show", "adapters.lora"),
-        ("doctor", "--quick"),
+        pytest.param(("doctor", "--quick"), marks=pytest.mark.slow),
         ("data", "list"),
         ("report", "runs/done"),
         ("sample", "runs/done", "--tokens", "4"),
@@ -80,6 +80,7 @@ def test_train_and_explain_print_json_on_stdout_and_progress_elsewhere(
     assert found["refused"] == {} and found["origins"]["budget.steps"] == "--budget"
 
 
+@pytest.mark.slow
 def test_a_python_of_its_own_trains_as_a_fork_does(thrifty: CommandLine) -> None:
     """What the other tests start is the command that a person starts."""
     fresh = CommandLine(thrifty.folder, fresh=True)
@@ -152,6 +153,7 @@ NO_NETWORK = """
 """
 
 
+@pytest.mark.slow
 def test_nothing_but_a_named_hub_set_opens_a_connection(thrifty: CommandLine) -> None:
     site, log = thrifty.folder / "site", thrifty.folder / "addresses.txt"
     site.mkdir()

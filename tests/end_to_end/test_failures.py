@@ -112,7 +112,10 @@ def told(stderr: str) -> str:
 
 @pytest.mark.parametrize(
     ("number", "happened"),
-    [(signal.SIGKILL, "was killed or crashed"), (signal.SIGSTOP, r"has not been heard of for 1\d s")],
+    [
+        (signal.SIGKILL, "was killed or crashed"),
+        pytest.param(signal.SIGSTOP, r"has not been heard of for 1\d s", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
     impatient: CommandLine, number: signal.Signals, happened: str
@@ -132,6 +135,7 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
     assert [notice["text"] in line for notice in impatient.records("run", "notice")] == [True]
 
 
+@pytest.mark.slow
 def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: CommandLine) -> None:
     with running(troubled, *troubled.recipe("run", *REPLICATED, "--with", "trouble", **ENDLESS)) as process:
         assert wait_until(lambda: made(troubled, "run"), process, STARTING)
@@ -143,6 +147,7 @@ def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: Command
     assert [notice["text"] in line for notice in troubled.records("run", "notice")] == [True]
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) -> None:
     words = troubled.recipe("run", *REPLICATED, "--with", "trouble:kind=error", **ENDLESS)
     with running(troubled, *words, fresh=True) as process:

@@ -73,6 +73,7 @@ def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_w
     assert masks
 
 
+@pytest.mark.slow
 def test_a_time_budget_can_be_prolonged_by_a_fork(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     answer = json.loads(thrifty("resume", "run", "--fork", "timed", "--set", "budget.seconds=6", "--json").stdout)

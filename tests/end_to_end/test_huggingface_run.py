@@ -22,6 +22,7 @@ CHOSEN = ("--with", "adapters.lora:rank=2", "--with", "memory.recompute", "--wit
 SIZES = {"data.vocabulary": 320, "data.length": 32, "data.batch": 8, "evaluation.examples": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_foreign_architecture_with_lora_recompute_and_bfloat16_runs_and_resumes(
     thrifty: CommandLine, family: str

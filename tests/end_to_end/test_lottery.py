@@ -209,6 +209,7 @@ def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:
     assert rounds[0] == rounds[1] and len(rounds[0]) == 2
 
 
+@pytest.mark.slow
 def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_ends_at_the_same_bits(
     recipe: Recipe, thrifty: CommandLine, tmp_path: Path
 ) -> None:

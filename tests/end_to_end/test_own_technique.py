@@ -85,6 +85,7 @@ def test_list_show_explain_and_train_use_it_with_no_other_edit(extended: tuple[C
     assert f"did you mean '{name}'" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_contract_test_picks_it_up(extended: tuple[CommandLine, str]) -> None:
     thrifty, _ = extended
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(CONTRACT), "-k", "shrunk"]

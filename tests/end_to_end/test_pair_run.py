@@ -127,6 +127,7 @@ def test_an_exported_model_goes_on_with_its_own_tokenizer(desk: CommandLine, fin
     assert again["held_out_loss_at_start"] == pytest.approx(finished["held_out_loss"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_model_finds_captions_and_tells_colours_apart_by_name(desk: CommandLine) -> None:
     """Half of the patches dropped, in micro-batches, and the right one of 64 captions is found far above chance."""
     cache = ("--with", "large_batch.gradient_cache:parts=2")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, assert_equal, kill, wait_until
+from table_samples import sample_of
 
 from thrifty.reporting.run_record import read_run
 
@@ -58,6 +59,7 @@ def assert_records_are_whole(thrifty: CommandLine, name: str, steps: int, per_st
     assert record.summary["status"] == "finished" and record.summary["tokens"] == per_step * steps
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_30_random_moments_ends_bit_identical(thrifty: CommandLine) -> None:
     steps, often = 600, {"checkpoints__every": 1, "evaluation__every": 50}
     thrifty.train("whole", steps=steps, checkpoints__every=100, evaluation__every=50)
@@ -100,7 +102,7 @@ def test_resume_is_exact_when_examples_are_chosen_by_what_the_model_says(thrifty
     assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
 
 
-@pytest.mark.parametrize("technique", ["parallelism.replicate", "parallelism.shard"])
+@pytest.mark.parametrize("technique", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
 def test_resume_is_exact_with_two_ranks(thrifty: CommandLine, technique: str) -> None:
     steps, chosen = 40, ("--with", technique)
     thrifty.train("whole", *chosen, steps=steps, ranks=2, checkpoints__every=100, evaluation__every=15)

@@ -64,6 +64,7 @@ def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_broken(
     assert own_cache.train("run", steps=2)["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_with_the_last_checkpoint_good(thrifty: CommandLine, whole: CommandLine) -> None:
     process = thrifty.start(*thrifty.recipe("run", "--quiet", steps=STEPS, checkpoints__every=1))
     assert wait_until(lambda: training(thrifty, "run", 8), process)

@@ -41,6 +41,7 @@ def test_a_study_is_measured_kept_compared_and_caught_when_it_differs(thrifty: C
     assert "[1/" not in compared and compared.splitlines()[-1] == measured.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_finished_study_is_refused_and_its_json_is_one_document(thrifty: CommandLine) -> None:
     found = thrifty.json("study", "depth_preconditioner", *SMALL, "--cases", "p 2")
     assert {cell["case"] for cell in found["cells"]} == {"p 2, depth 1", "p 2, depth 2", "p 2, depth 3"}

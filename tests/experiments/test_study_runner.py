@@ -151,6 +151,7 @@ def test_what_a_measure_prints_is_no_answer_and_a_number_without_a_name_is_refus
         run_study(one_case(noisy), tmp_path / "odd", jobs=1)
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -> None:
     folder = tmp_path / "levels"
     process = start(folder, seconds=2.0)

@@ -22,6 +22,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("library", [CODES, PRODUCTS], ids=["codes", "products"])
 def test_what_there_is_builds_where_there_is_a_compiler(library: NativeLibrary) -> None:

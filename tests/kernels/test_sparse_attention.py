@@ -114,6 +114,7 @@ def test_rows_of_so_many_keys_each_equal_the_dense_product(b, g, sharing, t, s, 
     assert_like_dense(row_attention(q, k, v, keys), [q, k, v], keep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_product(causal):
     qkv = inputs(1, 4, 2, 200, 32, torch.float32)

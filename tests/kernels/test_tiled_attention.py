@@ -76,6 +76,7 @@ def test_bfloat16_stays_as_near_to_the_exact_result_as_torchs_kernel():
     assert all(mine < max(1.5 * theirs, 5e-3) for mine, theirs in zip(ours, torchs, strict=True)), (ours, torchs)
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_agree_on_values_and_gradients():
     qkv = inputs(2, 4, 2, 40, 16, torch.float32)
     compiled = torch.compile(tiled_causal_attention, dynamic=False)

@@ -111,6 +111,7 @@ def test_without_control_groups_there_is_no_limit(tmp_path):
     assert cgroup_limits(tmp_path, tmp_path / "absent") == (None, None)
 
 
+@pytest.mark.slow
 def test_compiling_is_really_tried(monkeypatch):
     assert try_compile().works
     monkeypatch.setenv("CXX", "/no/such/compiler")

@@ -151,6 +151,7 @@ def started(program: str, *args: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @LINUX
 def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     program = """
@@ -170,6 +171,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["tier.send(torch.ones(2_000_000)).finish_transfer()", "tier.allocate([torch.ones(2_000_000)])"]
 )
@@ -191,6 +193,7 @@ def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
     assert "a larger disk" in out
 
 
+@pytest.mark.slow
 @LINUX
 def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> None:
     program = """

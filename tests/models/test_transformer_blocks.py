@@ -168,6 +168,7 @@ def test_gpt1_is_gpt_with_the_norms_behind_the_sums():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["recompute", "compile"])
 @pytest.mark.parametrize("preset", ["bert-nano", "t5-nano", "marian-nano"])
 def test_wrapped_or_compiled_blocks_compute_the_same(preset, how):

@@ -319,6 +319,7 @@ load_causal_lm(ours)
 """
 
 
+@pytest.mark.slow
 def test_import_and_export_need_no_transformers(save, tmp_path):
     folder, _ = save(FAMILIES["llama"]())
     command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, str(folder), str(tmp_path / "ours")]

@@ -65,6 +65,7 @@ def test_it_learns_pairs_that_it_has_not_seen():
     assert after["loss"] < before["loss"] - 1
 
 
+@pytest.mark.slow
 def test_over_ranks_a_run_is_that_of_one_process():
     """Of two ranks and of four; a held-out batch, which is the same on all, is judged by itself."""
     wanted, held_out = trained_along([((), {})])[0]

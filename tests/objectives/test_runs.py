@@ -72,6 +72,7 @@ def test_two_ranks_follow_the_single_process(thrifty: CommandLine) -> None:
     assert other == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_pairs_are_learned(thrifty: CommandLine) -> None:
     lines = [f"{n} and {n % 7}\t{n % 7} and {n}\n" for n in range(400)]
     (thrifty.folder / "pairs.tsv").write_text("".join(lines))

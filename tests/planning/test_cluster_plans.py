@@ -80,6 +80,7 @@ def test_the_plan_is_a_recipe_over_a_mesh_of_all_ranks_that_is_counted_to_fit() 
     assert 0 < plan.dominant["time"][1] <= 1
 
 
+@pytest.mark.slow
 def test_less_memory_a_rank_gives_another_layout_that_fits_it() -> None:
     plenty = planner(cluster=BOX.of(2)).plan()
     limit = 0.9 * plenty.chosen.footprint.memory * OVER_MESH_HIGH
@@ -120,6 +121,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planner(cluster=CLUSTERS["h100-roce"].of(2048), workload=replace(LARGE, blocks=LARGE.blocks[:1])).plan()
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_it_may_is_refused() -> None:
     asked = PlanRequest(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
     with pytest.raises(InfeasibleError, match=r"the fastest that fits takes .* and may take 1 h"):

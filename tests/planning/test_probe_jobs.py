@@ -48,7 +48,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a_probe.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: int) -> None:
     module.write_text(ANSWERS)
     assert job(ranks).ranks == ranks
@@ -73,6 +73,7 @@ def test_what_went_wrong_is_said(module: Path, program: str, ranks: int, said: s
         probe_in_process("a_probe")(job(ranks))
 
 
+@pytest.mark.slow
 def test_ranks_that_take_too_long_are_ended_all_of_them(
     module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

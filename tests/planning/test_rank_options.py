@@ -104,6 +104,7 @@ def search_candidates(search: PlanSearch) -> list[PlanCandidate]:
     return [candidate for candidate in search.combinations() if len(candidate.ways) <= 2]
 
 
+@pytest.mark.slow
 def test_what_no_technique_can_build_over_a_mesh_is_refused_and_not_counted() -> None:
     search = searching(inf, ranks=8, count=halving)
     search.look_at_singles()

@@ -83,6 +83,7 @@ def test_noiseless_runs_give_the_constants_back(converged: LawFit) -> None:
     assert converged.draws is None
 
 
+@pytest.mark.slow
 def test_runs_a_thousand_times_smaller_give_their_constants_back_as_well() -> None:
     found = fit(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS))
     assert found.law.logs() == pytest.approx(SMALL.logs(), rel=1e-3)
@@ -123,6 +124,7 @@ def test_one_run_that_went_wrong_does_not_bend_the_law() -> None:
     assert fit(runs).law.logs() == pytest.approx(SMALL.logs(), rel=0.01)
 
 
+@pytest.mark.slow
 def test_intervals_of_resampled_runs_hold_the_true_exponent_most_of_the_time() -> None:
     held = 0
     for seed in range(6):
@@ -158,6 +160,7 @@ def test_runs_that_cannot_determine_the_law_are_refused_with_the_reason(sizes, b
     assert refused.value.fix
 
 
+@pytest.mark.slow
 def test_equal_losses_and_losses_that_rise_with_size_are_refused() -> None:
     runs = synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS)
     with pytest.raises(UsageError, match="nearly the same loss"):

@@ -201,6 +201,7 @@ def test_a_measured_noise_scale_has_a_tile_and_a_curve(write_run):
     assert "240" in reader.text and set(json.loads(reader.json)["specs"]) == CHARTS | {"noise_scale"}
 
 
+@pytest.mark.slow
 def test_a_long_run_stays_a_small_page_and_keeps_its_spike(write_run):
     folder = write_run(steps=100_000)
     spike = {"kind": "step", "step": 54_321, "loss": 77.125, "skipped": False}

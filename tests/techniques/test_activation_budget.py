@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from table_samples import sample_of
 from tiny_runs import (
     advance,
     assert_same,
@@ -82,7 +83,7 @@ def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
 
 @pytest.mark.parametrize("names", [(), ("precision.mixed",)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("share", sample_of([0.5, 0.3, 0.8], 1))
 def test_the_measured_peak_is_the_promised_one(style: str, share: float, names: tuple[str, ...]) -> None:
     measured, planner = peak_of(run_of(medium_run(style), *names, bytes=share))
     ((blocks, plan),) = planner.plans.values()
@@ -93,6 +94,7 @@ def test_the_measured_peak_is_the_promised_one(style: str, share: float, names: 
     assert measured < (share + 0.05) * everything
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"bits": 4, "recompute": False}, {"bits": 4}, {"offload": "disk"}])
 def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[str, Any]) -> None:
     measured, planner = peak_of(run_of(medium_run(), bytes=0.5, **settings))
@@ -233,6 +235,7 @@ def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
     assert explanation.footprint.activations < 0.55 * before
 
 
+@pytest.mark.slow
 def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from thrifty.composition.explain import count

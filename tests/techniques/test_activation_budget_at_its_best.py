@@ -151,6 +151,7 @@ def assert_best(
             assert needed > peak or plan.seconds <= seconds * (1 + max(plan.gap, 1e-6)), (name, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_no_recomputation_is_faster_within_its_own_peak_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
@@ -158,6 +159,7 @@ def test_no_recomputation_is_faster_within_its_own_peak_or_reaches_lower(model: 
     assert_best(blocks, singles, AllowedActions())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_no_offload_is_faster_within_its_own_peak_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
@@ -205,6 +207,7 @@ SINGLES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_reaches_what_each_single_method_reaches_and_holds_what_was_promised(model: str) -> None:
     plain = MODELS[model]()
@@ -304,6 +307,7 @@ def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> Non
     assert plan_from_numbers(plan_to_numbers(None, 5), 5) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard"])
 def test_ranks_follow_one_plan_whatever_its_kind(strategy: str) -> None:
     settings = [("memory.activation_budget", given | {"costs": "measured"}) for given, _ in SETTINGS[:3:2]]

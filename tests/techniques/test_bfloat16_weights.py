@@ -168,6 +168,7 @@ def test_with_what_was_cut_off_every_weight_is_next_to_the_float32_sum() -> None
     assert (weights == nearest).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_be() -> None:
     plain = plain_run(batch=8, depth=2)
     slow = technique("optimizers.adamw", lr=3e-4)
@@ -302,6 +303,7 @@ def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
             assert torch.equal(parameter, value.bfloat16())
 
 
+@pytest.mark.slow
 def test_the_arithmetic_can_be_compiled() -> None:
     torch._dynamo.reset()
     for rounding in ROUNDINGS:
@@ -311,6 +313,7 @@ def test_the_arithmetic_can_be_compiled() -> None:
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
     write_corpus(tmp_path / "corpus")

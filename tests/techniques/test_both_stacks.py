@@ -33,6 +33,7 @@ def test_recomputed_blocks_of_both_sides_run_twice_and_give_the_same_gradients(n
         assert plain is recomputed is None or torch.equal(plain, recomputed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["our marian", "our t5"])
 def test_blocks_of_both_sides_are_compiled_and_give_the_same_loss(name: str) -> None:
     torch._dynamo.reset()

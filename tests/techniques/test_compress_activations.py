@@ -87,6 +87,7 @@ def test_the_forward_pass_is_exact_dropout_included(bits: int) -> None:
     assert plain == compressed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4])
 def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
     """Two layers with ReLU between: everything the gradient takes is linear in what is kept."""
@@ -188,6 +189,7 @@ def twelve_blocks() -> BaseRun:
     return plain_run(batch=8, depth=12, style="gpt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) -> None:
     run = compose(
@@ -257,6 +259,7 @@ def note_seed(keeper: QuantizedStore, seeds: list[int]) -> QuantizedStore:
     return keeper
 
 
+@pytest.mark.slow
 def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
     compress = technique("memory.compress_activations", smallest=512)
     both, alone, recompute = (
@@ -269,6 +272,7 @@ def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
     assert both < 0.6 * min(alone, recompute)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_saves_in_codes_too() -> None:
     torch._dynamo.reset()
     chosen = with_optimizer([technique("memory.compress_activations", smallest=1), technique("compile")])
@@ -276,6 +280,7 @@ def test_a_compiled_block_saves_in_codes_too() -> None:
     assert losses(records)[-1] < losses(records)[0] - 1.0
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_learns_in_4_bits() -> None:
     import transformers
 
@@ -306,6 +311,7 @@ def adaptive(**settings: object) -> CompressActivations:
     return technique("memory.compress_activations", **({"adaptive": True, "every": 3, "smallest": 1} | settings))  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_gradient() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
@@ -409,6 +415,7 @@ def test_adaptive_bits_resume_exactly() -> None:
         assert_same(snapshot(resumed), snapshot(state))
 
 
+@pytest.mark.slow
 def test_a_structural_change_is_answered_with_a_new_decision() -> None:
     chosen = with_optimizer([adaptive(every=1000), technique("growth.stacking", at=(4,))])
     run = compose(plain_run(depth=4), chosen, 8)
@@ -420,6 +427,7 @@ def test_a_structural_change_is_answered_with_a_new_decision() -> None:
     assert 0 < before < after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others", [["parallelism.shard"], ["large_batch.gradient_accumulation", "memory.recompute"]], ids=str
 )

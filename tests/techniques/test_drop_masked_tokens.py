@@ -267,6 +267,7 @@ def test_what_is_exported_is_the_encoder_and_loads_in_transformers(tmp_path: Pat
     assert DropMaskedTokens().model(again) is again, "and it can be trained on"
 
 
+@pytest.mark.slow
 def test_two_ranks_are_the_single_process_along_the_data_and_inside_the_layers() -> None:
     found = on_ranks(2, trained_along)
     for name, chosen in SETTINGS.items():

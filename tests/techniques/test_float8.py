@@ -296,6 +296,7 @@ def final_loss(seed: int, *chosen: Technique) -> float:
     return fmean(losses(records)[-20:])
 
 
+@pytest.mark.slow
 def test_a_run_ends_within_the_noise_of_bfloat16() -> None:
     mixed, seeds = technique("precision.mixed"), range(2)
     wanted = [final_loss(seed, mixed) for seed in seeds]

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_work import differences
 from rank_processes import on_ranks
+from table_samples import sample_of
 from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 from torch import Tensor
 
@@ -35,7 +36,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("to", TIERS)
-@pytest.mark.parametrize("others", OTHERS, ids=lambda others: " and ".join(others) or "alone")
+@pytest.mark.parametrize("others", sample_of(OTHERS, 3), ids=lambda others: " and ".join(others) or "alone")
 def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> None:
     plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique(name) for name in others])
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
+from table_samples import sample_of
 from tiny_runs import (
     advance,
     assert_same,
@@ -47,7 +48,7 @@ DELAYED = {"to": "simulated", "delay": True, "after": 2}
 
 
 @pytest.mark.parametrize("to", TIERS)
-@pytest.mark.parametrize("name", ACTING)
+@pytest.mark.parametrize("name", sample_of(ACTING, 9))
 def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_optimizer, "TILE", 3000)
     plain = plain_run(style="gpt", dropout=0.3)
@@ -80,6 +81,7 @@ def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
     assert on_ranks(2, differences, strategy, offload, others) == [[], []]
 
 
+@pytest.mark.slow
 def test_what_stands_for_a_parameter_knows_in_which_order_its_lines_are_kept() -> None:
     """Queries, keys and values of one layer are each divided over ranks, and each a layer of its own to Muon and LAMB;
     SOAP and masks that move are of whole layers."""
@@ -202,6 +204,7 @@ def test_only_a_delay_is_another_algorithm() -> None:
     assert technique("memory.offload_optimizer", **DELAYED).numerics is Numerics.DIFFERENT
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
     ends = []
     for delay in (False, True):

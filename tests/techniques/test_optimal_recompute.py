@@ -7,6 +7,7 @@ import torch
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
+from table_samples import sample_of
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -34,7 +35,7 @@ BESIDE = {
 TOKENS = torch.arange(512).view(8, 64) * 7 % 256
 
 
-@pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
+@pytest.mark.parametrize("beside", [*sample_of(BESIDE, 3), "nothing"])
 def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
@@ -42,14 +43,14 @@ def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None
         assert same_run(trained(*others, OptimalRecompute(**given)), plain), given
 
 
-@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
 def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
     settings = [("memory.optimal_recompute", given) for given in SETTINGS]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample_of(KINDS, 6))
 def test_any_architecture_keeps_its_gradients(kind: str, share: float) -> None:
     planned = OptimalRecompute(bytes=share).model(model_of_kind(kind))
     assert equal(gradients(planned, kind), gradients(model_of_kind(kind), kind))
@@ -64,6 +65,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for stack in find_stacks(model).values() for block in stack]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_the_measured_peak_is_within_the_budget_and_near_it(style: str) -> None:
     _, plain = live_bytes(deep(style), TOKENS)
@@ -102,6 +104,7 @@ def cost_of(model: nn.Module) -> tuple[int, int]:
     return live.flops, peak
 
 
+@pytest.mark.slow
 def test_no_periodic_schedule_does_less_work_in_the_same_memory() -> None:
     activation = 8 * 64 * 128 * 4
     for every in (1, 2, 3, 4, 6):
@@ -143,6 +146,7 @@ class Alternating(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_unequal_blocks_are_told_apart() -> None:
     x = torch.randn(4096, 512)
     _, plain = live_bytes(Alternating(), x)

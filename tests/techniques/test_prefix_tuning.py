@@ -325,6 +325,7 @@ def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -
         return sum(float(loss(5000 + step)) for step in range(5)) / 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not(
     reader: dict[str, torch.Tensor], seed: int

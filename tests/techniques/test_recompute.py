@@ -7,6 +7,7 @@ import torch
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
+from table_samples import sample_of
 from tiny_runs import plain_run, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
+@pytest.mark.parametrize("beside", [*sample_of(BESIDE, 3), "nothing"])
 def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
@@ -81,6 +82,7 @@ def test_the_square_root_is_taken_of_all_blocks() -> None:
     assert after_forward / 1e6 == pytest.approx(7.9 - 0.5, abs=0.1)  # four segments of four, their first input apart
 
 
+@pytest.mark.slow
 def test_what_is_kept_and_computed_again_shows_in_the_footprint() -> None:
     def footprint(**given: Any) -> Footprint:
         chosen = with_optimizer([Recompute(**given)] if given else [])

@@ -177,6 +177,7 @@ def test_sangers_cores_keep_what_its_prediction_says() -> None:
         torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("products", ["dense", "rows"])
 def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products: str) -> None:
     run, state = started("attention.dota", 1, products=products, weight=1.0)

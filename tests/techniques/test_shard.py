@@ -98,6 +98,7 @@ def test_both_stacks_of_an_encoder_decoder_are_sharded_block_by_block(two: list)
         assert_the_same(found, alone(style="t5", steps=6))
 
 
+@pytest.mark.slow
 def test_with_dropout_losses_have_the_same_distribution() -> None:
     draws, ways = 100, (REPLICATE, ZERO[1])
     (single,) = losses_with_dropout([Way(None)], draws)
@@ -125,6 +126,7 @@ def test_bytes_held_and_sent_are_those_of_the_formulas(four: list) -> None:
         assert found["hybrid zero 2"].sent == pytest.approx((1 + PARTS) * 4 / 2 + PARTS * 4 / 2, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks_bit_by_bit(tmp_path: Path) -> None:
     """4, 2, 1 and 4 ranks, three steps each: what one leaves the next one finds, and all see the same examples."""
     left: dict[str, dict[str, str]] = {}

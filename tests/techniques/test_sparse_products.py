@@ -91,6 +91,7 @@ def test_with_other_techniques_it_stays_sparse_and_resumes_bit_for_bit(other: st
     assert losses(records) == pytest.approx(losses(dense), rel=2e-2)  # 16 bits round otherwise
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_data_are_sparse_and_ranks_that_share_weights_dense() -> None:
     wanted, _ = run_through(plain_run(), with_optimizer(sparse()), 3)
     strategies = [[*sparse(), technique(f"parallelism.{way}")] for way in ("replicate", "shard")]

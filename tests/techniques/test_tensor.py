@@ -10,6 +10,7 @@ import tensor_work as work
 import torch
 from parallel_work import alone
 from rank_processes import on_ranks
+from table_samples import sample_of
 from technique_runs import RUNS
 from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
 from torch import nn
@@ -18,7 +19,7 @@ from thrifty import techniques
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
 
 DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard", "parallelism.tensor")
-OTHERS = [name for name in techniques.names() if name not in (*DIVIDING, *RUNS)]
+OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 15)
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
     "adapters.intrinsic_dimension": "the projection needs all weights in one place",

@@ -52,6 +52,7 @@ def found(program: str = PROGRAM, *words: str, **environment: str) -> list[float
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
 def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
     before, kept, given_back, after = found()
@@ -59,6 +60,7 @@ def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> Non
     assert given_back > 2**25
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
 @pytest.mark.parametrize("own", [{"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
 def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> None:
@@ -66,6 +68,7 @@ def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> N
     assert kept > before / 2 and given_back < 2**25
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
 def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
     (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keep_freed_memory", "return_freed_memory"))

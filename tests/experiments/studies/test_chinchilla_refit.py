@@ -38,6 +38,7 @@ def test_factors_count_from_one_in_both_directions() -> None:
     assert factor(3, 3) == 1
 
 
+@pytest.mark.slow
 def test_one_cell_without_noise_shows_the_mistake() -> None:
     case = {"starts": "coarse", "noise": 0.0, "per_budget": 6}
     right, wrong = (measure(0, reduction, **case) for reduction in ("sum", "mean"))

@@ -176,6 +176,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
         play([[ScheduleAction("B", 0, 0), ScheduleAction("F", 0, 0)]], lambda action: 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
 def test_a_long_pipeline_is_played_in_about_a_second(name: str) -> None:
     orders = schedule(name, 128, 512)
@@ -211,6 +212,7 @@ def real_seconds() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", STAGES)
 def test_a_real_pipeline_takes_as_long_as_a_simulated_one(case: str, real_seconds: dict[str, list[float]]) -> None:
     """A sleep may be too long and never too short, so the least of a few runs."""
