@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from headless_browser import CHROMIUM, Browser
+from report_folders import records, write_run_folder
 
-from reporting.conftest import records, write_run_folder
 from side_by_side import write
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite

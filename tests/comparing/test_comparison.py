@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulated_runs import Simulated, arms
+from simulated_runs import Simulated, arms, by_kind
 
 from thrifty.comparing.comparison import PILOTS, compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
@@ -30,10 +30,6 @@ def rate_of(recipe: Recipe) -> float:
 def off_its_best_rate(recipe: Recipe) -> float:
     """Lowest at half the recipe's rate, for the arm at twice."""
     return 100 * abs(rate_of(recipe) - (4e-3 if is_arm(recipe) else 1e-3))
-
-
-def by_kind(result, kind: str) -> list[dict]:
-    return [entry for entry in result["runs"] if kind in entry]
 
 
 @pytest.mark.parametrize(("effect", "word"), [(-0.2, "better"), (0.2, "worse"), (0.0, "no difference")])

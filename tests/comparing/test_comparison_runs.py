@@ -9,9 +9,9 @@ from threading import Timer
 
 import pytest
 from command_line import CommandLine, kill, wait_until
+from simulated_runs import by_kind
 from small_recipes import tiny_digits
 
-from comparing.test_comparison import by_kind
 from thrifty.comparing.comparison import compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.run_launchers import InProcessLauncher, RunExit, Worker, wait_for_release

@@ -6,12 +6,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from board_examples import LION, TOKEN
+from report_folders import write_run_folder
 
-from reporting.conftest import write_run_folder
 from thrifty.dashboard.board_server import BoardServer
 from thrifty.dashboard.board_site import BoardSite
-
-TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 
 
 @pytest.fixture
@@ -46,13 +45,3 @@ def serve(site: BoardSite) -> Iterator[Serve]:
 @pytest.fixture
 def run_folder(runs: Path) -> Callable[..., Path]:
     return lambda name="kjv", steps=120, **replaced: write_run_folder(runs / name, steps, **replaced)
-
-
-LION = {
-    "name": "optimizers.lion",
-    "stage": "precondition",
-    "numerics": "different",
-    "card": "Lion: the sign of a momentum.\n\nPaper     Chen et al. 2023.\nPromise   half of AdamW's state,\n"
-    "          and no second moment.\n\nMore is said in a line of its own.",
-    "settings": [{"name": "lr", "type": "float, at least 0", "default": 1e-4}],
-}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from headless_browser import CHROMIUM, Browser
+from report_folders import records
 
-from reporting.conftest import records
 from thrifty.reporting.color_theme import DARK, LIGHT
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on PATH (Debian: apt-get install chromium)")

@@ -186,7 +186,7 @@ def test_a_technique_has_a_card(site, run_folder):
 
 
 def test_measured_evidence_is_on_the_card(runs, tmp_path):
-    from dashboard.conftest import LION
+    from board_examples import LION
 
     site = BoardSite(runs, tmp_path / "results", lambda: [LION], lambda name: [f"{name} was measured"])
     assert "optimizers.lion was measured" in text(site, "technique", name="optimizers.lion")

@@ -2,7 +2,8 @@
 
 import json
 
-from reporting.conftest import records
+from report_folders import records
+
 from thrifty.dashboard import live_charts
 from thrifty.dashboard.run_index import RunIndex
 from thrifty.reporting.key_figures import key_figures

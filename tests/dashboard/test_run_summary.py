@@ -6,8 +6,8 @@ import socket
 from itertools import pairwise
 
 import pytest
+from report_folders import records, summary
 
-from reporting.conftest import records, summary
 from thrifty.dashboard import run_summary
 from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, RunSummary, sampled_losses
 from thrifty.training.run_lock import RunLock, holder

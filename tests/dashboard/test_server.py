@@ -4,8 +4,8 @@ import http.client
 import socket
 
 import pytest
+from board_examples import TOKEN
 
-from dashboard.conftest import TOKEN
 from thrifty.core.errors import UsageError
 from thrifty.dashboard.board_server import BoardServer, new_token
 

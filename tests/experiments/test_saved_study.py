@@ -1,30 +1,16 @@
 """Kept results, and fresh ones held against them."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_studies import levels
+from tiny_studies import result
 
 from thrifty.core.errors import UsageError
 from thrifty.experiments.saved_study import compare_with_saved, save_study
-from thrifty.experiments.study_result import StudyCell, StudyResult, read_result
+from thrifty.experiments.study_result import StudyResult, read_result
 from thrifty.experiments.study_table import table
-
-PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "study", "levels"]}
-
-
-def result(seeds: int = 4, shift: float = 0.0, seconds: float = 1.0, never: tuple[int, ...] = ()) -> StudyResult:
-    """Numbers 1, 2, 3 plus a spread over the seeds; `never` are seeds at which case two does not get there."""
-    found = StudyResult(levels(seeds=seeds), PLACE)
-    for label, level in (("one", 1.0), ("two", 2.0), ("three", 3.0)):
-        for seed in range(seeds):
-            goal = math.inf if label == "three" or (label == "two" and seed in never) else 7.0
-            numbers = {"height": level + shift + 0.01 * seed, "never": goal, "seconds": seconds}
-            found.cells[label, seed] = StudyCell(numbers, 1.0)
-    return found
 
 
 def kept(found: StudyResult) -> dict[str, Any]:

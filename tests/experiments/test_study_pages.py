@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 
 import pytest
+from tiny_studies import result
 
-from experiments.test_saved_study import result
 from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, chart, picture, points
 from thrifty.experiments.study_page import render

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from planned_runs import BATCH, NONE, PLANNER, TIMING, candidate
 
-from planning.test_forecast import BATCH, NONE, PLANNER, TIMING, candidate
 from thrifty.cli.plan.plan_local import _expected
 from thrifty.cli.plan.plan_output import format_plan
 from thrifty.core.recipe import Budget

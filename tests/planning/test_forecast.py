@@ -6,30 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from planned_runs import BATCH, CATALOGUE, recipe, searching
-from tiny_runs import plain_run
+from planned_runs import BATCH, NONE, PLANNER, TIMING, candidate, searching
 
 from thrifty.core.errors import InfeasibleError
-from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import refuse_no_step
 from thrifty.planning.forecast_ledger import PredictionRecord
-from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.planner import Planner, PlanRequest
+from thrifty.planning.planner import PlanRequest
 from thrifty.planning.probe_jobs import ProbeJob, cache_probe
-
-TIMING = StepTiming((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)
-NONE = {"memory": PredictionRecord(()), "step": PredictionRecord(())}
-PLANNER = Planner(
-    recipe(), plain_run(batch=BATCH), CATALOGUE, PlanRequest(), torch.device("cpu"), tokens=16, rate=100.0
-)
-
-
-def candidate(timing: StepTiming | None, *names: str) -> PlanCandidate:
-    techniques = tuple(CATALOGUE[name]() for name in names)
-    return PlanCandidate((), techniques, BATCH, footprint=Footprint(activations=200.0, flops=125.0), timing=timing)
 
 
 def test_however_noisy_a_probe_was_a_step_takes_time() -> None:

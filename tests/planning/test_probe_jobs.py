@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from planned_runs import BATCH, TIMING
 
-from planning.test_forecast import BATCH, TIMING
 from thrifty.planning.probe_jobs import ProbeError, ProbeJob, probe_in_process
 
 ANSWERS = f"""

@@ -4,7 +4,8 @@ import base64
 import re
 from html.parser import HTMLParser
 
-from experiments.test_saved_study import result
+from tiny_studies import result
+
 from thrifty.reporting.run_record import read_run
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from tiny_runs import plain_run
 
 from thrifty import techniques
@@ -12,9 +13,10 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import StepTiming
+from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import PlanSearch
-from thrifty.planning.planner import allowed_options
+from thrifty.planning.planner import Planner, PlanRequest, allowed_options
 
 BATCH, MB = 8, 1e6
 CATALOGUE = {name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()}
@@ -74,3 +76,15 @@ def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTimin
     assert candidate.footprint is not None
     seconds = candidate.relative * rows / candidate.batch
     return StepTiming((rows,), (seconds,), (seconds,), 0.0, 0.0, 0.0, 0.0, 0.0, candidate.footprint.memory)
+
+
+TIMING = StepTiming((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)
+NONE = {"memory": PredictionRecord(()), "step": PredictionRecord(())}
+PLANNER = Planner(
+    recipe(), plain_run(batch=BATCH), CATALOGUE, PlanRequest(), torch.device("cpu"), tokens=16, rate=100.0
+)
+
+
+def candidate(timing: StepTiming | None, *names: str) -> PlanCandidate:
+    techniques = tuple(CATALOGUE[name]() for name in names)
+    return PlanCandidate((), techniques, BATCH, footprint=Footprint(activations=200.0, flops=125.0), timing=timing)

@@ -108,3 +108,7 @@ class Simulated:
         }
         for name, value in files.items():
             (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+def by_kind(result, kind: str) -> list[dict]:
+    return [entry for entry in result["runs"] if kind in entry]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study_result import StudyCell, StudyResult
 
 
 def measure(seed: int, level: float, log: str = "", seconds: float = 0.0, spread: float = 0.1) -> dict[str, float]:
@@ -79,3 +80,17 @@ def main() -> None:
     folder = Path(sys.argv[1])
     study = levels(seeds=int(sys.argv[2]), log=str(folder.parent / "log"), seconds=float(sys.argv[3]))
     run_study(study, folder, jobs=2)
+
+
+PLACE = {"cpu": "abacus", "torch": "2", "python": "3", "command": ["thrifty", "study", "levels"]}
+
+
+def result(seeds: int = 4, shift: float = 0.0, seconds: float = 1.0, never: tuple[int, ...] = ()) -> StudyResult:
+    """Numbers 1, 2, 3 plus a spread over the seeds; `never` are seeds at which case two does not get there."""
+    found = StudyResult(levels(seeds=seeds), PLACE)
+    for label, level in (("one", 1.0), ("two", 2.0), ("three", 3.0)):
+        for seed in range(seeds):
+            goal = math.inf if label == "three" or (label == "two" and seed in never) else 7.0
+            numbers = {"height": level + shift + 0.01 * seed, "never": goal, "seconds": seconds}
+            found.cells[label, seed] = StudyCell(numbers, 1.0)
+    return found

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from report_folders import records, write_run_folder
 
-from reporting.conftest import records, write_run_folder
 from thrifty.cli.track import command
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.trackers import record_follower

@@ -5,8 +5,8 @@ import json
 import sqlite3
 
 import pytest
+from report_folders import records, write_run_folder
 
-from reporting.conftest import records, write_run_folder
 from thrifty.trackers.record_follower import track
 
 LOSSES = {record["step"]: record["loss"] for record in records(60, every=5) if record["kind"] == "step"}

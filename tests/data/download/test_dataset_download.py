@@ -1,70 +1,17 @@
-import hashlib
 import io
 import json
 import os
 import subprocess
 import sys
 import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
+from toy_packages import TALES, package, sha256, tales, tarball, wheel
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.data.catalogue import CatalogueEntry, CataloguePackage
 from thrifty.data.download.dataset_download import archives_folder, download_dataset, listing_sha256
 from thrifty.data.fetched_sets import find_damage, read_origin
-
-TALES = {"one.txt": b"It was a dark night.", "two.txt": b"It was a bright morning."}
-
-
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()
-
-
-def wheel(folder: Path, members, name="toy_tales", version="1.0"):
-    folder.mkdir(parents=True, exist_ok=True)
-    info = f"{name}-{version}.dist-info"
-    about = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-    path = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for member, content in members.items():
-            file.writestr(f"{name}/data/{member}", content)
-        file.writestr(f"{info}/METADATA", about)
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-    return path
-
-
-def tarball(folder: Path, members, name="toy-tales", version="1.0"):
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{version}.tgz"
-    with tarfile.open(path, "w:gz") as file:
-        for member, content in members.items():
-            item = tarfile.TarInfo(f"package/data/{member}")
-            item.size = len(content)
-            file.addfile(item, io.BytesIO(content))
-    return path
-
-
-def package(client="pip", name="toy-tales", archive_sha256="0" * 64):
-    folder = "package/data/" if client == "npm" else f"{name.replace('-', '_')}/data/"
-    return CataloguePackage(client, name, "1.0", archive_sha256, 1000, folder)
-
-
-def tales(*packages, **changes):
-    fields = {
-        "name": "toy",
-        "about": "two tales",
-        "size": 44,
-        "licence": "CC0-1.0",
-        "origin": "this test",
-        "packages": packages or (package(),),
-        "members": {"*.txt": listing_sha256(TALES)},
-        "documents": "whole_files",
-        "instead": "kjv",
-    }
-    return CatalogueEntry(**(fields | changes))
 
 
 def texts(entry):
@@ -204,11 +151,14 @@ def test_a_wheel_is_never_run(tmp_path):
 def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     wheel(tmp_path / "links", TALES)
     program = (
-        "import sys; sys.path.insert(0, sys.argv[1]); "
-        "from test_dataset_download import download_dataset, tales; download_dataset(tales(), print)"
+        "from thrifty.data.download.dataset_download import download_dataset\n"
+        "from toy_packages import tales\n"
+        "download_dataset(tales(), print)"
     )
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
-    both = [subprocess.Popen(command, env=os.environ, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    command, support = [sys.executable, "-c", program], str(Path(tales.__code__.co_filename).parent)
+    path = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = "".join(process.communicate(timeout=120)[0] for process in both)
     assert all(process.returncode == 0 for process in both)
     assert said.count("fetching toy-tales") == 1 and said.count("already in") == 1

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from toy_packages import sha256, tarball, wheel
 
-from data.download.test_dataset_download import sha256, tarball, wheel
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.catalogue import CatalogueEntry, CataloguePackage, entries

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn_pages import CHROMIUM, SCHEMES, drawn, probed
 from PIL import Image
 from tiny_recipes import digits, text
 
-from reporting.test_browser import CHROMIUM, SCHEMES, drawn, probed
 from thrifty.core.batches import ExampleSubset
 from thrifty.core.errors import RefusedError
 from thrifty.core.score_file import ExampleScores

@@ -1,0 +1,11 @@
+"""What the tests of the board show on it."""
+
+TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
+LION = {
+    "name": "optimizers.lion",
+    "stage": "precondition",
+    "numerics": "different",
+    "card": "Lion: the sign of a momentum.\n\nPaper     Chen et al. 2023.\nPromise   half of AdamW's state,\n"
+    "          and no second moment.\n\nMore is said in a line of its own.",
+    "settings": [{"name": "lr", "type": "float, at least 0", "default": 1e-4}],
+}
