@@ -24,7 +24,7 @@ TECHNIQUE :=
 OWN := test_$(lastword $(subst ., ,$(TECHNIQUE)))
 quick: $(TESTED) lint
 ifdef TECHNIQUE
-	$(PYTEST) -n $(WORKERS) tests/contract tests/pairs $(wildcard tests/techniques/$(OWN).py) -k "$(TECHNIQUE) or $(OWN)"
+	$(PYTEST) -n $(WORKERS) --all tests/contract tests/pairs $(wildcard tests/techniques/$(OWN).py) -k "$(TECHNIQUE) or $(OWN)"
 else
 	$(PYTEST) -n $(WORKERS) tests/core tests/contract -k "not learns and not explained and not resumed"
 endif
