@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner, Result
 from simulated_runs import Simulated
 
-from thrifty.cli.compare import command
+from thrifty.cli.main import thrifty
 from thrifty.cli.show import command as show
 from thrifty.core.errors import UsageError
 from thrifty.experiments.past_results import evidence, study_results
 from thrifty.reporting.comparison_page import render
 
-SWAP = "lion: -optimizers.adamw +optimizers.lion:lr=2e-4"
+SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4")
 
 
 @pytest.fixture(autouse=True)
@@ -28,28 +28,25 @@ def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
 
 
 def typed(*words: str) -> Result:
-    return CliRunner().invoke(command, ["vit-digits", *words], catch_exceptions=False)
+    return CliRunner().invoke(thrifty, ["compare", "vit-digits", *words], catch_exceptions=False)
 
 
-def test_arms_with_a_minus_are_no_options() -> None:
-    result = typed("-optimizers.adamw +optimizers.lion:lr=2e-4", "-schedules.cosine +schedules.linear", "--seeds", "8",
-                   "--budget", "40steps", "--json")  # fmt: skip
+def test_variants_without_a_name_are_called_by_their_changes() -> None:
+    texts = ["--without optimizers.adamw --with optimizers.lion:lr=2e-4", "--without schedules.cosine"]
+    result = typed("--variant", texts[0], "--variant", texts[1], "--seeds", "8", "--budget", "40steps", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
-    assert [*found["definition"]["arms"]][1:] == [
-        "-optimizers.adamw +optimizers.lion:lr=2e-4",
-        "-schedules.cosine +schedules.linear",
-    ]
+    assert [*found["definition"]["arms"]][1:] == texts
     assert found["folder"] == "runs/vit-digits-comparison"
 
 
 def test_help_is_asked_for_as_of_any_verb() -> None:
-    for words in (["-h"], ["--help"]):
-        assert "Race ARMS against RECIPE" in CliRunner().invoke(command, words).stdout
+    for words in (["compare", "-h"], ["compare", "--help"]):
+        assert "Compare variants with RECIPE" in CliRunner().invoke(thrifty, words).stdout
 
 
 def test_what_is_printed_has_the_verdict_the_rungs_and_the_trials() -> None:
-    result = typed(SWAP, "--seeds", "8", "--budget", "40steps")
+    result = typed(*SWAP, "--seeds", "8", "--budget", "40steps")
     for words in ("equal seconds in training steps, 8 paired seeds", "each at the best of 3 learning rates",
                   "lion: worse: held-out loss higher by", "FLOPs a step", "time to the baseline's loss",
                   "Learning rates tried", "runs/vit-digits-comparison/report.html"):  # fmt: skip
@@ -58,18 +55,18 @@ def test_what_is_printed_has_the_verdict_the_rungs_and_the_trials() -> None:
 
 
 def test_too_few_seeds_have_no_verdict() -> None:
-    assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(SWAP, "--seeds", "3").stdout
+    assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(*SWAP, "--seeds", "3").stdout
 
 
 def test_an_interrupted_comparison_says_so_with_its_exit_code(lane: Simulated) -> None:
     lane.stops_at = "baseline-seed-0"
-    result = typed(SWAP, "--seeds", "1", "--rate-trials", "1")
+    result = typed(*SWAP, "--seeds", "1", "--rate-trials", "1")
     assert result.exit_code == 143 and "the same command goes on" in result.stdout
-    assert typed(SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
+    assert typed(*SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
 
 
 def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
-    words = (SWAP, "--seeds", "7", "--rate-trials", "1", "--save-result", "results/comparisons/lion/cpu.json")
+    words = (*SWAP, "--seeds", "7", "--rate-trials", "1", "--save-result", "results/comparisons/lion/cpu.json")
     typed(*words)
     kept = json.loads(Path("results/comparisons/lion/cpu.json").read_text())
     assert kept["schema"] == "thrifty.comparison/1" and "folder" not in kept
@@ -79,8 +76,9 @@ def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
 
 def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
     typed(
-        SWAP,
-        "-schedules.cosine +schedules.linear data.batch=32",
+        *SWAP,
+        "--variant",
+        "--without schedules.cosine --with schedules.linear --set data.batch=32",
         "--seeds",
         "8",
         "--rate-trials",
@@ -103,7 +101,7 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
 
 def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) -> None:
     lane.stops_at = "baseline-seed-0"
-    typed(SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "cut")
+    typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "cut")
     damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
     for number, content in enumerate(damaged):
         Path(f"runs/other-{number}").mkdir()
@@ -113,7 +111,7 @@ def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) ->
 
 def test_show_tells_what_was_measured() -> None:
     assert "nothing measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
-    typed(SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
+    typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
     (line,) = re.findall(r"added with optimizers\.adamw.*", printed)
     assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
@@ -128,7 +126,7 @@ def test_show_finds_kept_results_of_studies() -> None:
 
 
 def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
-    typed(SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
+    typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
     data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
     for entry in data["runs"]:
         entry["device"] = "cuda:0"
@@ -136,7 +134,16 @@ def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
 
 
 def test_the_page_has_no_script_and_reaches_for_nothing(tmp_path: Path) -> None:
-    typed("<script>alert(1)</script>: data.batch=32", "--seeds", "7", "--rate-trials", "1", "--name", "race")
+    typed(
+        "--variant",
+        "<script>alert(1)</script>: --set data.batch=32",
+        "--seeds",
+        "7",
+        "--rate-trials",
+        "1",
+        "--name",
+        "race",
+    )
     page = (tmp_path / "runs" / "race" / "report.html").read_text()
     assert "<script" not in page and not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "default-src 'none'" in page

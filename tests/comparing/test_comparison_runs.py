@@ -104,7 +104,19 @@ TINY = ("--set", "model.width=16", "--set", "model.depth=1", "--set", "model.pat
 @pytest.mark.slow
 def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
     thrifty = CommandLine(tmp_path)
-    words = ["compare", "vit-digits", "data.batch=32", *TINY, "--seeds", "1", "--rate-trials", "1", "--name", "race"]
+    words = [
+        "compare",
+        "vit-digits",
+        "--variant",
+        "--set data.batch=32",
+        *TINY,
+        "--seeds",
+        "1",
+        "--rate-trials",
+        "1",
+        "--name",
+        "race",
+    ]
     file = tmp_path / "runs" / "race" / "comparison.json"
     process = thrifty.start(*words)
     wait_until(lambda: file.is_file() and len(json.loads(file.read_bytes())["runs"]) >= 3, process, seconds=300)

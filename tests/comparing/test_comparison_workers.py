@@ -40,10 +40,10 @@ def seeds_of(lane: Simulated) -> list[str]:
 
 
 def test_lanes_go_on_side_by_side_and_a_pair_stays_in_one(tmp_path: Path) -> None:
-    alone = compare(arms("data.batch=16"), TERMS, tmp_path / "alone", lanes=[Simulated()])
+    alone = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "alone", lanes=[Simulated()])
     both = Barrier(2)
     lanes = [Meeting(met=both), Meeting(met=both)]
-    result = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert result["outcome"] == alone["outcome"]
     assert all(seeds_of(lanes[0])) and all(seeds_of(lanes[1]))
     assert not {*seeds_of(lanes[0])} & {*seeds_of(lanes[1])}
@@ -75,20 +75,20 @@ class Long(Simulated):
 
 
 def test_a_stop_in_one_lane_stops_the_others_and_the_race_goes_on(tmp_path: Path) -> None:
-    whole = compare(arms("data.batch=16"), TERMS, tmp_path / "whole", lanes=[Simulated()])
+    whole = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "whole", lanes=[Simulated()])
     lanes = [Stopping(), Long()]
-    first = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    first = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert lanes[0].stopped and len(lanes[1].started) <= 1
     assert not any("seed" in entry for entry in first["runs"])
-    again = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=[Simulated(), Simulated()])
+    again = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=[Simulated(), Simulated()])
     assert again["outcome"] == whole["outcome"]
 
 
 def test_runs_on_unlike_machines_are_told_of(tmp_path: Path) -> None:
     both = Barrier(2)
     lanes = [Meeting(processor="old", met=both), Meeting(processor="new", met=both)]
-    result = compare(arms("data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
     assert any("unlike machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 

@@ -19,7 +19,9 @@ def names(arm) -> list[str]:
 
 
 def test_an_arm_adds_removes_and_sets() -> None:
-    baseline, arm = arms("-optimizers.adamw +optimizers.lion:lr=2e-4,betas=[0.9,0.98] data.batch=16")
+    baseline, arm = arms(
+        "--without optimizers.adamw --with optimizers.lion:lr=2e-4,betas=[0.9,0.98] --set data.batch=16"
+    )
     assert "optimizers.adamw" in names(baseline) and "optimizers.adamw" not in names(arm)
     assert arm.optimizer is not None and arm.optimizer.betas == (0.9, 0.98)
     assert (arm.rate, arm.recipe.data.batch, baseline.recipe.data.batch) == (2e-4, 16, 64)
@@ -27,8 +29,15 @@ def test_an_arm_adds_removes_and_sets() -> None:
 
 
 def test_an_arm_may_be_a_recipe_and_have_a_name() -> None:
-    baseline, arm, other = arms("small steps: vit-digits techniques.optimizers.adamw.lr=1e-3", "+growth.stacking")
-    assert (arm.label, other.label, arm.folder, other.folder) == ("small steps", "+growth.stacking", "arm-1", "arm-2")
+    baseline, arm, other = arms(
+        "small steps: vit-digits --set techniques.optimizers.adamw.lr=1e-3", "--with=growth.stacking"
+    )
+    assert (arm.label, other.label, arm.folder, other.folder) == (
+        "small steps",
+        "--with=growth.stacking",
+        "arm-1",
+        "arm-2",
+    )
     assert arm.against(baseline) == {"added": [], "removed": [], "changed": ["optimizers.adamw"]}
 
 
@@ -44,7 +53,7 @@ def test_an_arm_may_be_a_file_whose_name_has_spaces(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_changed_alone() -> None:
-    baseline = arms("data.batch=16")[0]
+    baseline = arms("--set data.batch=16")[0]
     tried = baseline.at_rate(0.5)
     assert tried.rate == baseline.rate / 2
     assert names(tried) == names(baseline)
@@ -56,15 +65,20 @@ def test_a_rate_is_changed_alone() -> None:
     [
         ("", "is empty"),
         ("name: ", "is empty"),
-        ("data.batch=16 stacking", "'stacking' changes nothing"),
-        ("--seds 3", "--seds is no option"),
-        ("-optimizers.lion", "did you mean"),
-        ("+growth.staking", "did you mean"),
+        ("--set data.batch=16 stacking", "'stacking' is none of --with"),
+        ("--wiht growth.stacking", r"'--wiht' is none of(.|\n)*did you mean '--with'"),
+        ("-optimizers.adamw", r"is none of(.|\n)*--without optimizers\.adamw"),
+        ("+optimizers.lion:lr=2e-4", r"is none of(.|\n)*--with optimizers\.lion:lr=2e-4"),
+        ("data.batch=16", r"is none of(.|\n)*--set data\.batch=16"),
+        ("--set data.batch=16 --with", "--with has no value"),
+        ("--with 'growth.stacking", "No closing quotation"),
+        ("--without optimizers.lion", "did you mean"),
+        ("--with growth.staking", "did you mean"),
         ("vit-digits", "is the same run as 'baseline'"),
-        ("data.size=16", "judged on something else"),
-        ("objective.label_smoothing=0.1", "judged on something else"),
-        ("budget.steps=80 data.batch=16", "cannot be of one arm"),
-        ("mesh.replicate=2 +parallelism.replicate", "has a mesh"),
+        ("--set data.size=16", "judged on something else"),
+        ("--set objective.label_smoothing=0.1", "judged on something else"),
+        ("--set budget.steps=80 --set data.batch=16", "cannot differ between variants"),
+        ("--set mesh.replicate=2 --with parallelism.replicate", "has a mesh"),
     ],
 )
 def test_what_is_no_arm_is_refused_with_what_to_do(text: str, said: str) -> None:
@@ -76,13 +90,13 @@ def test_what_is_no_arm_is_refused_with_what_to_do(text: str, said: str) -> None
 def test_no_arm_and_two_alike_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to compare"):
         arms()
-    with pytest.raises(UsageError, match=r"the same run as 'data\.batch=16'"):
-        arms("data.batch=16", "again: data.batch=16")
-    with pytest.raises(UsageError, match="two arms are called 'one'"):
-        arms("one: data.batch=16", "one: data.batch=8")
+    with pytest.raises(UsageError, match=r"the same run as '--set data\.batch=16'"):
+        arms("--set data.batch=16", "again: --set data.batch=16")
+    with pytest.raises(UsageError, match="two variants are called 'one'"):
+        arms("one: --set data.batch=16", "one: --set data.batch=8")
 
 
 def test_what_is_changed_of_an_arm_leaves_the_baseline_as_it_is() -> None:
     layers = RecipeLayers().override("recipe", recipe_to_data(vit_digits()))
-    read_variants(["-optimizers.adamw +optimizers.lion"], layers, lambda name: layers)
+    read_variants(["--without optimizers.adamw --with optimizers.lion"], layers, lambda name: layers)
     assert layers.recipe() == vit_digits()

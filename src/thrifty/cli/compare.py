@@ -1,4 +1,4 @@
-"""`thrifty compare`: arms against a baseline at equal budget, over several seeds, with a verdict."""
+"""`thrifty compare`: variants against a baseline at equal budget, over several seeds, with a verdict."""
 
 import sys
 from pathlib import Path
@@ -9,17 +9,25 @@ import click
 from thrifty.cli.recipe_options import build_recipe, recipe_options
 
 
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@click.command()
 @recipe_options
-@click.argument("arms", nargs=-1)
+@click.option(
+    "--variant",
+    "variants",
+    metavar="[NAME:] CHANGES",
+    multiple=True,
+    help="A recipe, or changes of RECIPE by --with, --without and --set; may be given several times.",
+)
 @click.option(
     "--equal-budget",
     "equal",
     type=click.Choice(["time", "flops", "tokens", "steps"]),
-    help="What every arm may spend of.  [default: time]",
+    help="What every variant may spend of.  [default: time]",
 )
 @click.option("--seeds", type=int, help="Pairs of runs.  [default: 8]")
-@click.option("--rate-trials", "trials", type=int, help="Learning rates tried for each arm; 1 for none.  [default: 3]")
+@click.option(
+    "--rate-trials", "trials", type=int, help="Learning rates tried for each variant; 1 for none.  [default: 3]"
+)
 @click.option("--rate-factor", "factor", type=float, help="Between a learning rate and the next.  [default: 2]")
 @click.option(
     "--min-effect",
@@ -43,7 +51,7 @@ from thrifty.cli.recipe_options import build_recipe, recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")
 def command(
     recipe: str,
-    arms: tuple[str, ...],
+    variants: tuple[str, ...],
     name: str | None,
     lanes: tuple[str, ...],
     runs: Path,
@@ -53,17 +61,18 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Race ARMS against RECIPE at equal budget: the baseline is RECIPE as it is, an arm another recipe, or what is
-    changed of the baseline, quoted where that is several words:
+    """Compare variants with RECIPE, the baseline, at equal budget. A variant is another recipe, or changes of the
+    baseline, quoted and spelled as for thrifty train:
 
     \b
-        thrifty compare kjv +growth.stacking
-        thrifty compare kjv "lion: -optimizers.adamw +optimizers.lion:lr=2e-4" data.batch=16
+        thrifty compare kjv --variant "--with growth.stacking"
+        thrifty compare kjv --variant "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4"
+        thrifty compare plain --variant "planned: plan.toml" --variant "--set data.batch=16"
 
-    A name and a colon before it is what an arm is called. Options that change a recipe (--data, --with, --set, …)
-    change all arms. Pilots find what a step of each arm costs, every arm is tried at the same number of learning rates,
-    and each seed is run with every arm in turn. Better or worse is said by held-out loss, and only of all planned pairs
-    together. Stopped and started again, it goes on where it was.
+    A name and a colon before the changes is what a variant is called. Changes outside the quotes (--data, --with,
+    --set, …) are of the baseline and all its variants. Pilots measure what a step of each variant costs, every variant
+    is tried at the same number of learning rates, and each seed is run with every variant in turn. The verdict is by
+    held-out loss, of all planned pairs together. An interrupted comparison resumes where it stopped.
     """
     from dataclasses import fields
 
@@ -74,16 +83,13 @@ def command(
     from thrifty.comparing.variants import read_variants
     from thrifty.core.plain_values import build
 
-    if recipe == "-h":  # among options it could not be told from the letters of a technique that is taken out
-        click.echo(click.get_current_context().get_help())
-        return
     given = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
     terms = build(ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison")
     places = read_workers(lanes, terms.equal)
     if keep:
         refuse_existing_comparison(keep)
     baseline = build_recipe(recipe, **options)
-    read = read_variants(arms, baseline, lambda other: build_recipe(other, **options))
+    read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
     result = compare(read, terms, folder, retry=retry, lanes=places, say=say)

@@ -32,7 +32,8 @@ def command(technique: str, as_json: bool) -> None:
         click.echo("  no settings")
     click.echo(f"\nuse it: --with {card['name']}" + _example(card["settings"]))
     measured = [found.in_words() for found in (*compared, *studied)]
-    click.echo("\nmeasured" if measured else f"\nnothing measured yet: thrifty compare RECIPE +{card['name']}")
+    comparison = f"thrifty compare RECIPE --variant '--with {card['name']}'"
+    click.echo("\nmeasured" if measured else f"\nnothing measured yet: {comparison}")
     for line in measured:
         click.echo(f"  {line}")
 

@@ -1,13 +1,14 @@
-"""Arms of a comparison: recipes, or what is changed of the first one."""
+"""Variants of a comparison: recipes, or changes of the baseline spelled as for `thrifty train`."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
@@ -16,15 +17,16 @@ from thrifty.recipes.recipe_toml import recipe_to_data
 
 BASELINE = "baseline"
 OF_THE_RACE = ("budget", "evaluation")
-"""What of a recipe is set for all arms alike."""
+"""Tables of a recipe that are set for all variants alike."""
 OF_TRAINING = ("batch", "augment")
-"""What of a recipe's data may differ between arms: it does not touch what they are judged on."""
+"""Settings of a recipe's data that may differ between variants: held-out losses do not depend on them."""
+CHANGES = ("--with", "--without", "--set")
 
 
 @dataclass(frozen=True)
 class Variant:
     label: str
-    """Its name, or what was asked for, such as "+growth.stacking"; "baseline" for the first."""
+    """Its name, or its text, such as "--with growth.stacking"; "baseline" for the first."""
     folder: str
     """What the names of its runs begin with."""
     recipe: Recipe
@@ -41,7 +43,7 @@ class Variant:
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
     def at_rate(self, factor: float) -> "Variant":
-        """The arm with its learning rate times a factor."""
+        """The variant with its learning rate times a factor."""
         if factor == 1 or (optimizer := self.optimizer) is None:
             return self
         changed = replace(optimizer, lr=optimizer.lr * factor)  # type: ignore[attr-defined]
@@ -63,83 +65,94 @@ class Variant:
 def read_variants(
     texts: Sequence[str], baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]
 ) -> tuple[Variant, ...]:
-    """The baseline, and an arm for each text: a recipe's file, or words separated by spaces, of which the first may
-    name a recipe and all others change it or the baseline.
+    """Return the baseline, and a variant for each text: "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set
+    PATH=VALUE", of which everything may be left out.
 
-        +NAME:KEY=VALUE,…   adds a technique       -NAME   takes one out       PATH=VALUE   sets any value
-
-    "NAME: …" gives it a name. `lay` gives the layers of a recipe by its name. Raises UsageError for what is none of
-    these, for two arms that are one, and for arms whose held-out losses would mean different things.
+    Without a name the text is the label; without a recipe the changes are of the baseline. `lay` returns the layers of
+    a recipe by its name or file. Raises UsageError for any other text, for two variants that are the same run, and for
+    variants whose held-out losses would mean different things.
     """
     if not texts:
-        raise UsageError(
-            "there is nothing to compare with", fix="name an arm, such as +growth.stacking or data.batch=16"
-        )
-    arms = [Variant(BASELINE, BASELINE, baseline.recipe())]
+        raise UsageError("there is nothing to compare with", fix='--variant "--with growth.stacking"')
+    variants = [Variant(BASELINE, BASELINE, baseline.recipe())]
     for number, text in enumerate(texts, start=1):
-        arm = _read(text, f"arm-{number}", baseline, lay)
-        same = [other.label for other in arms if _but_name(other.recipe) == _but_name(arm.recipe)]
+        variant = _read(text, f"arm-{number}", baseline, lay)
+        same = [other.label for other in variants if _but_name(other.recipe) == _but_name(variant.recipe)]
         if same:
             raise UsageError(
-                f"arm {arm.label!r} is the same run as {same[0]!r}",
-                fix="change something of it; for a race of equals its seeds, such as seed=1000",
+                f"variant {variant.label!r} is the same run as {same[0]!r}",
+                fix="change a setting of it; to compare equals change its seed: --set seed=1000",
             )
-        if arm.label in [other.label for other in arms]:
+        if variant.label in [other.label for other in variants]:
             raise UsageError(
-                f"two arms are called {arm.label!r}", fix="call them by names of their own, such as 'big: …'"
+                f"two variants are called {variant.label!r}", fix="give each a name of its own, such as 'big: …'"
             )
-        arms.append(arm)
-    check_alike(arms)
-    return tuple(arms)
+        variants.append(variant)
+    check_alike(variants)
+    return tuple(variants)
 
 
 def _read(text: str, folder: str, baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]) -> Variant:
     name, colon, rest = text.partition(": ")
     label, changes = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
-    words = [changes] if os.path.isfile(changes) else changes.split()  # a file's name may have spaces
+    words = [changes] if os.path.isfile(changes) else _words(changes)  # a file's name may have spaces
     if not label or not words:
-        raise UsageError(f"arm {text!r} is empty", fix="leave it out, or say what it changes: +NAME, -NAME, PATH=VALUE")
-    is_recipe = not words[0].startswith(("+", "-")) and "=" not in words[0]
+        raise UsageError(f"variant {text!r} is empty", fix='say what it changes: --variant "--with growth.stacking"')
+    is_recipe = not words[0].startswith(("-", "+")) and "=" not in words[0]
     layers = lay(words[0]) if is_recipe else deepcopy(baseline)
-    removals, additions, assignments = [], [], []
-    for word in words[is_recipe:]:
-        if word.startswith("--"):
-            raise UsageError(
-                f"{word} is no option of compare", fix="thrifty compare --help; an arm takes one - to remove"
-            )
-        if word.startswith("-"):
-            removals.append(word[1:])
-        elif word.startswith("+"):
-            additions.append(word[1:])
-        elif "=" in word:
-            if word.partition(".")[0] in OF_THE_RACE:
-                raise UsageError(
-                    f"arm {text!r}: {word} cannot be of one arm", fix=f"--set {word}, which is of all arms"
-                )
-            assignments.append(word)
-        else:
-            raise UsageError(
-                f"arm {text!r}: {word!r} changes nothing", fix=f"+{word} adds a technique, -{word} takes it out"
-            )
+    additions, removals, assignments = _changes(text, words[is_recipe:])
     layers.apply_changes(removals, additions, assignments)
     return Variant(label, folder, layers.recipe())
 
 
-def check_alike(arms: Iterable[Variant]) -> None:
-    """Raises UsageError where the held-out loss of an arm does not mean what the baseline's does, or where an arm needs
-    several ranks."""
-    baseline, *others = arms
-    meant = _judged_on(baseline.recipe)
-    for arm in others:
-        if other := differences(meant, _judged_on(arm.recipe)):
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"variant {text!r}: {error}", fix="close its quotes") from error
+
+
+def _changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the values of --with, --without and --set."""
+    values: dict[str, list[str]] = {option: [] for option in CHANGES}
+    left = iter(words)
+    for word in left:
+        option, equals, value = word.partition("=")
+        if option not in values:
+            likely = did_you_mean(option, CHANGES) if word.startswith("--") else _spelled(word)
+            raise UsageError(f"variant {text!r}: {word!r} is none of {', '.join(CHANGES)}", fix=likely)
+        value = value if equals else next(left, "")
+        if not value:
+            raise UsageError(f"variant {text!r}: {option} has no value", fix=f"thrifty train --help shows {option}")
+        if option == "--set" and value.partition(".")[0] in OF_THE_RACE:
             raise UsageError(
-                f"arm {arm.label!r} is judged on something else than the baseline: {'; '.join(other)}",
-                fix="give all arms the same data and objective; data.batch and data.augment may differ",
+                f"variant {text!r}: {value} cannot differ between variants",
+                fix=f"put --set {value} outside the quotes, for all variants",
             )
-    for arm in (baseline, *others):
-        if arm.recipe.mesh.least_ranks > 1:
+        values[option].append(value)
+    return values["--with"], values["--without"], values["--set"]
+
+
+def _spelled(word: str) -> str:
+    option = "--without" if word.startswith("-") else "--set" if "=" in word and ":" not in word else "--with"
+    return f"{option} {word.lstrip('+-')}"
+
+
+def check_alike(variants: Iterable[Variant]) -> None:
+    """Raise UsageError if the held-out loss of a variant does not mean what the baseline's does, or if a variant needs
+    several ranks."""
+    baseline, *others = variants
+    meant = _judged_on(baseline.recipe)
+    for variant in others:
+        if other := differences(meant, _judged_on(variant.recipe)):
             raise UsageError(
-                f"arm {arm.label!r} has a mesh, and a comparison starts its runs in one process each",
+                f"variant {variant.label!r} is judged on something else than the baseline: {'; '.join(other)}",
+                fix="give all variants the same data and objective; data.batch and data.augment may differ",
+            )
+    for variant in (baseline, *others):
+        if variant.recipe.mesh.least_ranks > 1:
+            raise UsageError(
+                f"variant {variant.label!r} has a mesh, and a comparison starts its runs in one process each",
                 fix="compare without the mesh",
             )
 

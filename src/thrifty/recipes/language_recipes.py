@@ -59,7 +59,7 @@ def plain() -> Recipe:
     """What techniques are held against: a small Llama-style model in plain PyTorch, with AdamW and nothing else that
     would save anything.
 
-    Command   thrifty compare plain +precision.mixed
+    Command   thrifty compare plain --variant "--with precision.mixed"
     """
     return Recipe(
         name="plain",
