@@ -19,7 +19,7 @@ SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr
 
 
 @pytest.fixture(autouse=True)
-def lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
     """Where all runs go on."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
@@ -58,8 +58,8 @@ def test_too_few_seeds_have_no_verdict() -> None:
     assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(*SWAP, "--seeds", "3").stdout
 
 
-def test_an_interrupted_comparison_says_so_with_its_exit_code(lane: Simulated) -> None:
-    lane.stops_at = "baseline-seed-0"
+def test_an_interrupted_comparison_says_so_with_its_exit_code(worker: Simulated) -> None:
+    worker.stops_at = "baseline-seed-0"
     result = typed(*SWAP, "--seeds", "1", "--rate-trials", "1")
     assert result.exit_code == 143 and "the same command goes on" in result.stdout
     assert typed(*SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
@@ -99,8 +99,8 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
     assert evidence(Path("runs")) == evidence() and evidence(Path("absent")) == []
 
 
-def test_evidence_passes_over_what_is_no_finished_comparison(lane: Simulated) -> None:
-    lane.stops_at = "baseline-seed-0"
+def test_evidence_passes_over_what_is_no_finished_comparison(worker: Simulated) -> None:
+    worker.stops_at = "baseline-seed-0"
     typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "cut")
     damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
     for number, content in enumerate(damaged):

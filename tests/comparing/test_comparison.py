@@ -35,7 +35,7 @@ def off_its_best_rate(recipe: Recipe) -> float:
 @pytest.mark.parametrize(("effect", "word"), [(-0.2, "better"), (0.2, "worse"), (0.0, "no difference")])
 def test_a_race_ends_with_the_verdict_that_was_planted(tmp_path: Path, effect: float, word: str) -> None:
     start = Simulated(effect=lambda recipe: effect * is_arm(recipe))
-    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     assert (result["status"], result["exit_code"]) == ("finished", 0)
     assert result["outcome"]["arms"]["batch 16"]["verdict"]["verdict"] == word
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["outcome"] == result["outcome"]
@@ -48,7 +48,7 @@ def test_pilots_in_a_slow_moment_make_no_finding(tmp_path: Path) -> None:
         step_time=lambda recipe: 0.02 if recipe.name.startswith("baseline-pilot") else 0.01,
         effect=lambda recipe: -0.2 * is_arm(recipe),
     )
-    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     verdict = result["outcome"]["arms"]["batch 16"]["verdict"]
     assert verdict["verdict"] == "undecided" and "it used 2.00 times as much" in verdict["sentence"]
 
@@ -59,7 +59,7 @@ def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
         arms("batch 16: --set data.batch=16", "batch 8: --set data.batch=8"),
         replace(SHORT, seeds=4),
         tmp_path / "race",
-        lanes=[start],
+        workers=[start],
     )
     order = [name.partition("-seed")[0] for name in start.started if "-seed-" in name]
     assert [order[place] for place in (0, 3, 6, 9)] == ["baseline", "arm-1", "arm-2", "baseline"]
@@ -74,7 +74,7 @@ def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
 def test_each_arm_makes_the_steps_that_its_budget_pays_for(tmp_path: Path, equal: str, steps: int) -> None:
     start = Simulated(step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01)
     terms = ComparisonProtocol(equal=equal, seeds=2, trials=1)  # type: ignore[arg-type]
-    result = compare(arms("batch 16: --set data.batch=16"), terms, tmp_path / "race", lanes=[start])
+    result = compare(arms("batch 16: --set data.batch=16"), terms, tmp_path / "race", workers=[start])
     found = result["outcome"]["arms"]
     assert (found["baseline"]["steps"], found["batch 16"]["steps"]) == (100, steps)
     assert found["batch 16"]["used"] == pytest.approx(1, rel=0.02)
@@ -86,14 +86,14 @@ def test_each_arm_makes_the_steps_that_its_budget_pays_for(tmp_path: Path, equal
 )
 def test_the_budget_of_the_baseline_is_the_recipes(tmp_path: Path, budget: Budget, steps: int) -> None:
     pair = [replace(arm, recipe=replace(arm.recipe, budget=budget)) for arm in arms("batch 16: --set data.batch=16")]
-    result = compare(pair, replace(SHORT, seeds=1), tmp_path / "race", lanes=[Simulated()])
+    result = compare(pair, replace(SHORT, seeds=1), tmp_path / "race", workers=[Simulated()])
     assert result["budgets"]["baseline"]["steps"] == steps
 
 
 def test_every_arm_is_tried_at_as_many_rates_and_runs_at_its_best(tmp_path: Path) -> None:
     start = Simulated(effect=off_its_best_rate)
     result = compare(
-        arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=1), tmp_path / "race", lanes=[start]
+        arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=1), tmp_path / "race", workers=[start]
     )
     trials = by_kind(result, "trial")
     assert sorted((entry["arm"], entry["factor"]) for entry in trials) == [
@@ -109,13 +109,13 @@ def test_every_arm_is_tried_at_as_many_rates_and_runs_at_its_best(tmp_path: Path
 
 
 def test_an_interrupted_race_goes_on_where_it_was_and_comes_to_the_same(tmp_path: Path) -> None:
-    whole = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "whole", lanes=[Simulated()])
+    whole = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "whole", workers=[Simulated()])
     start = Simulated(stops_at="arm-1-seed-2")
-    first = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
+    first = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "cut", workers=[start])
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert "outcome" not in first
     before = len(start.started)
-    second = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "cut", lanes=[start])
+    second = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "cut", workers=[start])
     assert start.started[before - 1] == start.started[before] == "arm-1-seed-2"
     assert len(start.started) == len({*start.started}) + 1
     assert second["outcome"] == whole["outcome"]
@@ -129,10 +129,10 @@ def test_arms_in_another_order_keep_their_runs(tmp_path: Path) -> None:
         effect=off_its_best_rate,
     )
     terms = ComparisonProtocol(seeds=3)
-    whole = compare(arms(*texts), terms, tmp_path / "whole", lanes=[start])
+    whole = compare(arms(*texts), terms, tmp_path / "whole", workers=[start])
     cut = replace(start, stops_at="arm-2-seed-1", started=[])
-    compare(arms(*texts), terms, tmp_path / "cut", lanes=[cut])
-    second = compare(arms(*reversed(texts)), terms, tmp_path / "cut", lanes=[cut])
+    compare(arms(*texts), terms, tmp_path / "cut", workers=[cut])
+    second = compare(arms(*reversed(texts)), terms, tmp_path / "cut", workers=[cut])
     assert second["rates"] == whole["rates"] and second["budgets"] == whole["budgets"]
     assert second["outcome"] == whole["outcome"]
 
@@ -143,36 +143,42 @@ def test_a_trial_that_failed_is_not_tried_again_once_its_arm_runs_at_the_rate_of
         effect=off_its_best_rate,
     )
     first = compare(
-        arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", lanes=[start]
+        arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", workers=[start]
     )
     start.fails, start.started = (), []
     again = compare(
-        arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", lanes=[start], retry=True
+        arms("batch 16: --set data.batch=16"),
+        ComparisonProtocol(seeds=2),
+        tmp_path / "race",
+        workers=[start],
+        retry=True,
     )
     assert start.started == ["arm-1-seed-1"] and again["rates"] == first["rates"]
 
 
 def test_a_race_that_is_finished_runs_nothing_again(tmp_path: Path) -> None:
-    first = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
+    first = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[Simulated()])
     start = Simulated()
     assert (
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"]
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])["outcome"]
         == first["outcome"]
     )
     assert start.started == []
 
 
 def test_another_race_in_the_same_folder_is_refused_with_what_differs(tmp_path: Path) -> None:
-    compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated()])
+    compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[Simulated()])
     with pytest.raises(UsageError, match=r"(?s)terms\.seeds: 7 → 9.*chance"):
-        compare(arms("batch 16: --set data.batch=16"), replace(SHORT, seeds=9), tmp_path / "race", lanes=[Simulated()])
+        compare(
+            arms("batch 16: --set data.batch=16"), replace(SHORT, seeds=9), tmp_path / "race", workers=[Simulated()]
+        )
     with pytest.raises(UsageError, match=r"arms\.batch 16: present → absent"):
-        compare(arms("batch 8: --set data.batch=8"), SHORT, tmp_path / "race", lanes=[Simulated()])
+        compare(arms("batch 8: --set data.batch=8"), SHORT, tmp_path / "race", workers=[Simulated()])
 
 
 def test_failures_are_listed_and_leave_the_arm_without_a_verdict(tmp_path: Path) -> None:
     start = Simulated(fails={"arm-1-seed-3"}, effect=lambda recipe: -0.5 * is_arm(recipe))
-    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     arm = result["outcome"]["arms"]["batch 16"]
     assert arm["failed"] == 1 and arm["verdict"]["verdict"] == "undecided"
     (failed,) = [entry for entry in result["runs"] if entry["status"] == "failed"]
@@ -181,17 +187,17 @@ def test_failures_are_listed_and_leave_the_arm_without_a_verdict(tmp_path: Path)
     assert "the loss was not finite" in page and "1 of them failed" in page
     start.fails, start.started = (), []
     assert (
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])["outcome"]
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])["outcome"]
         == result["outcome"]
     )
-    again = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start], retry=True)
+    again = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start], retry=True)
     assert start.started == ["arm-1-seed-3"]
     assert again["outcome"]["arms"]["batch 16"]["verdict"]["verdict"] == "better"
 
 
 def test_an_arm_that_fails_everywhere_is_shown_as_that(tmp_path: Path) -> None:
     start = Simulated(fails={f"arm-1-seed-{seed}" for seed in range(7)})
-    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     assert result["outcome"]["arms"]["batch 16"]["verdict"]["sentence"] == "undecided: all 7 pairs failed"
     assert "7 of them failed" in (tmp_path / "race" / "report.html").read_text()
 
@@ -199,20 +205,20 @@ def test_an_arm_that_fails_everywhere_is_shown_as_that(tmp_path: Path) -> None:
 def test_arms_whose_held_out_data_turn_out_to_differ_are_refused(tmp_path: Path) -> None:
     start = Simulated(label_entropy=lambda recipe: 1.0 + is_arm(recipe))
     with pytest.raises(UsageError, match=r"judged on something else than the baseline: label_entropy: 1\.0 → 2\.0"):
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
 
 
 def test_an_arm_that_fails_in_its_pilot_costs_no_more_than_that(tmp_path: Path) -> None:
     start = Simulated(fails={"arm-1-pilot-0"})
     with pytest.raises(UsageError, match="batch 16 fails in its pilot"):
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[start])
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     assert start.started == ["baseline-pilot-0", "arm-1-pilot-0"]
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["status"] == "stopped"
 
 
 def test_a_rate_that_is_not_decayed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ends at 60% of the largest"):
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", lanes=[Simulated(last_rate=0.6)])
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[Simulated(last_rate=0.6)])
 
 
 def cost(**changed: float) -> StepCost:
@@ -237,7 +243,7 @@ def test_a_budget_that_pays_for_no_step_is_infeasible() -> None:
 def test_trials_need_a_rate_to_try(tmp_path: Path) -> None:
     pair = arms("--without optimizers.adamw")
     with pytest.raises(UsageError, match="no learning rate"):
-        compare(pair, ComparisonProtocol(), tmp_path / "race", lanes=[Simulated()])
+        compare(pair, ComparisonProtocol(), tmp_path / "race", workers=[Simulated()])
 
 
 def test_what_happens_once_is_no_step_time() -> None:

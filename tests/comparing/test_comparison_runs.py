@@ -83,7 +83,7 @@ def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
     terms = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
     result = compare(
-        [baseline, Variant("small", "arm-1", other)], terms, tmp_path / "race", lanes=[InProcessLauncher()]
+        [baseline, Variant("small", "arm-1", other)], terms, tmp_path / "race", workers=[InProcessLauncher()]
     )
     assert result["status"] == "finished"
     assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
@@ -133,5 +133,5 @@ def test_a_race_of_equals_with_other_seeds_says_no_difference(tmp_path: Path) ->
     baseline = Variant("baseline", "baseline", short("tiny", 12))
     terms = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
     other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))
-    result = compare([baseline, other], terms, tmp_path / "race", lanes=[InProcessLauncher()])
+    result = compare([baseline, other], terms, tmp_path / "race", workers=[InProcessLauncher()])
     assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"

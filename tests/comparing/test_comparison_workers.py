@@ -1,4 +1,4 @@
-"""Runs of a comparison side by side: whole turns in one lane, stops that reach all, and what a lane is typed as."""
+"""Runs of a comparison side by side: whole turns in one worker, stops that reach all, and what a worker is typed as."""
 
 import sys
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ TERMS = ComparisonProtocol(equal="steps", seeds=4, trials=1)
 
 @dataclass
 class Meeting(Simulated):
-    """A lane whose first run with a seed goes on until those of the other lanes do too."""
+    """A worker whose first run with a seed goes on until those of the other workers do too."""
 
     met: Barrier = field(default_factory=lambda: Barrier(1))
 
@@ -35,23 +35,23 @@ class Meeting(Simulated):
         return super().__call__(recipe, runs)
 
 
-def seeds_of(lane: Simulated) -> list[str]:
-    return [name.partition("-seed-")[2] for name in lane.started if "-seed-" in name]
+def seeds_of(worker: Simulated) -> list[str]:
+    return [name.partition("-seed-")[2] for name in worker.started if "-seed-" in name]
 
 
-def test_lanes_go_on_side_by_side_and_a_pair_stays_in_one(tmp_path: Path) -> None:
-    alone = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "alone", lanes=[Simulated()])
+def test_workers_go_on_side_by_side_and_a_pair_stays_in_one(tmp_path: Path) -> None:
+    alone = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "alone", workers=[Simulated()])
     both = Barrier(2)
-    lanes = [Meeting(met=both), Meeting(met=both)]
-    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    workers = [Meeting(met=both), Meeting(met=both)]
+    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", workers=workers)
     assert result["outcome"] == alone["outcome"]
-    assert all(seeds_of(lanes[0])) and all(seeds_of(lanes[1]))
-    assert not {*seeds_of(lanes[0])} & {*seeds_of(lanes[1])}
-    assert sorted(seeds_of(lanes[0]) + seeds_of(lanes[1])) == sorted("00112233")
+    assert all(seeds_of(workers[0])) and all(seeds_of(workers[1]))
+    assert not {*seeds_of(workers[0])} & {*seeds_of(workers[1])}
+    assert sorted(seeds_of(workers[0]) + seeds_of(workers[1])) == sorted("00112233")
 
 
 class Stopping(Simulated):
-    """A lane that is interrupted in its first run with a seed."""
+    """A worker that is interrupted in its first run with a seed."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         return STOPPED if "-seed-" in recipe.name else super().__call__(recipe, runs)
@@ -59,7 +59,7 @@ class Stopping(Simulated):
 
 @dataclass
 class Long(Simulated):
-    """A lane whose first run with a seed ends only when it is asked to."""
+    """A worker whose first run with a seed ends only when it is asked to."""
 
     asked: Event = field(default_factory=Event)
 
@@ -74,38 +74,29 @@ class Long(Simulated):
         self.asked.set()
 
 
-def test_a_stop_in_one_lane_stops_the_others_and_the_race_goes_on(tmp_path: Path) -> None:
-    whole = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "whole", lanes=[Simulated()])
-    lanes = [Stopping(), Long()]
-    first = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+def test_a_stop_in_one_worker_stops_the_others_and_the_race_goes_on(tmp_path: Path) -> None:
+    whole = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "whole", workers=[Simulated()])
+    workers = [Stopping(), Long()]
+    first = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", workers=workers)
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
-    assert lanes[0].stopped and len(lanes[1].started) <= 1
+    assert workers[0].stopped and len(workers[1].started) <= 1
     assert not any("seed" in entry for entry in first["runs"])
-    again = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=[Simulated(), Simulated()])
+    again = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", workers=[Simulated(), Simulated()])
     assert again["outcome"] == whole["outcome"]
 
 
 def test_runs_on_unlike_machines_are_told_of(tmp_path: Path) -> None:
     both = Barrier(2)
-    lanes = [Meeting(processor="old", met=both), Meeting(processor="new", met=both)]
-    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", lanes=lanes)
+    workers = [Meeting(processor="old", met=both), Meeting(processor="new", met=both)]
+    result = compare(arms("batch 16: --set data.batch=16"), TERMS, tmp_path / "race", workers=workers)
     assert any("unlike machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 
-def test_lanes_are_read_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_read_as_they_are_typed() -> None:
     assert read_workers([], "time") == read_workers(["here"], "time") == [Worker()]
     assert read_workers(["srun -w 'node b'", "here"], "time") == [Worker(("srun", "-w", "node b")), Worker()]
     first, second = read_workers(["here", "here"], "steps")
     assert first.threads == second.threads > 0
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    assert [lane.launcher[:2] for lane in read_workers(["slurm"], "time")] == [
-        ("srun", "--nodelist=n1"),
-        ("srun", "--nodelist=n2"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -114,11 +105,9 @@ def test_lanes_are_read_as_they_are_typed(tmp_path: Path, monkeypatch: pytest.Mo
         (["here", "here"], "take time from each other"),
         ([" "], "a worker is empty"),
         (["srun 'a"], "is no command"),
-        (["slurm"], "no SLURM job"),
     ],
 )
-def test_lanes_that_cannot_be_are_refused(texts: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+def test_workers_that_cannot_be_are_refused(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read_workers(texts, "time")
 

@@ -38,11 +38,11 @@ from thrifty.cli.recipe_options import build_recipe, recipe_options
 @click.option("--warmup-steps", "pilot", type=int, help="Steps in which costs are measured.  [default: 24]")
 @click.option(
     "--worker",
-    "lanes",
+    "workers",
     metavar="COMMAND",
     multiple=True,
-    help="Where runs go on; given several times, side by side: here, slurm for each node of the job, or a command that "
-    "starts one elsewhere.  [default: here]",
+    help="Where runs are executed; given several times, side by side: here, or a command that starts a run on another "
+    "machine.  [default: here]",
 )
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is kept.")
 @click.option("--save-result", "keep", type=click.Path(path_type=Path), help="Keep the result as this .json file too.")
@@ -53,7 +53,7 @@ def command(
     recipe: str,
     variants: tuple[str, ...],
     name: str | None,
-    lanes: tuple[str, ...],
+    workers: tuple[str, ...],
     runs: Path,
     keep: Path | None,
     retry: bool,
@@ -85,14 +85,14 @@ def command(
 
     given = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
     terms = build(ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison")
-    places = read_workers(lanes, terms.equal)
+    launchers = read_workers(workers, terms.equal)
     if keep:
         refuse_existing_comparison(keep)
     baseline = build_recipe(recipe, **options)
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = compare(read, terms, folder, retry=retry, lanes=places, say=say)
+    result = compare(read, terms, folder, retry=retry, workers=launchers, say=say)
     if as_json:
         print_json(result)
     elif not quiet:

@@ -50,12 +50,12 @@ def compare(
     folder: Path,
     *,
     retry: bool = False,
-    lanes: Sequence[RunLauncher] = (),
+    workers: Sequence[RunLauncher] = (),
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """The comparison to its end; returns what stands in comparison.json, with its "folder" and "exit_code".
 
-    Turns are shared out among `lanes`; without any they are run on this machine, one after another. `retry` runs again
+    Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` runs again
     what failed. Raises UsageError where the folder is of another comparison, and where an arm cannot
     be compared: one that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
     """
@@ -64,7 +64,7 @@ def compare(
     if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
     with claim_folder(folder, arms, terms) as opened:
-        return _Race(arms, terms, opened, lanes or (Worker(),), say, retry).to_the_end()
+        return _Race(arms, terms, opened, workers or (Worker(),), say, retry).to_the_end()
 
 
 class _Interrupted(Exception):
@@ -78,11 +78,11 @@ class _Race:
         arms: Sequence[Variant],
         terms: ComparisonProtocol,
         folder: RunFolder,
-        lanes: Sequence[RunLauncher],
+        workers: Sequence[RunLauncher],
         say: Say,
         retry: bool,
     ):
-        self.terms, self.folder, self.lanes, self.say = terms, folder, lanes, say
+        self.terms, self.folder, self.workers, self.say = terms, folder, workers, say
         self.telling = Lock()
         """One run at a time is written down."""
         self.state: dict[str, Any] = folder.read_json("comparison")
@@ -147,7 +147,7 @@ class _Race:
         """A whole run of few steps, no more than the baseline's budget has."""
         name, steps = f"{arm.folder}-pilot-{turn}", min(steps, self.arms[0].recipe.budget.steps or steps)
         recipe = self.recipe(arm, name, steps, 0, evaluations=1)
-        entry = self.run(self.lanes[0], recipe, arm=arm.label, pilot=turn)
+        entry = self.run(self.workers[0], recipe, arm=arm.label, pilot=turn)
         if entry["status"] == "failed":
             fix = "mend it, or leave the arm out, and give another --name"
             raise UsageError(f"{arm.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
@@ -168,25 +168,25 @@ class _Race:
         if self.terms.trials == 1:
             return False
 
-        def at_rate(lane: RunLauncher, turn: int, factor: float) -> None:
+        def at_rate(worker: RunLauncher, turn: int, factor: float) -> None:
             for arm in _turned(self.arms, turn):
                 name = f"{arm.folder}-trial-{turn}"
                 recipe = self.recipe(arm.at_rate(factor), name, steps[arm.label], TRIAL_SEED)
-                self.run(lane, recipe, arm=arm.label, trial=turn, factor=factor)
+                self.run(worker, recipe, arm=arm.label, trial=turn, factor=factor)
 
         rates = enumerate(self.terms.factors)
-        run_on_workers(self.lanes, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
+        run_on_workers(self.workers, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
         return True
 
     def seeds(self, arms: Sequence[Variant], steps: Mapping[str, int]) -> None:
         """The runs that are compared."""
 
-        def with_seed(lane: RunLauncher, seed: int) -> None:
+        def with_seed(worker: RunLauncher, seed: int) -> None:
             for arm in _turned(arms, seed):
                 recipe = self.recipe(arm, f"{arm.folder}-seed-{seed}", steps[arm.label], seed)
-                self.run(lane, recipe, arm=arm.label, seed=seed)
+                self.run(worker, recipe, arm=arm.label, seed=seed)
 
-        run_on_workers(self.lanes, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
+        run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
 
     def tuned(self, arm: Variant) -> Variant:
         """An arm at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
@@ -221,12 +221,12 @@ class _Race:
             checkpoints=replace(arm.recipe.checkpoints, keep=1, also=()),
         )
 
-    def run(self, lane: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
+    def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
         """How a run ended, once it has. Raises _Interrupted when it was asked to stop."""
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return before
-        ended = lane(recipe, self.folder.path)
+        ended = worker(recipe, self.folder.path)
         entry = {"run": name, **place, **ended.as_data()}
         if entry["status"] == "interrupted":
             raise _Interrupted(ended.exit_code)

@@ -1,12 +1,10 @@
-"""Lanes: places where the runs of a comparison go on side by side, on this machine or on others that see its folders.
+"""Workers: where the runs of a comparison are executed side by side, on this machine or on others that see its folders.
 
-A turn, which is all arms with one seed or at one learning rate, is run in one lane, so that what is compared was
-measured in one place.
+A turn, all variants with one seed or at one learning rate, is run by one worker: what is compared is measured in one
+place.
 """
 
-import os
 import shlex
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
@@ -17,18 +15,14 @@ from thrifty.core.errors import UsageError
 from thrifty.machine.cpu_features import usable_cores
 
 HERE = "here"
-SLURM = "slurm"
-ON_NODE = "srun --nodelist={} --nodes=1 --ntasks=1 --overlap --cpu-bind=none"
-"""Starts a run with all that the job has of one of its nodes."""
 
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
-    """Lanes as they are typed: "here", "slurm" for one on each node of the job that this process is in, or a command
-    that is put before the run's own, such as "srun --nodelist=b --ntasks=1".
+    """Read workers as they are typed: "here", or a command that is put before the run's own, such as "srun --nodelist=b --ntasks=1".
 
     Raises UsageError where runs would share a machine and be judged by time.
     """
-    launchers = [launcher for text in texts or [HERE] for launcher in _launchers(text)]
+    launchers = [_launcher(text) for text in texts or [HERE]]
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
         raise UsageError(
@@ -39,34 +33,21 @@ def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
     return [Worker(launcher, 0 if launcher else threads) for launcher in launchers]
 
 
-def _launchers(text: str) -> list[tuple[str, ...]]:
+def _launcher(text: str) -> tuple[str, ...]:
     if text.strip() == HERE:
-        return [()]
-    if text.strip() == SLURM:
-        return [tuple(ON_NODE.format(node).split()) for node in _nodes_of_job()]
+        return ()
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(f"--worker {text!r} is no command: {error}", fix="close its quotes") from error
     if not words:
-        raise UsageError("a worker is empty", fix="--worker here is this machine")
-    return [words]
-
-
-def _nodes_of_job() -> list[str]:
-    nodes = os.environ.get("SLURM_JOB_NODELIST")
-    if not nodes:
-        raise UsageError("this is no SLURM job, so it has no nodes", fix="start it by sbatch or under salloc")
-    try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise UsageError(f"SLURM does not say which nodes {nodes} are: {error}", fix="name each by --worker") from error
-    return listed.stdout.split()
+        raise UsageError("a worker is empty", fix="--worker here, for this machine")
+    return words
 
 
 def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
-    """Each turn in the lane that is free first; those of one lane one after another, in this thread. When one fails, or
-    this process is told to end, the others save what they are at, and none begins any more."""
+    """Run each turn on the worker that is free first; those of a single worker one after another, in this thread. When
+    one fails, or this process receives a signal, the others save and end, and no turn begins any more."""
     if len(starts) == 1:
         for turn in turns:
             turn(starts[0])
