@@ -15,7 +15,7 @@ from side_by_side import keep, side_by_side, tell
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.recipe import DataSettings, ModelSettings
-from thrifty.data import open_text
+from thrifty.data.text.text_data import open_text
 from thrifty.models import build_model
 from thrifty.objectives import find_objective
 from thrifty.techniques.optimizers.adamw import AdamW

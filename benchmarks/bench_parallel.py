@@ -31,7 +31,7 @@ from thrifty.core.batches import BatchSource
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.core.technique import Technique
-from thrifty.data import open_text
+from thrifty.data.text.text_data import open_text
 from thrifty.models import build_model
 from thrifty.models.model_presets import shape_of
 from thrifty.objectives import find_objective

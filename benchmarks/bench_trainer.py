@@ -22,7 +22,7 @@ import torch
 from side_by_side import Timing, keep, side_by_side, tell
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
-from thrifty.data import open_text
+from thrifty.data.text.text_data import open_text
 from thrifty.models import build_model, model_shape
 from thrifty.models.hf_config import write_config
 from thrifty.objectives import find_objective

@@ -15,7 +15,7 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.contrastive_loss import contrastive_losses
-from thrifty.models import build_model_for, export_model, own_side, shape_for
+from thrifty.models import build_model_for, export_model, own_sizes, shape_for
 from thrifty.models.contrastive_model import FIRST_SCALE, LARGEST_SCALE, ContrastiveModel
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import shape_of
@@ -185,7 +185,7 @@ def test_a_model_is_made_for_the_data():
     shape = shape_for(ENDS, ModelSettings("clip-nano", patch=8, depth=2))
     assert (shape.image, shape.channels, shape.patch, shape.depth, shape.text_depth) == (16, 3, 8, 2, 4)
     assert (shape.vocabulary, shape.length) == (300, 12)
-    assert own_side(ModelSettings("clip-nano")) == 32
+    assert own_sizes(ModelSettings("clip-nano"))[0] == 32
     other = shape_for(ENDS, ModelSettings("clip-nano", width=64, text_width=64, text_heads=2))
     assert (other.hidden, other.text_hidden, other.text_heads, other.space) == (256, 256, 2, 128)
     with pytest.raises(UsageError, match="cannot be cut into patches"):

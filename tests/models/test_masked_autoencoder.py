@@ -14,7 +14,7 @@ from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.objective import Prediction
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.image_patches import blank_patches, sinusoids_2d
-from thrifty.models import build_model, build_model_for, export_model, own_patch, own_side, shape_for
+from thrifty.models import build_model, build_model_for, export_model, own_sizes, shape_for
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_presets import shape_of
 from thrifty.models.vision_transformer import VisionTransformer
@@ -199,7 +199,7 @@ def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
 
 def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
     settings = ModelSettings(folder=str(folder))
-    assert (own_side(settings), own_patch(settings), own_patch(ModelSettings())) == (16, 4, None)
+    assert (own_sizes(settings), own_sizes(ModelSettings())) == ((16, 4), (None, None))
     larger = build_model_for(replace(UNLABELLED, side=24), settings, 0, "reconstruct")
     same = build_model_for(UNLABELLED, settings, 0, "reconstruct")
     assert larger.embedding.position.shape == (1, 37, 32) and larger.decoder.position.shape == (1, 37, 16)

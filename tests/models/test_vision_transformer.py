@@ -14,7 +14,7 @@ from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.image_resizing import resized_positions
-from thrifty.models import build_model, build_model_for, export_model, own_side, shape_for
+from thrifty.models import build_model, build_model_for, export_model, own_sizes, shape_for
 from thrifty.models.model_presets import shape_of
 from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
 from thrifty.models.weight_conversion import export_folder, import_folder
@@ -175,7 +175,7 @@ def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
 
 def test_a_trained_model_is_refitted_to_other_images_and_labels(folder):
     settings = ModelSettings(folder=str(folder))
-    assert own_side(settings) == 16 and own_side(ModelSettings()) is None
+    assert own_sizes(settings)[0] == 16 and own_sizes(ModelSettings())[0] is None
     same = build_model_for(ENDS, settings, 0, "classify")
     other = build_model_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classify")
     shape = shape_for(replace(ENDS, labels=("a", "b"), side=24), settings)
@@ -209,7 +209,7 @@ def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says()
 @pytest.mark.parametrize("preset", ["vit-nano", "mae-nano", "clip-nano"])
 @pytest.mark.parametrize("patch", [1, 3, 5, 8, 40])
 def test_patches_of_any_side_go_with_images_as_large_as_they_need(preset: str, patch: int) -> None:
-    published = own_side(ModelSettings(preset=preset))
-    side = own_side(ModelSettings(preset=preset, patch=patch))
+    published, _ = own_sizes(ModelSettings(preset=preset))
+    side, _ = own_sizes(ModelSettings(preset=preset, patch=patch))
     assert published and side and side % patch == 0 and side <= max(published, patch)
     assert side == published or published % patch

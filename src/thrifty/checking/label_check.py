@@ -1,7 +1,6 @@
 """Which tokens are learned, counted, and one example to look at."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -9,8 +8,8 @@ import torch
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
-from thrifty.core.recipe import DataSettings, Recipe
-from thrifty.data.chat.chat_data import ChatLearningSettings
+from thrifty.core.recipe import Recipe
+from thrifty.data.chat.chat_data import use_model_tokenizer
 from thrifty.data.chat.chat_preview import preview
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import TextData
@@ -42,19 +41,12 @@ def format_example(recipe: Recipe, data: RunData, objective: Objective, batch: B
     if not isinstance(data, TextData) or not isinstance(objective, TokenCrossEntropy):
         return ()
     if isinstance(objective, ChatAnswers):
-        learning = ChatLearningSettings(objective.trained_on == "everything", template=objective.template)
-        seen = preview(_settings(recipe), learning, 1, lambda text: None)
+        settings = use_model_tokenizer(recipe.data, recipe.model)
+        seen = preview(settings, objective.chat_learning(), 1, lambda text: None)
         return tuple(_cut(_joined((part.text, part.learned) for part in example)) for example in seen.examples)
     targets, shares = objective.targets(batch)[0], objective.shares(batch)
     counted = [True] * len(targets) if shares is None else (shares[0] > 0).tolist()
     return (_cut(_runs(targets.tolist(), counted, data.tokenizer.decode)),)
-
-
-def _settings(recipe: Recipe) -> DataSettings:
-    """As conversations are opened: by the tokenizer of the model's folder, where none is named."""
-    if recipe.data.tokenizer or not recipe.model.folder:
-        return recipe.data
-    return replace(recipe.data, tokenizer=f"{recipe.model.folder}/tokenizer.json")
 
 
 def _runs(tokens: list[int], learned: list[bool], decode: Callable[[list[int]], str]) -> str:

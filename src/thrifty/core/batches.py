@@ -64,6 +64,8 @@ class ExampleIndex:
     """A hash of what they are: other examples, and these cut into other pieces, have another."""
     labels: Tensor | None = None
     """The number of each one's class (n,), where examples have one."""
+    label_names: tuple[str, ...] = ()
+    """The classes by number, where they have names."""
 
 
 @dataclass(frozen=True)

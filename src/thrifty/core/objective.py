@@ -32,6 +32,20 @@ class Prediction:
         return self.head(self.hidden)
 
 
+@dataclass(frozen=True)
+class ChatLearningSettings:
+    """What is learned of conversations, and how they are laid out."""
+
+    everything: bool = False
+    """Every token, and not only the tokens of answers."""
+    by_tokens: bool = True
+    """Every token counts alike; otherwise every conversation."""
+    together: bool = True
+    """As many conversations to a row as fit; otherwise one."""
+    template: str = ""
+    """A chat template by name or file; empty takes the tokenizer's own."""
+
+
 class TokenizerInfo(Protocol):
     """What an objective asks of a tokenizer."""
 
@@ -51,20 +65,26 @@ class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
     `measured` are the names of what `measures` returns in addition to the loss, `pictured` is a sentence about what
-    `image_previews` shows, empty where a prediction is nothing to look at; `learns_from` is the kind of data it needs,
-    and `needs_labels` whether images must come with labels. `joint` says that the loss of an example depends on the
+    `image_previews` shows, empty where a prediction is nothing to look at; `learns_from` are the kinds of
+    data it takes, of which a source is opened as the first that it holds, else as the last (see `data.data_kind`);
+    `needs_labels` says whether images must come with labels. `joint` says that the loss of an example depends on the
     others of the effective batch, which then cannot be taken apart.
 
-    The last five methods say how plain text or images are made into examples; they change nothing unless overridden.
+    The last six methods say how sources are made into examples; they change nothing unless overridden.
     """
 
-    learns_from: Literal["text", "images", "pairs"] = "text"
+    learns_from: tuple[Literal["text", "text_pairs", "chats", "images", "pairs"], ...] = ("text",)
     needs_labels: bool = False
     loss_in: str = "nats"
     """What the loss is a number of."""
     joint: bool = False
     measured: tuple[str, ...] = ()
     pictured: str = ""
+
+    @property
+    def sees_images(self) -> bool:
+        """Whether images are among what it learns from."""
+        return not {"images", "pairs"}.isdisjoint(self.learns_from)
 
     @property
     def baseline(self) -> "Objective":
@@ -118,6 +138,10 @@ class Objective:
     def with_patch_size(self, patch: int | None) -> "Objective":
         """This objective for a model that cuts images into patches of so many pixels' side, where it does."""
         return self
+
+    def chat_learning(self) -> ChatLearningSettings:
+        """What this objective learns of conversations."""
+        return ChatLearningSettings()
 
     def examples(self, batch: Batch) -> Batch:
         """What is learned from, made of plain examples: a pure function of each row by itself.
@@ -183,6 +207,9 @@ class WrappedObjective(Objective):
         changed = copy(self)
         changed.inner = self.inner.with_patch_size(patch)
         return changed
+
+    def chat_learning(self) -> ChatLearningSettings:
+        return self.inner.chat_learning()
 
     def examples(self, batch: Batch) -> Batch:
         return self.inner.examples(batch)

@@ -1,72 +1,17 @@
-"""Training examples as a person can look at them: pictures, or text, with their labels and files."""
+"""Previews of the training examples that a run keeps and of those that it leaves out."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from thrifty.core.batches import ExampleSubset
 from thrifty.core.errors import RefusedError
-from thrifty.core.model_spec import ImageModelSpec
-from thrifty.data.epoch_sampler import EpochSource
-from thrifty.data.images.image_arrays import ImageArrays
-from thrifty.data.images.image_previews import picture
 from thrifty.data.run_data import RunData
-from thrifty.data.text.text_data import TextData
-from thrifty.data.text.text_pairs import TextPairs
-from thrifty.data.text.token_windows import TokenWindows
 
 EACH = 12
 """How many examples of each kind a run keeps for its report."""
-
-
-@dataclass(frozen=True)
-class ExamplePreview:
-    number: int
-    """Of the example in the training part of its data, from 0."""
-    picture: str = ""
-    """An address that holds the picture; empty for text."""
-    text: str = ""
-    label: str = ""
-    file: str = ""
-
-
-def preview_examples(data: RunData, numbers: Sequence[int]) -> list[ExamplePreview]:
-    """The training examples of these numbers. Raises Refused where there is no way to show them."""
-    contents = data.train.contents if isinstance(data.train, EpochSource) else None
-    places = np.array(numbers, np.int64)
-    if not len(places):
-        return []
-    if isinstance(contents, ImageArrays):
-        pictures = map(picture, contents.shown(places))
-        names = data.ends.labels if isinstance(data.ends, ImageModelSpec) else ()
-        labels = [names[label] if names else "" for label in contents.labels[places].tolist()]
-        files = [contents.names[place] if contents.names else "" for place in places.tolist()]
-        return [
-            ExamplePreview(*each) for each in zip(numbers, pictures, [""] * len(places), labels, files, strict=True)
-        ]
-    if isinstance(contents, TokenWindows) and isinstance(data, TextData):
-        return [
-            ExamplePreview(number, text=data.tokenizer.decode(tokens))
-            for number, tokens in zip(numbers, contents.at(places).tolist(), strict=True)
-        ]
-    if isinstance(contents, TextPairs) and isinstance(data, TextData):
-        rows = contents.fields(places)
-        sides = zip(numbers, rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
-        return [
-            ExamplePreview(
-                number, text=" → ".join(data.tokenizer.decode(_filled(side, contents.end_of_text)) for side in both)
-            )
-            for number, *both in sides
-        ]
-    raise RefusedError("examples of this kind cannot be shown", fix="look at images or text")
-
-
-def _filled(tokens: list[int], end: int) -> list[int]:
-    return tokens[: tokens.index(end)] if end in tokens else tokens
 
 
 def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
@@ -75,10 +20,9 @@ def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
     there = data.train.example_index()
     kept = torch.zeros(there.count, dtype=torch.bool)
     kept[choice.kept] = True
-    names = data.ends.labels if isinstance(data.ends, ImageModelSpec) else ()
     rows: list[tuple[str, int, int]] = []
     if there.labels is not None:
-        for number, name in enumerate(names):
+        for number, name in enumerate(there.label_names):
             own = there.labels == number
             rows.append((name, int(own.sum()), int((own & kept).sum())))
     groups = {"kept": kept, "left out": ~kept}
@@ -99,7 +43,7 @@ def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str,
         ends = torch.cat([numbers[:EACH], numbers[-EACH:]])
         numbers = ends if scores is not None else numbers[torch.linspace(0, len(numbers) - 1, 2 * EACH).long()]
     try:
-        found = preview_examples(data, numbers.tolist())
+        found = data.previews(numbers.tolist())
     except RefusedError:  # a report goes without
         return []
     told = [None] * len(found) if scores is None else scores[numbers].tolist()

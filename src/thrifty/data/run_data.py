@@ -1,12 +1,28 @@
-"""What a run's data is, of whatever kind: all that preparing, training, explaining and resuming ask of it."""
+"""A run's opened data, of whatever kind: all that preparing, training, explaining and resuming use."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.model_spec import ModelSpec
 from thrifty.data.epoch_sampler import HeldOutExamples
+
+
+@dataclass(frozen=True)
+class ExamplePreview:
+    """A training example as a person can look at it: a picture or a text, with its label and file."""
+
+    number: int
+    """Of the example in the training part of its data, from 0."""
+    picture: str = ""
+    """An address that holds the picture; empty for text."""
+    text: str = ""
+    label: str = ""
+    file: str = ""
 
 
 class RunData(Protocol):
@@ -23,7 +39,7 @@ class RunData(Protocol):
 
     @property
     def ends(self) -> ModelSpec:
-        """What is asked of a model's inputs and outputs."""
+        """What is required of a model's inputs and outputs."""
         ...
 
     @property
@@ -38,6 +54,15 @@ class RunData(Protocol):
 
     def description(self) -> dict[str, Any]:
         """Sizes and statistics, for `thrifty explain`."""
+        ...
+
+    def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
+        """Show the training examples of these numbers. Raises Refused where there is no way to show them."""
+        ...
+
+    def pictures(self, inputs: Tensor) -> list[str]:
+        """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises Refused where the data are
+        no images."""
         ...
 
     def write_metadata(self, folder: Path) -> None:

@@ -2,6 +2,6 @@
 
 from thrifty.models.model_builder import build_model, build_model_for
 from thrifty.models.model_export import export_model
-from thrifty.models.model_resolution import model_shape, own_patch, own_side, shape_for
+from thrifty.models.model_resolution import model_shape, own_sizes, shape_for
 
-__all__ = ["build_model", "build_model_for", "export_model", "model_shape", "own_patch", "own_side", "shape_for"]
+__all__ = ["build_model", "build_model_for", "export_model", "model_shape", "own_sizes", "shape_for"]

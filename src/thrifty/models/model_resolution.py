@@ -50,16 +50,10 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     return shape
 
 
-def own_side(settings: ModelSettings) -> int | None:
-    """Height and width of the images that a model was made for; None where it does not take images."""
+def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
+    """Sides of the images that a model was made for and of the patches it cuts them into; None where it takes none."""
     shape = _own_shape(settings)
-    return shape.image if shape.style in _SEEING else None
-
-
-def own_patch(settings: ModelSettings) -> int | None:
-    """Height and width of the patches that a model cuts images into; None where it does not take images."""
-    shape = _own_shape(settings)
-    return shape.patch if shape.style in _SEEING else None
+    return (shape.image, shape.patch) if shape.style in _SEEING else (None, None)
 
 
 def _own_shape(settings: ModelSettings) -> ModelConfig:

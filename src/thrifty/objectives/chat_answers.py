@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.objective import Prediction
+from thrifty.core.objective import ChatLearningSettings, Prediction
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 CHOICES = {"trained_on": ("answers", "everything"), "weigh_by": ("tokens", "conversations")}
@@ -24,6 +24,8 @@ CHOICES = {"trained_on": ("answers", "everything"), "weigh_by": ("tokens", "conv
 @dataclass(frozen=True)
 class ChatAnswers(TokenCrossEntropy):
     """Answers of conversations, each token from the question and what was said before it."""
+
+    learns_from = ("chats",)
 
     trained_on: str = "answers"
     """"answers", or "everything"."""
@@ -42,6 +44,14 @@ class ChatAnswers(TokenCrossEntropy):
                 raise UsageError(
                     f"objective.{name} is {getattr(self, name)!r}", fix=did_you_mean(getattr(self, name), choices)
                 )
+
+    def chat_learning(self) -> ChatLearningSettings:
+        return ChatLearningSettings(
+            everything=self.trained_on == "everything",
+            by_tokens=self.weigh_by == "tokens",
+            together=self.packed,
+            template=self.template,
+        )
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         context = (batch["segments"],) if self.packed else ()

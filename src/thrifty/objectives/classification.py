@@ -22,7 +22,7 @@ class Classification(Objective):
     """The classifier: one of c labels for each example. The model's output, or its attribute `logits`, is (b, c); or it
     is one of ours for images, whose hidden states are pooled and given to its head."""
 
-    learns_from, needs_labels, measured = "images", True, ("accuracy",)
+    learns_from, needs_labels, measured = ("images", "text"), True, ("accuracy",)
 
     label_smoothing: Probability = 0.0
     """Share of each label that is spread evenly over all classes (Szegedy et al. 2016, arXiv 1512.00567)."""

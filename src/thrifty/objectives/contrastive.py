@@ -41,7 +41,7 @@ class PairPrediction(Prediction):
 class Contrastive(Objective):
     """Images and their captions: each finds the other among all of a batch."""
 
-    learns_from, joint, measured = "pairs", True, ("accuracy",)
+    learns_from, joint, measured = ("pairs",), True, ("accuracy",)
 
     def examples(self, batch: Batch) -> Batch:
         if missing := {"inputs", "tokens"} - batch.fields.keys():

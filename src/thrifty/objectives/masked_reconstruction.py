@@ -47,7 +47,7 @@ class MaskedReconstruction(Objective):
     model(images, visible, blanks=True) and gives hidden states (b, t, e) of all patches, which its `head` maps to
     pixels."""
 
-    learns_from = "images"
+    learns_from = ("images", "text")
     loss_in = "mean squared error"
 
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.75

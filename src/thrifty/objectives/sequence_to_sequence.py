@@ -23,6 +23,8 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 class SequenceToSequence(TokenCrossEntropy):
     """One text from another: pairs, or spans that were cut out of plain text."""
 
+    learns_from = ("text_pairs", "text")
+
     rate: Annotated[float, SettingBound(above=0, most=0.9)] = 0.15
     """Share of the tokens of plain text that is cut out."""
     mean_span: Annotated[float, SettingBound(least=1)] = 3.0

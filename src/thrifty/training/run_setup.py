@@ -7,9 +7,8 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,21 @@ from thrifty.core.objective import Objective
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
-from thrifty.data.catalogue import entry_of_model
-from thrifty.data.chat.chat_data import ChatLearningSettings, open_instructions
-from thrifty.data.images.image_data import holds_images, open_images
-from thrifty.data.pairs.pair_data import open_image_pairs
+from thrifty.data.chat.chat_data import Chats
+from thrifty.data.data_kind import DataKind, DataRequest
+from thrifty.data.images.image_data import Images
+from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
-from thrifty.data.text.text_data import TextData, open_text, print_to_stderr
-from thrifty.data.text.text_pairs import holds_pairs
-from thrifty.data.tokenizer import read_tokenizer
-from thrifty.models import build_model_for, own_patch, own_side
+from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
+from thrifty.models import build_model_for, own_sizes
 from thrifty.objectives import chosen_objective
-from thrifty.objectives.chat_answers import ChatAnswers
-from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.rank_sync import process_group_sync
+
+DATA_KINDS: dict[str, DataKind] = {
+    kind.name: kind for kind in (PlainText(), PairsOfTexts(), Chats(), Images(), ImagesWithCaptions())
+}
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
@@ -101,8 +100,7 @@ def prepare_run(
     device = choose_device(recipe.device)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
-    process_group_sync().run_first(lambda: open_examples(recipe, _unsaid if quiet else print_to_stderr) and None)
-    objective, data = open_examples(recipe, _unsaid)  # prepared once, and told about, then opened by all
+    objective, data = _open_in_turn(recipe, _unsaid if quiet else print_to_stderr)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
@@ -136,72 +134,27 @@ def check_builder(build: BuildModel) -> nn.Module:
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
-    objective = chosen_objective(recipe.objective)
-    if recipe.data.near_duplicates is not None and (
-        objective.learns_from != "text" or isinstance(objective, ChatAnswers)
-    ):
+    settings, objective = recipe.data, chosen_objective(recipe.objective)
+    kinds = [DATA_KINDS[name] for name in objective.learns_from]
+    if settings.near_duplicates is not None and "near_duplicates" not in kinds[0].own_settings:
         raise UsageError(
             f"data.near_duplicates is set, which is for plain text, and {recipe.objective.name} learns from other data",
             fix="leave data.near_duplicates out",
         )
-    if objective.learns_from == "pairs":
-        data = open_image_pairs(recipe.data, recipe.seed, own_side(recipe.model), say)
-        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
-    if objective.learns_from == "images" and holds_images(recipe.data.source):
-        side, patch, labelled = own_side(recipe.model), own_patch(recipe.model), objective.needs_labels
-        objective, data = objective.with_patch_size(patch), open_images(recipe.data, recipe.seed, side, say, labelled)
-        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
-    _refuse_settings_of_images(recipe, objective)
-    if isinstance(objective, ChatAnswers):
-        return _open_conversations(recipe, objective, say)
-    objective, data = _open_text(recipe, objective, say)
-    return objective, replace(data, length=recipe.data.length)
+    kind = next((each for each in kinds if each.holds(settings.source)), kinds[-1])
+    for name in ("size", "augment"):
+        if getattr(settings, name) is not None and name not in kind.own_settings:
+            from_text = f"{recipe.objective.name} learns from text"
+            why = f"{settings.source} holds none" if objective.sees_images else from_text
+            raise UsageError(f"data.{name} is set, which is for images, and {why}", fix=f"leave data.{name} out")
+    return kind.open(DataRequest(recipe, objective, lambda: own_sizes(recipe.model), say))
 
 
-def _refuse_settings_of_images(recipe: Recipe, objective: Objective) -> None:
-    if set_in_vain := [name for name in ("size", "augment") if getattr(recipe.data, name) is not None]:
-        from_text = objective.learns_from == "text"
-        why = f"{recipe.objective.name} learns from text" if from_text else f"{recipe.data.source} holds none"
-        raise UsageError(
-            f"data.{set_in_vain[0]} is set, which is for images, and {why}", fix=f"leave data.{set_in_vain[0]} out"
-        )
-
-
-def _open_text(recipe: Recipe, objective: Objective, say: Callable[[str], None]) -> tuple[Objective, TextData]:
-    settings = recipe.data
-    if isinstance(objective, SequenceToSequence) and holds_pairs(settings.source):
-        if set_in_vain := [name for name in ("rate", "mean_span") if getattr(recipe.objective, name) is not None]:
-            raise UsageError(
-                f"objective.{set_in_vain[0]} is set, and nothing is cut out of the pairs in {settings.source}",
-                fix=f"leave objective.{set_in_vain[0]} out",
-            )
-        return objective, open_text(settings, recipe.seed, say, pairs=True)
-    length = settings.length
-    if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
-        objective.with_tokenizer(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
-    settings = replace(settings, length=objective.text_length(length))
-    data = open_text(settings, recipe.seed, say, objective.special_tokens(length))
-    objective = objective.with_tokenizer(data.tokenizer, length)
-    return objective, replace(data, held_out=data.held_out.shaped(objective.examples))
-
-
-def _open_conversations(
-    recipe: Recipe, objective: ChatAnswers, say: Callable[[str], None]
-) -> tuple[Objective, TextData]:
-    settings, model = recipe.data, recipe.model
-    if model.folder and not settings.tokenizer:
-        folder = Path(model.folder)
-        named = entry_of_model(folder)
-        if named is not None and not (folder / "config.json").is_file():
-            raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
-        settings = replace(settings, tokenizer=str(folder / "tokenizer.json"))
-    learning = ChatLearningSettings(
-        everything=objective.trained_on == "everything",
-        by_tokens=objective.weigh_by == "tokens",
-        together=objective.packed,
-        template=objective.template,
-    )
-    return objective, replace(open_instructions(settings, recipe.seed, learning, say), length=settings.length)
+def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
+    """Open the data on rank 0, which prepares and reports what is missing, then on the others."""
+    opened: list[tuple[Objective, RunData]] = []
+    process_group_sync().run_first(lambda: opened.append(open_examples(recipe, say)))
+    return opened[0] if opened else open_examples(recipe, _unsaid)
 
 
 def _unsaid(text: str) -> None:

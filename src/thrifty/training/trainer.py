@@ -6,7 +6,6 @@ Where the data, the models, the techniques and the training meet; the command li
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import StructureLogEntry, TrainState, read_log
 from thrifty.data.example_previews import selection
-from thrifty.data.images.image_previews import image_previews
 from thrifty.machine.machine_info import peak_flops
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
@@ -238,8 +236,7 @@ def _run(
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    drawn = partial(image_previews, ends=data.ends)
-    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, drawn)
+    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, data.pictures)
     with set_freed_memory_policy(run):
         summary = session.run_to_end(state, meter)
     if rank() == 0:

@@ -5,8 +5,9 @@ import torch
 from chat_runs import exchange, small_tokenizer, sums, write_rows
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.objective import ChatLearningSettings
 from thrifty.core.recipe import DataSettings
-from thrifty.data.chat.chat_data import ChatLearningSettings, open_instructions
+from thrifty.data.chat.chat_data import open_instructions
 from thrifty.data.chat.chat_preview import preview
 from thrifty.data.chat.chat_template import CHATML
 from thrifty.data.chat.chat_tokenizer import TURNS

@@ -10,12 +10,12 @@ import torch
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_text
+from thrifty.data.text.text_data import open_text
 
 FIRST_ROWS = """
 import sys
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_text
+from thrifty.data.text.text_data import open_text
 settings = DataSettings(source=sys.argv[1], vocabulary=300, length=16, batch=4, held_out=0.2)
 print(open_text(settings, 7, say=len).train.at(3)["tokens"].tolist())
 """

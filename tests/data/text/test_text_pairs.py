@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from thrifty.core.batches import RankShard
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data import open_text
 from thrifty.data.epoch_sampler import EpochSource
+from thrifty.data.text.text_data import open_text
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile, TextPairs, holds_pairs
 
 PAIRS = [(f"the whale number {n} swam past", f"{n} whales were seen, or {n * 7}") for n in range(300)]

@@ -16,7 +16,7 @@ from tiny_recipes import digits, text
 from thrifty.core.batches import ExampleSubset
 from thrifty.core.errors import RefusedError
 from thrifty.core.score_file import ExampleScores
-from thrifty.data.example_previews import preview_examples, selection
+from thrifty.data.example_previews import selection
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_previews import picture, png
 from thrifty.data.run_data import RunData
@@ -50,7 +50,7 @@ def test_pictures_hold_the_pixels(channels: int) -> None:
 
 def test_digits_are_shown_as_they_are(looked_at: tuple[ExampleScores, RunData]) -> None:
     _, data = looked_at
-    found = preview_examples(data, [3, 1299, 0])
+    found = data.previews([3, 1299, 0])
     stored = DigitImages("train")
     for example, number in zip(found, (3, 1299, 0), strict=True):
         assert example.number == number and example.label == str(int(stored.labels[number]))
@@ -62,7 +62,7 @@ def test_texts_are_shown_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
     _, data = open_examples(text(tmp_path))
     whole = (tmp_path / "text.txt").read_text()
-    assert all(example.text in whole and example.text for example in preview_examples(data, [0, 5]))
+    assert all(example.text in whole and example.text for example in data.previews([0, 5]))
     scores, _ = score(text(tmp_path), ScoringSettings("loss", runs=1), tmp_path / "scores")
     found = page(scores, data, "text.txt", PrunedExamples(keep=0.3))
     assert "<pre" in found and "Most likely mislabelled" not in found and "Highest scores" in found
@@ -101,11 +101,9 @@ def test_the_page_shows_the_doubted_the_hardest_and_the_easiest(looked_at: tuple
     scores, data = looked_at
     found = page(scores, data, "digits", PrunedExamples(keep=0.5, offset=0.05))
     order = scores.scores.argsort(descending=True)
-    for example in preview_examples(
-        data, [*suspicious(scores)[:5].tolist(), *order[:5].tolist(), *order[-5:].tolist()]
-    ):
+    for example in data.previews([*suspicious(scores)[:5].tolist(), *order[:5].tolist(), *order[-5:].tolist()]):
         assert example.picture in found
-    first = preview_examples(data, suspicious(scores)[:1].tolist())[0]
+    first = data.previews(suspicious(scores)[:1].tolist())[0]
     assert scores.guesses is not None
     assert f"{first.label}, or {int(scores.guesses.predicted[first.number])}?" in found
     for words in ("Most likely mislabelled", "650 of 1,300 examples are kept", "Left out, with the highest scores"):

@@ -130,9 +130,9 @@ def preview(
 
     On a terminal what is learned is green, elsewhere it stands between ⟦ and ⟧.
     """
+    from thrifty.core.objective import ChatLearningSettings
     from thrifty.core.recipe import DataSettings
     from thrifty.data.catalogue import entries
-    from thrifty.data.chat.chat_data import ChatLearningSettings
     from thrifty.data.chat.chat_preview import preview as look_into
 
     if model and tokenizer is None:

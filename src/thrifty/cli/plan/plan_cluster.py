@@ -61,10 +61,10 @@ def _workload(prepared: PreparedRun) -> Workload:
     from thrifty.simulators.cluster.traced_workload import cross_entropy, trace_workload
 
     recipe = prepared.recipe
-    if prepared.run.plain.objective.learns_from != "text":
+    if prepared.run.plain.objective.sees_images:
         raise RefusedError(
             f"steps on a cluster are simulated for models of text, and {recipe.objective.name} learns from "
-            f"{prepared.run.plain.objective.learns_from}",
+            f"{prepared.run.plain.objective.learns_from[0]}",
             fix="leave --cluster out",
         )
 

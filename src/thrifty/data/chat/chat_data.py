@@ -8,14 +8,16 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import DataSettings
+from thrifty.core.objective import ChatLearningSettings, Objective
+from thrifty.core.recipe import DataSettings, ModelSettings
+from thrifty.data.catalogue import entry_of_model
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
     ChatTokenizer,
@@ -35,6 +37,7 @@ from thrifty.data.chat.conversation_packing import (
 )
 from thrifty.data.chat.conversation_sources import ConversationSource, conversations, open_conversations
 from thrifty.data.data_cache import build_folder, file_sha256
+from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.prepared_cache import (
     TOKENIZER,
@@ -52,20 +55,6 @@ from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 FORMAT = 1
 AT_ONCE = 1_000
 """Conversations tokenised together."""
-
-
-@dataclass(frozen=True)
-class ChatLearningSettings:
-    """What is learned of conversations, and how they are laid out."""
-
-    everything: bool = False
-    """Every token, and not only those of answers."""
-    by_tokens: bool = True
-    """Every token counts alike; otherwise every conversation."""
-    together: bool = True
-    """As many conversations to a row as fit; otherwise one."""
-    template: str = ""
-    """A chat template by name or file; empty takes the tokenizer's own."""
 
 
 def open_instructions(
@@ -211,3 +200,26 @@ def stored_tokens(encoded: EncodedChat) -> np.ndarray:
     words = np.array(encoded.tokens[:stop], np.uint32) | np.where(answer[:stop], np.uint32(ANSWER), np.uint32(0))
     words[0] |= np.uint32(BEGINS)
     return words
+
+
+class Chats(DataKind):
+    """Conversations, of which answers are learned."""
+
+    name = "chats"
+
+    def open(self, request: DataRequest) -> tuple[Objective, TextData]:
+        objective, recipe = request.objective, request.recipe
+        settings = use_model_tokenizer(recipe.data, recipe.model)
+        data = open_instructions(settings, recipe.seed, objective.chat_learning(), request.say)
+        return objective, replace(data, length=settings.length)
+
+
+def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSettings:
+    """Name the tokenizer of the model's folder, where the settings name none."""
+    if settings.tokenizer or not model.folder:
+        return settings
+    folder = Path(model.folder)
+    named = entry_of_model(folder)
+    if named is not None and not (folder / "config.json").is_file():
+        raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
+    return replace(settings, tokenizer=str(folder / "tokenizer.json"))

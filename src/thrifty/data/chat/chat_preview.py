@@ -6,8 +6,9 @@ from itertools import groupby
 
 import numpy as np
 
+from thrifty.core.objective import ChatLearningSettings
 from thrifty.core.recipe import DataSettings
-from thrifty.data.chat.chat_data import ChatLearningSettings, prepare_instructions
+from thrifty.data.chat.chat_data import prepare_instructions
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.chat.conversation_packing import StoredConversations
 from thrifty.data.prepared_cache import TOKENIZER

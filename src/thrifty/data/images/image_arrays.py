@@ -84,7 +84,7 @@ class ImageArrays:
     def example_index(self) -> ExampleIndex:
         """Of the pixels as they are stored: given out in another size they are the same images."""
         labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
-        return ExampleIndex(len(self), self._fingerprint, labels)
+        return ExampleIndex(len(self), self._fingerprint, labels, self.ends.labels)
 
     @cached_property
     def _fingerprint(self) -> str:

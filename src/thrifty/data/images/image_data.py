@@ -1,7 +1,7 @@
 """Images ready to learn from: what a recipe's data settings lead to where they name images."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.objective import Objective
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import CatalogueEntry, entries
 from thrifty.data.data_cache import file_sha256
+from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, HeldOutExamples, add_held_out_keys
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.augmentation import mix_examples, partners
@@ -25,7 +27,9 @@ from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import ChannelStatistics, ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
+from thrifty.data.images.image_previews import input_pictures, picture
 from thrifty.data.prepared_cache import check_settings, read_manifest
+from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import write_image_metadata
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
@@ -126,6 +130,22 @@ class ImageData:
             "left_out": self.left_out,
             "named": list(self.named),
         }
+
+    def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
+        arrays, places = self.parts[DataSplit.TRAIN], np.array(numbers, np.int64)
+        names, files = self.ends.labels, arrays.names
+        return [
+            ExamplePreview(
+                number=number,
+                picture=picture(image),
+                label=names[label] if names else "",
+                file=files[number] if files else "",
+            )
+            for number, image, label in zip(numbers, arrays.shown(places), arrays.labels[places].tolist(), strict=True)
+        ]
+
+    def pictures(self, inputs: Tensor) -> list[str]:
+        return input_pictures(inputs, self.ends)
 
     def write_metadata(self, folder: Path) -> None:
         write_image_metadata(folder, self.ends)
@@ -233,3 +253,18 @@ def _refuse_settings_of_text(settings: DataSettings) -> None:
         raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
     if settings.size is not None and settings.size < 1:
         raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")
+
+
+class Images(DataKind):
+    """Images, with a label each or without."""
+
+    name, own_settings = "images", ("size", "augment")
+
+    def holds(self, source: str) -> bool:
+        return holds_images(source)
+
+    def open(self, request: DataRequest) -> tuple[Objective, ImageData]:
+        side, patch = request.image_sizes()
+        objective, recipe = request.objective.with_patch_size(patch), request.recipe
+        data = open_images(recipe.data, recipe.seed, side, request.say, objective.needs_labels)
+        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

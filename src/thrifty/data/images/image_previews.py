@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thrifty.core.errors import RefusedError
-from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.data.images.image_arrays import denormalized
 from thrifty.kernels.image_resizing import resize
 
@@ -20,13 +19,9 @@ LARGEST_SEEN = 128
 """The same of what a model makes of an image, which a person wants to see patch by patch."""
 
 
-def image_previews(images: Tensor, ends: ModelSpec) -> list[str]:
-    """Images (b, c, h, w) as a model is given them, as addresses that hold pictures of them. Raises Refused where the
-    data of a run are no images."""
-    own = ends.images if isinstance(ends, PairModelSpec) else ends
-    if not isinstance(own, ImageModelSpec):
-        raise RefusedError("there are no images in these data", fix="look at images")
-    return [picture(image, LARGEST_SEEN) for image in denormalized(images.float().cpu(), own)]
+def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:
+    """Images (b, c, h, w) as a model is given them, as addresses that hold a picture each."""
+    return [picture(image, LARGEST_SEEN) for image in denormalized(images.float().cpu(), ends)]
 
 
 def picture(image: Tensor, largest: int = LARGEST) -> str:

@@ -4,8 +4,8 @@ Everything is decoded once and kept in the cache. What is held out is what the s
 image file, so that copies are on the same side.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 
 from thrifty.core.batches import BatchSource, ExampleIndex
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.core.model_spec import PairModelSpec, TextModelSpec
+from thrifty.core.objective import Objective
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import entries
+from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
+from thrifty.data.images.image_previews import input_pictures
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
 from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest
+from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import write_image_metadata
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
@@ -120,6 +124,12 @@ class PairData:
             "named": list(self.named),
         }
 
+    def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
+        raise RefusedError("images with captions cannot be shown", fix="look at images or text")
+
+    def pictures(self, inputs: Tensor) -> list[str]:
+        return input_pictures(inputs, self.ends.images)
+
     def write_metadata(self, folder: Path) -> None:
         write_image_metadata(folder, self.ends.images)
         self.tokenizer.save(folder / TOKENIZER)
@@ -198,3 +208,18 @@ def _refuse_settings(settings: DataSettings) -> None:
             )
     if settings.size is not None and settings.size < 1:
         raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")
+
+
+class ImagesWithCaptions(DataKind):
+    """Images, each with captions."""
+
+    name, own_settings = "pairs", ("size", "augment")
+
+    def holds(self, source: str) -> bool:
+        return holds_image_pairs(source)
+
+    def open(self, request: DataRequest) -> tuple[Objective, PairData]:
+        objective, recipe = request.objective, request.recipe
+        side, _ = request.image_sizes()
+        data = open_image_pairs(recipe.data, recipe.seed, side, request.say)
+        return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

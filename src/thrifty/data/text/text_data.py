@@ -2,21 +2,33 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
 
 from thrifty.core.batches import BatchSource
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import TextModelSpec
+from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings
+from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
 from thrifty.data.prepared_cache import TOKENIZER, TokenCache
-from thrifty.data.text.text_pairs import TextPairs
+from thrifty.data.run_data import ExamplePreview
+from thrifty.data.text.text_pairs import TextPairs, holds_pairs
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
-from thrifty.data.tokenizer import TextTokenizer
+from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit
+
+
+class ReadableExamples(Protocol):
+    """Examples of tokens that a person can read once they are decoded."""
+
+    def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,8 @@ class TextData:
     """The prepared tokens, with tokenizer.json and manifest.json."""
     length: int = 0
     """Tokens of an example, as the recipe has it."""
+    readable: ReadableExamples | None = None
+    """The training examples, where they can be shown."""
 
     @property
     def ends(self) -> TextModelSpec:
@@ -55,6 +69,15 @@ class TextData:
     def description(self) -> dict[str, Any]:
         names = ("train_tokens", "held_out_tokens", "vocabulary", "unigram_entropy")
         return {name: getattr(self, name) for name in names}
+
+    def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
+        if self.readable is None:
+            raise RefusedError("examples of this kind cannot be shown", fix="look at images or text")
+        texts = self.readable.texts(np.array(numbers, np.int64), self.tokenizer.decode)
+        return [ExamplePreview(number, text=text) for number, text in zip(numbers, texts, strict=True)]
+
+    def pictures(self, inputs: Tensor) -> list[str]:
+        raise RefusedError("there are no images in these data", fix="look at images")
 
     def write_metadata(self, folder: Path) -> None:
         self.tokenizer.save(folder / TOKENIZER)
@@ -87,12 +110,16 @@ def open_text(
     than one batch.
     """
     prepared = open_token_cache(settings, say, special, pairs)
-    train, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
-    return text_data(prepared, train, held_out, prepared.tokenizer)
+    train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
+    return text_data(prepared, train, held_out, prepared.tokenizer, readable)
 
 
 def text_data(
-    prepared: TokenCache, train: BatchSource, held_out: HeldOutExamples, tokenizer: TextTokenizer
+    prepared: TokenCache,
+    train: BatchSource,
+    held_out: HeldOutExamples,
+    tokenizer: TextTokenizer,
+    readable: ReadableExamples | None = None,
 ) -> TextData:
     """Prepared text with what was made of it, and what its manifest says."""
     manifest = prepared.manifest
@@ -107,19 +134,20 @@ def text_data(
         held_out_tokens=manifest["tokens"][DataSplit.HELD_OUT],
         identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
+        readable=readable,
     )
 
 
 def _windows(
     prepared: TokenCache, settings: DataSettings, seed: int, say: Callable[[str], None]
-) -> tuple[BatchSource, HeldOutExamples]:
+) -> tuple[BatchSource, ReadableExamples, HeldOutExamples]:
     train = PackedTokens(prepared.tokens(DataSplit.TRAIN), settings.length, settings.batch, seed)
-    return train, HeldOutWindows(prepared.tokens(DataSplit.HELD_OUT), settings.length)
+    return train, train.windows, HeldOutWindows(prepared.tokens(DataSplit.HELD_OUT), settings.length)
 
 
 def _pairs(
     prepared: TokenCache, settings: DataSettings, seed: int, say: Callable[[str], None]
-) -> tuple[BatchSource, HeldOutExamples]:
+) -> tuple[BatchSource, ReadableExamples, HeldOutExamples]:
     end = prepared.tokenizer.end_of_text
     train, held_out = (TextPairs(prepared.tokens(part), settings.length, end) for part in DataSplit)
     if len(train) < settings.batch:
@@ -129,4 +157,39 @@ def _pairs(
         )
     if train.cut:
         say(f"{train.cut:.1%} of the pairs are longer than data.length = {settings.length} and are cut")
-    return EpochSource(train, settings.batch, seed), HeldOutExamples(held_out)
+    return EpochSource(train, settings.batch, seed), train, HeldOutExamples(held_out)
+
+
+class PlainText(DataKind):
+    """Plain text, cut into windows; what is read so is not known to be anything else."""
+
+    name, own_settings = "text", ("near_duplicates",)
+
+    def open(self, request: DataRequest) -> tuple[Objective, TextData]:
+        settings, objective = request.recipe.data, request.objective
+        length = settings.length
+        if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
+            objective.with_tokenizer(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
+        longer = replace(settings, length=objective.text_length(length))
+        data = open_text(longer, request.recipe.seed, request.say, objective.special_tokens(length))
+        objective = objective.with_tokenizer(data.tokenizer, length)
+        return objective, replace(data, held_out=data.held_out.shaped(objective.examples), length=length)
+
+
+class PairsOfTexts(DataKind):
+    """Pairs of texts, which nothing has to be cut out of."""
+
+    name, own_settings = "text_pairs", ("near_duplicates",)
+
+    def holds(self, source: str) -> bool:
+        return holds_pairs(source)
+
+    def open(self, request: DataRequest) -> tuple[Objective, TextData]:
+        settings, cutting = request.recipe.data, request.recipe.objective
+        if set_in_vain := [name for name in ("rate", "mean_span") if getattr(cutting, name) is not None]:
+            raise UsageError(
+                f"objective.{set_in_vain[0]} is set, and nothing is cut out of the pairs in {settings.source}",
+                fix=f"leave objective.{set_in_vain[0]} out",
+            )
+        data = open_text(settings, request.recipe.seed, request.say, pairs=True)
+        return request.objective, replace(data, length=settings.length)

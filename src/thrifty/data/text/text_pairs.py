@@ -1,7 +1,7 @@
 """Pairs of texts, a source and a target to be made of it: read from a .tsv or .jsonl file, given as padded examples."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -110,6 +110,15 @@ class TextPairs:
         start = np.full((len(indices), 1), self.end_of_text)
         rows = {"source": source, "source_keep": source_keep, "tokens": np.hstack((start, target)), "counted": counted}
         return {name: torch.from_numpy(values) for name, values in rows.items()}
+
+    def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
+        """The pairs of these numbers as a person reads them."""
+        rows = self.fields(indices)
+        sides = zip(rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
+        return [" → ".join(decode(self._unpadded(side)) for side in both) for both in sides]
+
+    def _unpadded(self, tokens: list[int]) -> list[int]:
+        return tokens[: tokens.index(self.end_of_text)] if self.end_of_text in tokens else tokens
 
     def example_index(self) -> ExampleIndex:
         return ExampleIndex(len(self), self._fingerprint)

@@ -1,5 +1,6 @@
 """Examples cut from a stream of tokens: windows of equal length."""
 
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -32,6 +33,10 @@ class TokenWindows:
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         return {"tokens": self.at(indices)}
+
+    def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
+        """The windows of these numbers as a person reads them."""
+        return [decode(tokens) for tokens in self.at(indices).tolist()]
 
     def example_index(self) -> ExampleIndex:
         return ExampleIndex(len(self), self._fingerprint)

@@ -14,7 +14,6 @@ from pathlib import Path
 from thrifty import __version__
 from thrifty.composition.explain import count
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
-from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
 from thrifty.core.score_file import ExampleScores, ScoreProvenance, average_scores
@@ -159,7 +158,7 @@ class _ScoringRuns:
                 f"{self.recipe.data.source} have none",
                 fix="--method el2n, --method grand or --method loss",
             )
-        self.clusters = self.scoring.clusters or len(_label_names(prepared))
+        self.clusters = self.scoring.clusters or len(data.train.example_index().label_names)
         if self.scoring.by == "prototype" and not self.clusters:
             raise UsageError("how many prototypes there are is not known: the examples have no labels", "--clusters 10")
 
@@ -173,7 +172,7 @@ class _ScoringRuns:
             recipe=tables,
             recipe_sha256=hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest(),
             data=dict(prepared.data.identity),
-            label_names=_label_names(prepared),
+            label_names=prepared.data.train.example_index().label_names,
             steps=self.steps,
             steps_of_recipe=total,
             model=self.scoring.embed_with,
@@ -186,8 +185,3 @@ def _hashes(folder: str) -> dict[str, str]:
     path = Path(folder).expanduser()
     files = sorted(each for each in path.rglob("*") if each.is_file()) if folder and path.is_dir() else []
     return {str(file): file_sha256(file) for file in files}
-
-
-def _label_names(prepared: PreparedRun) -> tuple[str, ...]:
-    ends = prepared.data.ends
-    return ends.labels if isinstance(ends, ImageModelSpec) else ()

@@ -12,8 +12,7 @@ from torch import Tensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
 from thrifty.core.score_file import ExampleScores
-from thrifty.data.example_previews import ExamplePreview, preview_examples
-from thrifty.data.run_data import RunData
+from thrifty.data.run_data import ExamplePreview, RunData
 from thrifty.data.text.text_data import print_to_stderr
 from thrifty.experiments.scoring.score_selection import count_labels
 from thrifty.experiments.scoring.scoring_methods import METHODS
@@ -126,7 +125,7 @@ def _border(
 
 
 def _cards(scores: ExampleScores, data: RunData, numbers: Tensor) -> list[ExampleCard]:
-    return [_card(scores, each) for each in preview_examples(data, numbers.tolist())]
+    return [_card(scores, each) for each in data.previews(numbers.tolist())]
 
 
 def _card(scores: ExampleScores, example: ExamplePreview) -> ExampleCard:

@@ -88,7 +88,7 @@ class PatchSizeCurriculum(Technique):
     """When the side of a patch is halved; at first it is so often doubled."""
 
     def objective(self, objective: Objective) -> Objective:
-        if objective.learns_from == "text":
+        if not objective.sees_images:
             raise RefusedError("texts have no patches", fix=f"--without {self.name}, or curriculum.sequence_length")
         return objective
 

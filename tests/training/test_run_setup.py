@@ -1,0 +1,59 @@
+"""Data opened for a run: once in each process, by the kind of data that the objective and the source decide."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from chat_runs import sums, write_rows
+from opened_data import opened_kinds, prepared_on_a_rank
+from rank_processes import on_ranks
+from tiny_recipes import digits, text
+
+from thrifty.core.recipe import ObjectiveSettings, Recipe
+from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
+from thrifty.training.run_setup import prepare_run
+from thrifty.training.trainer import train
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+
+
+def recipe_of(kind: str, folder: Path) -> Recipe:
+    plain = text(folder)
+    small = replace(plain.data, length=48)
+    if kind == "images":
+        return digits()
+    if kind == "chats":
+        chats = replace(small, source=str(write_rows(folder / "sums.jsonl", sums(80))), vocabulary=320)
+        return replace(plain, data=chats, objective=ObjectiveSettings("answer"))
+    if kind == "text_pairs":
+        rows = [{"source": f"number {n}", "target": f"{n} is it"} for n in range(80)]
+        pairs = replace(small, source=str(write_rows(folder / "pairs.jsonl", rows)))
+        model = replace(plain.model, preset="t5-nano")
+        return replace(plain, data=pairs, model=model, objective=ObjectiveSettings("sequence_to_sequence"))
+    return plain
+
+
+@pytest.mark.parametrize("kind", ["text", "text_pairs", "chats", "images"])
+def test_a_run_opens_its_data_once(kind: str, tmp_path: Path) -> None:
+    recipe = recipe_of(kind, tmp_path)
+    with opened_kinds() as prepared:
+        first = prepare_run(recipe, quiet=True)
+    with opened_kinds() as trained:
+        train(recipe, tmp_path / "runs", quiet=True)
+    assert prepared == trained == [kind]
+    again = prepare_run(recipe, quiet=True)  # from what the first has prepared
+    assert again.data.identity == first.data.identity
+    batch, same = first.data.train.at(3).fields, again.data.train.at(3).fields
+    assert batch.keys() == same.keys() and all(torch.equal(batch[name], same[name]) for name in batch)
+
+
+def test_each_rank_opens_the_data_once(tmp_path: Path) -> None:
+    recipe = text(tmp_path)
+    recipe = replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel()))
+    ranks = on_ranks(2, prepared_on_a_rank, recipe)
+    assert [names for names, _ in ranks] == [["text"]] * 2
+    assert ranks[0][1] == ranks[1][1]
