@@ -53,11 +53,11 @@ def compare(
     workers: Sequence[RunLauncher] = (),
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """The comparison to its end; returns what stands in comparison.json, with its "folder" and "exit_code".
+    """Run the comparison to its end; return the content of comparison.json, with its "folder" and "exit_code".
 
-    Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` runs again
-    what failed. Raises UsageError where the folder is of another comparison, and where an arm cannot
-    be compared: one that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
+    Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` repeats
+    runs that failed. Raises UsageError if the folder is of another comparison, or if an arm cannot be compared: one
+    that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")

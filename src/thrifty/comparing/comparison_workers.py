@@ -18,7 +18,8 @@ HERE = "here"
 
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
-    """Read workers as they are typed: "here", or a command that is put before the run's own, such as "srun --nodelist=b --ntasks=1".
+    """Read workers as they are typed: "here", or a command that is put before the run's own, such as "srun
+    --nodelist=b --ntasks=1".
 
     Raises UsageError where runs would share a machine and be judged by time.
     """
