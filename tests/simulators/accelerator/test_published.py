@@ -95,16 +95,10 @@ def test_a_point_stands_where_its_ratio_is_and_at_the_end_beyond_the_axis() -> N
     assert place(9.0) == place(2.0) > place(1.4) > place(0.7) > place(0.1) == place(0.5)
 
 
-def test_the_command_prints_each_and_counts_masks_by_the_released_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = CLAIMS[:4]
     monkeypatch.setattr("thrifty.simulators.accelerator.published_claims.claims", lambda: few)
-    pruned = np.ones((2, 3, 60, 60), dtype=bool)
-    pruned[..., range(60), range(60)] = False
-    pruned[..., :5] = False
-    np.save(tmp_path / "masks.npy", pruned)
-    words = ["paper", "--vitcod-masks", str(tmp_path / "masks.npy"), "--page", str(tmp_path / "page.html")]
+    words = ["paper", "--page", str(tmp_path / "page.html")]
     page = CliRunner().invoke(command, words, catch_exceptions=False).stdout
     found = json.loads(CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False).stdout)
     assert len(found["claims"]) == len(few) and all(claim.quantity in page for claim in few)
@@ -114,6 +108,3 @@ def test_the_command_prints_each_and_counts_masks_by_the_released_rules(
     for row in found["claims"]:
         assert row["quantity"] in html and f"{row['simulated'] / row['published']:.3f}" in html
         assert row["off"] == pytest.approx(row["simulated"] / row["published"] - 1)
-    released = found["vitcod"]["as released"]
-    assert released["load"] == 2 * (4 * 60 + 3) and "every head's own mask" in page
-    assert released["total"] == max(released["load"], released["decode"] + released["compute"])

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 
 @click.command()
-@click.option(
-    "--vitcod-masks",
-    type=click.Path(path_type=Path),
-    help="The .npy file that ViTCoD's simulator comes with: counts by its rules, and with each quirk set right.",
-)
 @click.option("--page", type=click.Path(path_type=Path), help="Write all of it as one offline page too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
+def paper(page: Path | None, as_json: bool) -> None:
     """Published figures of accelerators, ours beside each, how far off it is and why. Figures from memory are left
     out."""
     from thrifty.cli.simulate.simulate_output import print_table
@@ -28,11 +22,10 @@ def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
     for claim in claims():
         ours = claim.simulate()
         rows.append(vars(claim) | {"simulated": ours, "off": ours / claim.published - 1})
-    quirks = {} if vitcod_masks is None else _quirks(vitcod_masks)
     if page is not None:
         write_page(rows, page)
     if as_json:
-        print_json({"claims": rows, "vitcod": quirks})
+        print_json({"claims": rows})
         return
     titles = ["paper", "quantity", "grade", "published", "simulated", "off"]
     lines = [
@@ -43,22 +36,5 @@ def paper(vitcod_masks: Path | None, page: Path | None, as_json: bool) -> None:
     click.echo()
     for line in dict.fromkeys(f"{row['paper']}, {row['place']}: {row['gap']}" for row in rows):
         click.echo(line)
-    if quirks:
-        click.echo("\nViTCoD's released simulator on these masks, in cycles:")
-        print_table(
-            ["rules", *next(iter(quirks.values()))],
-            [[name, *(f"{cycles:,.0f}" for cycles in counted.values())] for name, counted in quirks.items()],
-        )
     if page is not None:
         click.echo(f"\nwrote {page}")
-
-
-def _quirks(path: Path) -> dict[str, dict[str, Any]]:
-    from thrifty.simulators.accelerator.trace_file import load_pruned_masks
-    from thrifty.simulators.accelerator.vitcod_released import fixes
-
-    found = fixes(load_pruned_masks(path))
-    return {
-        name: {"load": counted.load, "decode": counted.decode, "compute": counted.compute, "total": counted.total}
-        for name, counted in found.items()
-    }

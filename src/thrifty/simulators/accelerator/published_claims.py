@@ -14,10 +14,10 @@ from thrifty.simulators.accelerator.accelerator_simulation import limit_resource
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.designs.outerspace import traffic
 from thrifty.simulators.accelerator.designs.sanger import released_seconds
+from thrifty.simulators.accelerator.designs.vitcod import released_linear_cycles
 from thrifty.simulators.accelerator.published_elsa import elsa_bars
 from thrifty.simulators.accelerator.spgemm_workload import uniform
 from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
-from thrifty.simulators.accelerator.vitcod_released import linear_cycles
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ OURS: dict[str, Callable[[], float]] = {
     "spatten_rate": partial(_rate, "spatten"),
     "a3_rate": partial(_rate, "a3"),
     "spatten_area": partial(_area, "spatten"),
-    "vitcod_linear": lambda: sum(linear_cycles(197, heads=3, layers=12)),
+    "vitcod_linear": lambda: sum(released_linear_cycles(197, heads=3, layers=12)),
     "outerspace_4986": partial(_outerspace, 4986, 8e-3),
     "outerspace_9987": partial(_outerspace, 9987, 2e-3),
     "outerspace_19937": partial(_outerspace, 19937, 5e-4),

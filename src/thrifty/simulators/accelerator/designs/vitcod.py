@@ -6,10 +6,9 @@ are computed by the pairs that they keep. Lines of multipliers are shared out be
 for each head. A head is three items: decoding its queries and keys from fewer heads than there are, its scores (keys
 stay, products are added up between multipliers), and its values. All three take the same lines.
 
-This is the mechanism, head by head. What the released simulator makes of the same masks, quirks included, is in
-`vitcod_released.py`. The paper's averages of 86.0 times over a GPU and 6.8 over Sanger are of six models at 90 % pruned
-and of its authors' own versions of the others: not reproduced. Only parts of the paper were read; sizes are
-those of its released simulator.
+This is the mechanism, head by head; of the released simulator only its rule for linear layers is here. The paper's
+averages of 86.0 times over a GPU and 6.8 over Sanger are of six models at 90 % pruned and of its authors' own versions
+of the others: not reproduced. Only parts of the paper were read; sizes are those of its released simulator.
 """
 
 from dataclasses import replace
@@ -124,3 +123,12 @@ DESIGN = AcceleratorDesign(
     scaled=scaled,
     settings={"line": 8, "global_tokens": 50, "coded": True, "code": 0.5, "bits": 8, "index_bits": 8},
 )
+
+
+def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
+    """Cycles by the rules of the released simulator, with heads of 64: of the projections around attention, and of the
+    two layers after it."""
+    width, multipliers = heads * 64, 512
+    share = multipliers // heads
+    projections = 3 * tokens * (width * 64 // share) + tokens * width * 64 // share
+    return layers * projections, layers * 2 * (4 * tokens * width**2 // multipliers)
