@@ -37,7 +37,7 @@ from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 class Scaled(Technique):
     """Gradients times a factor, the loss as it was."""
 
-    stage, numerics, tolerance = Stage.SCALE, Numerics.EXACT, 0.0
+    stage, numerics, tolerance = Stage.CLIP, Numerics.EXACT, 0.0
 
     by: float = 1.0
 
@@ -54,7 +54,7 @@ class Scaled(Technique):
 
 @dataclass(frozen=True)
 class ScaledWithin(Scaled):
-    stage, numerics, tolerance = Stage.SCALE, Numerics.ROUNDING, 1e-4
+    stage, numerics, tolerance = Stage.CLIP, Numerics.ROUNDING, 1e-4
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_moments_are_steps_of_this_run() -> None:
 class Counting(Technique):
     """Remembers in its backward pass how many steps it has seen."""
 
-    stage: ClassVar[Stage] = Stage.PERTURB
+    stage: ClassVar[Stage] = Stage.MEASURE
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def backward(self, backward: Backward) -> Backward:
@@ -92,7 +92,7 @@ def test_what_a_backward_pass_remembers_is_state_and_survives_a_structural_chang
 
 @dataclass(frozen=True)
 class Never(Technique):
-    stage: ClassVar[Stage] = Stage.FREEZE
+    stage: ClassVar[Stage] = Stage.GROW
     numerics: ClassVar[Numerics] = Numerics.EXACT
     at: int = 2
 

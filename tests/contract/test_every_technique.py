@@ -37,6 +37,7 @@ from torch import nn
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import explain, passes_of
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.stages import HOW, Stage
@@ -60,10 +61,6 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture
 def one(name: str) -> Technique:
     return technique(name)
-
-
-def overrides(one: Technique, seam: str) -> bool:
-    return getattr(type(one), seam) is not getattr(Technique, seam)
 
 
 def logits_of(model: nn.Module, plain: BaseRun) -> torch.Tensor:
@@ -95,6 +92,15 @@ def test_its_stage_and_its_numerics_agree(one: Technique) -> None:
         assert one.numerics is not Numerics.DIFFERENT
 
 
+def test_what_planners_and_runs_read_of_it_agrees_with_its_claims_and_settings(one: Technique) -> None:
+    assert one.with_micro_batches(2).micro_batches == (2 if hasattr(one, "parts") else 1)
+    assert (one.number_format == "float32") == (Claim.PRECISION not in one.claims)
+    assert (one.recomputation == "none") == (Claim.RECOMPUTATION not in one.claims)
+    assert one.is_low_precision or one.number_format == "float32"
+    if Claim.OPTIMIZER in one.claims:
+        assert hasattr(one, "lr")
+
+
 def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> None:
     plain = plain_for(one.name)
     run = Run(plain, (one,), STEPS)
@@ -104,8 +110,8 @@ def test_it_leaves_alone_the_seams_that_it_does_not_override(one: Technique) -> 
         ("objective", run.objective, plain.objective),
         ("backward", run.backward, bare.backward),
     ):
-        assert (mine is theirs) or overrides(one, seam), seam
-    if not overrides(one, "model"):
+        assert (mine is theirs) or one.overrides(seam), seam
+    if not one.overrides("model"):
         assert dict(run.build_model().named_parameters()).keys() == dict(plain.build().named_parameters()).keys()
 
 
@@ -207,7 +213,7 @@ def names_of(model: nn.Module) -> frozenset[str]:
 
 
 def test_a_broken_promise_is_noticed(one: Technique) -> None:
-    if not overrides(one, "holds"):
+    if not one.overrides("holds"):
         pytest.skip("it promises nothing that can be checked on the state")
     if one.divides_ranks:
         pytest.skip("what it promises is among ranks, and tested there")
@@ -303,7 +309,7 @@ def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memor
     assert [row.technique for row in explanation.rows] == list(run.techniques)
     assert explanation.footprint.memory > 0 and explanation.footprint.flops > 0
     assert built and all(hasattr(parameter, "fake_mode") for model in built for parameter in model.parameters())
-    if not overrides(one, "footprint"):
+    if not one.overrides("footprint"):
         real = passes_of(run, run.source.at(STEPS - 1).to(DEVICE)).followed_by(run.transform(), STEPS)
         if DEVICE.type == "cpu":
             assert explanation.footprint == real

@@ -95,14 +95,14 @@ def test_models_are_folded_and_gradients_pass_in_order_of_stage(reverse: bool) -
 
 def test_the_table_has_each_stage_once_and_its_groups_in_order() -> None:
     labels = [stage.label for stage in Stage]
-    assert len(set(labels)) == len(labels) == 33
+    assert len(set(labels)) == len(labels) == 26
     assert Stage.PRECISION < Stage.SPLIT < Stage.CUT <= Stage.SHARD < Stage.SOURCE
     assert Stage.SOURCE < Stage.SELECT < Stage.RESIZE < Stage.RESHAPE < Stage.OBJECTIVE
-    assert Stage.CLIP < Stage.PRECONDITION < Stage.DECAY < Stage.SCHEDULE < Stage.AVERAGE
+    assert Stage.CLIP < Stage.PRECONDITION < Stage.SCHEDULE < Stage.AVERAGE
 
 
 def test_gradients_are_summed_over_ranks_once_after_all_micro_batches() -> None:
-    assert Stage.MEASURE < Stage.REDUCE < Stage.ACCUMULATE < Stage.SCALE
+    assert Stage.MEASURE < Stage.REDUCE < Stage.ACCUMULATE < Stage.CLIP
 
 
 def test_every_technique_names_a_stage_of_the_table() -> None:

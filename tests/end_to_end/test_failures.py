@@ -37,7 +37,7 @@ TROUBLE = '''
 
     @dataclass(frozen=True)
     class Trouble(Technique):
-        stage, numerics = Stage.SCALE, Numerics.DIFFERENT
+        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
         kind: str = "loop"
 

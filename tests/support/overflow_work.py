@@ -37,7 +37,7 @@ class Overflows:
 class Overflowing(Technique):
     """Spoils one number of one gradient, on the first rank only, in these passes over a micro-batch."""
 
-    stage, numerics = Stage.SCALE, Numerics.DIFFERENT
+    stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
     at: tuple[int, ...] = ()
     value: float = float("inf")

@@ -13,8 +13,6 @@ from thrifty.checking.observed_runs import (
     CheckSubject,
     farthest,
     gradients_of,
-    is_low_precision,
-    overrides,
     relative,
     unmodified,
     without_dropout,
@@ -27,7 +25,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 
-GRADIENTS = range(Stage.SAMPLE, Stage.CLIP)
+GRADIENTS = range(Stage.MEASURE, Stage.CLIP)
 """Stages that say how a gradient is obtained."""
 SUMMED = 1e-3
 """How far the order of summation may move a gradient, as a share of itself."""
@@ -152,7 +150,7 @@ def _of(run: Run, is_kept: Callable[[Technique], bool]) -> Run:
 
 def _is_at_once(run: Run) -> bool:
     """Whether nothing of the run touches how gradients are obtained but what belongs to the function."""
-    touching = [one for one in _settled(run).techniques if overrides(one, "backward")]
+    touching = [one for one in _settled(run).techniques if one.overrides("backward")]
     return all(one in _at_once(run).techniques for one in touching)
 
 
@@ -199,7 +197,7 @@ def _in_parts(run: Run) -> Run:
 
 
 def _allowed(run: Run) -> float:
-    return SUMMED_IN_16_BITS if any(is_low_precision(one) for one in run.techniques) else SUMMED
+    return SUMMED_IN_16_BITS if any(one.is_low_precision for one in run.techniques) else SUMMED
 
 
 def _is_near(found: Found, wanted: Found, allowed: float) -> bool:
@@ -221,5 +219,5 @@ def _same(one: Batch, other: Batch) -> bool:
 
 
 def _blame(seam: str, subject: CheckSubject, otherwise: str) -> str:
-    names = [one.name for one in subject.alone if overrides(one, seam)]
+    names = [one.name for one in subject.alone if one.overrides(seam)]
     return f"{' or '.join(f'--without {name}' for name in names)}; or {otherwise}" if names else otherwise

@@ -14,9 +14,7 @@ from thrifty.checking.observed_runs import (
     CheckSubject,
     StepObservations,
     farthest,
-    is_low_precision,
     one_line_error,
-    overrides,
     relative,
     train_observed,
 )
@@ -77,7 +75,7 @@ class _References:
             return broken(promise, about, f"the run fails with it: {one_line_error(error)}", _without(chosen))
         if exact:
             return _bitwise(about, found, reference, chosen)
-        low = len(chosen) > 1 and any(is_low_precision(one) for one in base)
+        low = len(chosen) > 1 and any(one.is_low_precision for one in base)
         tolerance = sum(one.tolerance for one in chosen)
         return _within(about, found, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
 
@@ -98,11 +96,7 @@ class _References:
 
 def _enlarges(one: Technique) -> bool:
     """Whether a technique makes a last bit that differs into something larger: by few bits, or by a decision."""
-    return (
-        is_low_precision(one)
-        or any(overrides(one, seam) for seam in ("changes", "batches"))
-        or one.stage.label == "attention"
-    )
+    return one.is_low_precision or one.overrides("changes", "batches") or one.stage.label == "attention"
 
 
 def _bitwise(

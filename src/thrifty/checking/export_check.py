@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import CheckSubject, is_low_precision, one_line_error, overrides, without_dropout
+from thrifty.checking.observed_runs import CheckSubject, one_line_error, without_dropout
 from thrifty.composition.compose import Run
 from thrifty.core.errors import RefusedError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
@@ -29,7 +29,7 @@ def export_round_trip(
     promise, about = "export", "model"
     assert state.model is not None
     model = state.model
-    low = any(is_low_precision(one) for one in run.techniques)
+    low = any(one.is_low_precision for one in run.techniques)
     before = _logits(model, run, subject)
     try:
         for technique in reversed(run.techniques):
@@ -48,7 +48,7 @@ def export_round_trip(
     text = f"exported and loaded again, logits are off by {distance:.1e} of the largest ({allowed:g} allowed)"
     if distance <= allowed:
         return holds(promise, about, text)
-    names = [f"--without {one.name}" for one in run.techniques if overrides(one, "finish")]
+    names = [f"--without {one.name}" for one in run.techniques if one.overrides("finish")]
     return broken(promise, about, text, " or ".join(names) or "compare thrifty sample of the run and of the export")
 
 

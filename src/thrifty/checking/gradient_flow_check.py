@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds
-from thrifty.checking.observed_runs import CheckSubject, StepObservations, gradients_of, overrides, train_observed
+from thrifty.checking.observed_runs import CheckSubject, StepObservations, gradients_of, train_observed
 from thrifty.core.backward import plain_backward
 from thrifty.core.claims import Claim
 from thrifty.core.stages import HOW
@@ -56,7 +56,7 @@ def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
     run = subject.composed(subject.alone)
     model, found, reasons = run.plain.build(), set[str](), []
     for about, change in [("the model itself", None), *((one.name, one) for one in run.techniques)]:
-        if change is not None and (change.stage in HOW or not overrides(change, "model")):
+        if change is not None and (change.stage in HOW or not change.overrides("model")):
             continue
         model = model if change is None else change.model(model)
         now = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} & frozen
@@ -79,7 +79,7 @@ def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
     """Techniques without which these parameters have gradients."""
     found = []
     for one in subject.alone:
-        if one.numerics is Numerics.DIFFERENT or not (overrides(one, "model") or overrides(one, "backward")):
+        if one.numerics is Numerics.DIFFERENT or not (one.overrides("model") or one.overrides("backward")):
             continue
         with suppress(Exception):  # a run that fails without it tells nothing of it
             _, trace = train_observed(subject, _others(subject, one), steps=NEEDED)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
-from thrifty.core.claims import Claim
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Objective
 from thrifty.core.shard_layout import local_tensors, order_of
@@ -24,7 +23,7 @@ from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.training.loop import train
 
-DRAWING = (Stage.COMPRESS, Stage.SELECT, Stage.SAMPLE, Stage.PERTURB)
+DRAWING = (Stage.COMPRESS, Stage.SELECT)
 """Stages at which a gradient may depend on what was drawn for it."""
 
 
@@ -50,17 +49,6 @@ class CheckSubject:
 
     def composed(self, techniques: Iterable[Technique]) -> Run:
         return compose(self.open(), tuple(techniques), self.steps, self.device)
-
-
-def overrides(technique: Technique, seam: str) -> bool:
-    return getattr(type(technique), seam) is not getattr(Technique, seam)
-
-
-def is_low_precision(technique: Technique) -> bool:
-    """Whether a technique computes or keeps numbers in fewer bits, where the last bit is a large one."""
-    return technique.numerics is Numerics.DIFFERENT and (
-        technique.stage is Stage.PRECISION or Claim.PRECISION in technique.claims or "float8" in technique.name
-    )
 
 
 @dataclass

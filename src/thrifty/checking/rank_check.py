@@ -26,7 +26,6 @@ from thrifty.checking.observed_runs import (
     DRAWING,
     CheckSubject,
     farthest,
-    is_low_precision,
     one_line_error,
     relative,
     train_observed,
@@ -89,7 +88,7 @@ def _compared(
     if seen is None:
         return broken(PROMISE, ABOUT, f"{count} ranks do not agree on the loss of a step", fix)
     tolerance = sum(one.tolerance for one in subject.techniques)
-    if any(is_low_precision(one) for one in subject.techniques):
+    if any(one.is_low_precision for one in subject.techniques):
         tolerance = max(tolerance, IN_16_BITS)
     allowed = min(GRADIENTS * tolerance, MOST)
     first = relative(seen.losses[0], alone.losses[0])

@@ -34,7 +34,7 @@ class Variant:
     @property
     def optimizer(self) -> Technique | None:
         """The technique whose learning rate is tuned."""
-        found = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims and hasattr(one, "lr")]
+        found = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims]
         return found[0] if found else None
 
     @property

@@ -87,19 +87,15 @@ def _explained(run: Run) -> Explanation:
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
         shares = data_shard_count(so_far)
-        is_counted = not _overrides(technique, ("footprint",)) and _overrides(technique, COUNTED)
+        is_counted = not technique.overrides("footprint") and technique.overrides(*COUNTED)
         if is_counted or shares > data_shard_count(so_far[:-1]):
-            _, counted = counts.of(tuple(t for t in so_far if not _overrides(t, ("footprint",))), shares)
+            _, counted = counts.of(tuple(t for t in so_far if not t.overrides("footprint")), shares)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
         rows.append(TechniqueFootprint(technique, before, after))
         before = after
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
-
-
-def _overrides(technique: Technique, methods: Sequence[str]) -> bool:
-    return any(getattr(type(technique), method) is not getattr(Technique, method) for method in methods)
 
 
 def count(run: Run, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
@@ -131,7 +127,7 @@ class _RunCounts:
         is_joint = self.run.objective.joint  # each rank compares its own examples with everybody's
         share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
         part, batch, times = representative_micro_batches(part, share)
-        key = tuple(technique for technique in techniques if _overrides(technique, IN_PASSES)), shares
+        key = tuple(technique for technique in techniques if technique.overrides(*IN_PASSES)), shares
         if key != self._key:
             self._key = None
             with collect_notes() as self._said_in_passes:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
@@ -21,13 +20,11 @@ def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, fl
     """The run in two micro-batches where it has more, all of one size; their examples; and in how many times the FLOPs
     a whole step is done. The run as it is, and 1.0, where they are not alike."""
     cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
-    parts = getattr(cutting[0], "parts", 1) if cutting else 1
-    rows = -(-len(batch) // parts)
+    rows = -(-len(batch) // (cutting[0].micro_batches if cutting else 1))
     alike = len(batch) // rows
     if alike <= ENOUGH or len(batch) % rows or run.objective.joint or any(map(_sees_all, run.techniques)):
         return run, batch, 1.0
-    fewer: dict[str, Any] = {"parts": ENOUGH}
-    techniques = tuple(replace(t, **fewer) if t in cutting else t for t in run.techniques)
+    techniques = tuple(t.with_micro_batches(ENOUGH) if t in cutting else t for t in run.techniques)
     return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
 
 
@@ -39,9 +36,9 @@ def data_shard_count(techniques: Sequence[Technique]) -> int:
         if Claim.DATA_PARALLELISM in technique.claims:
             shares *= axis("data").size
         if Claim.PIPELINE_PARALLELISM in technique.claims and axis("pipeline").size > 1:
-            shares *= getattr(technique, "parts", 1)
+            shares *= technique.micro_batches
     return shares
 
 
 def _sees_all(technique: Technique) -> bool:
-    return technique.stage in SEES_ALL and type(technique).backward is not Technique.backward
+    return technique.stage in SEES_ALL and technique.overrides("backward")

@@ -39,7 +39,7 @@ class Claim(StrEnum):
     MICRO_BATCHES = "micro-batches"
     """The division of a step's batch into backward passes."""
     OPTIMIZER = "optimizer"
-    """The update rule of the weights."""
+    """The update rule of the weights. Its learning rate is the setting `lr`."""
     PARAMETER_SHARDING = "sharded parameters"
     """Parameters divided among ranks along the shard axis."""
     PATCH_SIZE = "patch size"

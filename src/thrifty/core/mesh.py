@@ -30,7 +30,8 @@ USED_BY = {
     "shard": (Claim.PARAMETER_SHARDING, "parallelism.shard"),
     "tensor": (Claim.TENSOR_PARALLELISM, "parallelism.tensor"),
 }
-"""What a technique must claim to give work to the ranks along an axis, and the technique that does so."""
+"""What a technique must claim to give work to the ranks along an axis, and the technique that is suggested for it.
+The names are a choice: any technique with the claim will do."""
 
 
 @dataclass(frozen=True)

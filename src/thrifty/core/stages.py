@@ -34,23 +34,16 @@ class Stage(IntEnum):
     RESHAPE = auto()
     OBJECTIVE = auto()
     # gradients
-    SAMPLE = auto()
-    PERTURB = auto()
     MEASURE = auto()
     REDUCE = auto()
     ACCUMULATE = auto()
-    SCALE = auto()
     # update
     CLIP = auto()
     PRECONDITION = auto()
-    PROJECT = auto()
-    DECAY = auto()
     SCHEDULE = auto()
     AVERAGE = auto()
     # over time
     GROW = auto()
-    FREEZE = auto()
-    RESPARSIFY = auto()
 
     @property
     def label(self) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from torch import nn
 
@@ -63,6 +63,44 @@ class Technique:
     def divides_ranks(self) -> bool:
         """True if it divides the work of a step among ranks."""
         return not self.claims.isdisjoint(PARALLELISM)
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of passes into which it divides the examples of a rank. Override it with `with_micro_batches`."""
+        return 1
+
+    def with_micro_batches(self, count: int) -> Self:
+        """Return the technique with another number of micro-batches."""
+        return self
+
+    @property
+    def number_format(self) -> Literal["float32", "bfloat16", "float16"]:
+        """The format of matrix products if it decides that (`Claim.PRECISION`), else float32."""
+        return "bfloat16" if Claim.PRECISION in self.claims else "float32"
+
+    @property
+    def is_low_precision(self) -> bool:
+        """True if it computes or keeps values in fewer bits, where the last bit is a large one."""
+        return self.numerics is Numerics.DIFFERENT and (self.stage is Stage.PRECISION or Claim.PRECISION in self.claims)
+
+    @property
+    def recomputation(self) -> Literal["none", "selective", "every"]:
+        """What the backward pass recomputes of a block: nothing, all but matrix products and attention, or all."""
+        return "every" if Claim.RECOMPUTATION in self.claims else "none"
+
+    @property
+    def limits_activation_bytes(self) -> bool:
+        """True if it promises an upper limit on the memory of activations."""
+        return Claim.ACTIVATION_BYTES in self.claims
+
+    @property
+    def offloads_optimizer_state(self) -> bool:
+        """True if the optimizer state is outside the device's memory between updates."""
+        return False
+
+    def overrides(self, *methods: str) -> bool:
+        """Return whether it changes any of these methods."""
+        return any(getattr(type(self), method) is not getattr(Technique, method) for method in methods)
 
     def model(self, model: nn.Module) -> nn.Module:
         """Before training, and again after every structural change."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.choice_explanations import ChoiceReason
-from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout
+from thrifty.planning.cluster_layouts import ACCUMULATE, RECOMPUTE, TECHNIQUES, ClusterLayout
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue
 
 
@@ -44,7 +44,7 @@ class ClusterChoiceExplainer:
     def _not_taken(self, name: str) -> str:
         if (axis := _axis(name)) is not None:
             return self._of_axis(axis)
-        if name in ("memory.recompute", "large_batch.gradient_accumulation"):
+        if name in (ACCUMULATE, RECOMPUTE):
             return "the fastest layout that fits does without it"
         if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
             return f"changes the result, and you asked for {self.allow.value}"

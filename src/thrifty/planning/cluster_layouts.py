@@ -14,6 +14,8 @@ from thrifty.simulators.cluster.workload import Recompute, Workload
 
 TECHNIQUES = {axis: technique for axis, (_, technique) in core_mesh.USED_BY.items()}
 """By the axis whose ranks they give work to."""
+ACCUMULATE, RECOMPUTE = "large_batch.gradient_accumulation", "memory.recompute"
+"""The techniques that a layout adds on each rank."""
 MOST_PARTS = 64
 """Micro-batches of a rank beyond which nothing is gained."""
 NO_DIFFERENCE = 1.03

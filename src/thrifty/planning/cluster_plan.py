@@ -17,7 +17,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.fake_ranks import fake_first_rank
 from thrifty.planning.choice_explanations import ChoiceReason
 from thrifty.planning.cluster_explanations import ClusterChoiceExplainer
-from thrifty.planning.cluster_layouts import TECHNIQUES, ClusterLayout, in_a_recipe, layouts
+from thrifty.planning.cluster_layouts import ACCUMULATE, RECOMPUTE, TECHNIQUES, ClusterLayout, in_a_recipe, layouts
 from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, count_footprint, largest_part
 from thrifty.planning.forecast import PlanRequest, refuse_no_step
 from thrifty.planning.search_space import Catalogue
@@ -194,21 +194,17 @@ class ClusterPlanner:
 
     def _format(self) -> str:
         """Of products: what the recipe computes in, or the device's nearest to it."""
-        mixed = any(technique.name.startswith("precision.") for technique in self.recipe.techniques)
+        mixed = any(technique.is_low_precision for technique in self.recipe.techniques)
         wished = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
         return next(name for name in (*wished, *self.cluster.device.flops) if name in self.cluster.device.flops)
 
     def _again(self) -> Recompute | None:
         """What the recipe runs again already; None where that may be chosen."""
-        again = next((t for t in self.recipe.techniques if Claim.RECOMPUTATION in t.claims), None)
-        if again is None:
-            return None
-        return "selective" if getattr(again, "schedule", "") == "selective" else "every"
+        return next((t.recomputation for t in self.recipe.techniques if t.recomputation != "none"), None)
 
     def _parts(self) -> int:
         """Micro-batches of the recipe, of which another number adds up in another order."""
-        cutting = (technique for technique in self.recipe.techniques if Claim.MICRO_BATCHES in technique.claims)
-        return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+        return max((t.micro_batches for t in self.recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
 
     def _counted(self, found: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
         """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
@@ -239,8 +235,7 @@ class ClusterPlanner:
 
     def _techniques(self, layout: ClusterLayout) -> tuple[Technique, ...]:
         mesh, parts = layout.mesh, layout.report.micro_batches
-        cut = {*TECHNIQUES.values()}
-        kept = [t for t in self.recipe.techniques if t.name not in cut and Claim.MICRO_BATCHES not in t.claims]
+        kept = [t for t in self.recipe.techniques if not t.divides_ranks and Claim.MICRO_BATCHES not in t.claims]
         if mesh.shard > 1:
             kept.append(self._made(TECHNIQUES["shard"], zero=layout.settings.zero))
         elif mesh.replicate > 1:
@@ -250,9 +245,9 @@ class ClusterPlanner:
         if mesh.pipeline > 1:
             kept.append(self._made(TECHNIQUES["pipeline"], parts=parts))
         elif parts > 1:
-            kept.append(self._made("large_batch.gradient_accumulation", parts=parts))
+            kept.append(self._made(ACCUMULATE, parts=parts))
         if self._again() is None and layout.settings.recompute != "none":
-            kept.append(self._made("memory.recompute", schedule=layout.settings.recompute))
+            kept.append(self._made(RECOMPUTE, schedule=layout.settings.recompute))
         return tuple(kept)
 
     def _made(self, name: str, **settings: Any) -> Technique:

@@ -16,7 +16,7 @@ def disk_bytes(
     checkpoints: CheckpointSettings, footprint: Footprint, techniques: Iterable[Technique], data: float
 ) -> dict[str, float]:
     """Bytes by what takes them, at most at any time. A checkpoint holds parameters, buffers and optimizer state."""
-    is_outside = any(technique.name == "memory.offload_optimizer" for technique in techniques)
+    is_outside = any(technique.offloads_optimizer_state for technique in techniques)
     state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
     each = footprint.parameters + footprint.buffers + state
     found = {"checkpoints": (checkpoints.keep + BEST + NEXT + len(checkpoints.also)) * each}

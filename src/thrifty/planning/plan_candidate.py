@@ -27,8 +27,7 @@ class PlanCandidate:
 
     @cached_property
     def parts(self) -> int:
-        cutting = (t for t in self.techniques if Claim.MICRO_BATCHES in t.claims)
-        return max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+        return max((t.micro_batches for t in self.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
 
     @cached_property
     def mesh(self) -> Mesh:

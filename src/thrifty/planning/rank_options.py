@@ -24,7 +24,7 @@ Use = tuple[dict[str, dict[str, int]], float]
 
 def without_rank_techniques(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
     """Without those that give work to several ranks: which of them are to do so is for a plan to say."""
-    return tuple(technique for technique in techniques if technique.name not in TECHNIQUES.values())
+    return tuple(technique for technique in techniques if not technique.divides_ranks)
 
 
 def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTemplate]:

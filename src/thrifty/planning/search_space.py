@@ -93,6 +93,7 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
+"""What a plan tries, by axis. A choice: of a technique that is not here, the plan says why it was not looked at."""
 ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
 """Offered where the model is trained already."""
 
@@ -116,7 +117,7 @@ class PlanOption:
 
     @property
     def parts(self) -> int:
-        return max((getattr(technique, "parts", 1) for technique in self.techniques), default=1)
+        return max((technique.micro_batches for technique in self.techniques), default=1)
 
     def apply(self, techniques: Iterable[Technique]) -> tuple[Technique, ...]:
         return (*(each for each in techniques if each.name not in self.drops), *self.techniques)

@@ -13,7 +13,6 @@ import psutil
 import torch
 
 from thrifty.composition.compose import Run
-from thrifty.core.claims import Claim
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
@@ -26,7 +25,7 @@ _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
     """Where memory goes that steps of this run free: back at once where a technique promises bytes, which pieces of
     free memory between others would exceed; else it stays."""
-    promised = any(Claim.ACTIVATION_BYTES in technique.claims for technique in run.techniques)
+    promised = any(technique.limits_activation_bytes for technique in run.techniques)
     return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from thrifty.composition.explain import explain
-from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.plain_values import differences
@@ -262,6 +261,5 @@ def _peak(recipe: Recipe, device: torch.device) -> float:
 
 def _matrix_type(recipe: Recipe) -> torch.dtype:
     """The number format of the run's matrix products, whose measured rate a share of peak refers to."""
-    deciding = [technique for technique in recipe.techniques if Claim.PRECISION in technique.claims]
-    formats = [getattr(technique, "format", "bfloat16") for technique in deciding]
-    return torch.float16 if "float16" in formats else torch.bfloat16 if deciding else torch.float32
+    formats = (technique.number_format for technique in recipe.techniques)
+    return getattr(torch, next((name for name in formats if name != "float32"), "float32"))

@@ -72,7 +72,7 @@ def _workload(prepared: PreparedRun) -> Workload:
         given = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
         return cross_entropy(model.logits(*given), tokens)
 
-    dtype = torch.bfloat16 if any(t.name.startswith("precision.") for t in recipe.techniques) else torch.float32
+    dtype = torch.bfloat16 if any(t.is_low_precision for t in recipe.techniques) else torch.float32
     return trace_workload(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thrifty import techniques
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.plain_values import build
@@ -23,6 +22,8 @@ from thrifty.data.images.digits import TRAIN, DigitEpochs, DigitImages
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.large_batch.scale_learning_rate import Rule, ScaleLearningRate
+from thrifty.techniques.optimizers.lars import Lars
+from thrifty.techniques.optimizers.sgd import Sgd
 from thrifty.training.loop import train
 
 PIXELS, CLASSES = 64, 10
@@ -32,18 +33,18 @@ PIXELS, CLASSES = 64, 10
 class ScalingMethod:
     """How a rate is carried over: which optimizer's, by which rule, and over how many epochs it grows."""
 
-    optimizer: str
+    optimizer: type[Technique]
     rule: Rule | None
     warmup: int
 
 
 LARS = "LARS, linear, warm-up"
 METHODS = {
-    "same rate": ScalingMethod("optimizers.sgd", None, 0),
-    "linear": ScalingMethod("optimizers.sgd", "linear", 0),
-    "linear, warm-up": ScalingMethod("optimizers.sgd", "linear", 5),
-    "square root, warm-up": ScalingMethod("optimizers.sgd", "square_root", 5),
-    LARS: ScalingMethod("optimizers.lars", "linear", 5),
+    "same rate": ScalingMethod(Sgd, None, 0),
+    "linear": ScalingMethod(Sgd, "linear", 0),
+    "linear, warm-up": ScalingMethod(Sgd, "linear", 5),
+    "square root, warm-up": ScalingMethod(Sgd, "square_root", 5),
+    LARS: ScalingMethod(Lars, "linear", 5),
 }
 
 
@@ -61,8 +62,8 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
     """The optimizer at the base rate, and what scales that rate."""
-    settings = {"lr": rate} | ({"coefficient": coefficient} if method.optimizer == "optimizers.lars" else {})
-    found: list[Technique] = [build(techniques.find(method.optimizer), settings)]
+    settings = {"lr": rate} | ({"coefficient": coefficient} if method.optimizer is Lars else {})
+    found: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:
         warmup = method.warmup * TRAIN // batch
         found.append(ScaleLearningRate(base_batch=base_batch, rule=method.rule, warmup=warmup))

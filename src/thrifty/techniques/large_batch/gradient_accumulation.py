@@ -10,6 +10,7 @@ Avoid     when the whole batch fits: then it only adds launches. Refused for a c
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import nn
@@ -45,6 +46,13 @@ class GradientAccumulation(Technique):
 
     parts: Positive = 4
     """Micro-batches per step."""
+
+    @property
+    def micro_batches(self) -> int:
+        return self.parts
+
+    def with_micro_batches(self, count: int) -> Self:
+        return replace(self, parts=count)
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:

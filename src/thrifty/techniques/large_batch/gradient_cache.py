@@ -15,7 +15,7 @@ Note      over ranks too: what other ranks' examples do to the gradient is known
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,13 @@ class GradientCache(Technique):
 
     parts: Positive = 4
     """Micro-batches per step."""
+
+    @property
+    def micro_batches(self) -> int:
+        return self.parts
+
+    def with_micro_batches(self, count: int) -> Self:
+        return replace(self, parts=count)
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.joint:

@@ -253,6 +253,10 @@ class OffloadOptimizer(Technique):
         if self.delay:
             object.__setattr__(self, "numerics", Numerics.DIFFERENT)
 
+    @property
+    def offloads_optimizer_state(self) -> bool:
+        return True
+
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
         if self.delay and tier.name == "disk":

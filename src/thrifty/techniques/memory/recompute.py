@@ -74,6 +74,10 @@ class Recompute(Technique):
                 fix="leave every out, or choose another schedule",
             )
 
+    @property
+    def recomputation(self) -> Literal["selective", "every"]:
+        return "selective" if self.schedule == "selective" else "every"
+
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if self.schedule == "sqrt":

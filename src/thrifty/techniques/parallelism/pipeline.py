@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +203,13 @@ class PipelineParallel(Technique):
                 Claim.PARAMETER_SHARDING: f"{halves} go past what sums up the gradients",
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
+
+    @property
+    def micro_batches(self) -> int:
+        return self.parts
+
+    def with_micro_batches(self, count: int) -> Self:
+        return replace(self, parts=count)
 
     def model(self, model: nn.Module) -> nn.Module:
         ranks = axis("pipeline").size

@@ -131,6 +131,10 @@ class Float8(Technique):
     keep_ends: bool = True
     """Leave the first and the last block of each stack as they are; in a stack of two all are treated."""
 
+    @property
+    def is_low_precision(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.granularity == "row" and self.scaling == "delayed":

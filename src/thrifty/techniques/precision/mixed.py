@@ -171,6 +171,10 @@ class MixedPrecision(Technique):
                 fix=f"set min_scale to at most {self.init_scale:g}",
             )
 
+    @property
+    def number_format(self) -> Literal["bfloat16", "float16"]:
+        return self.format
+
     def objective(self, objective: Objective) -> Objective:
         return AutocastObjective(objective, getattr(torch, self.format))
 
