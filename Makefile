@@ -12,8 +12,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo quick test test-all test-gpu explore lint bench clean
 
+# what each run of its comparison, and its planned run, may take
+COMPARISON_BUDGET := 4s
+TRAIN_BUDGET := 1min
 demo: $(VENV)/installed
-	$(BIN)/thrifty demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" COMPARISON_BUDGET=$(COMPARISON_BUDGET) TRAIN_BUDGET=$(TRAIN_BUDGET) tools/demo.sh
 
 # one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")

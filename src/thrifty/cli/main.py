@@ -21,7 +21,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 ABOUT = {
-    "demo": "The whole story in a few minutes: plan, check, race, train, look.",
     "check": "Does a recipe still compute what it promises? Seconds, before it runs.",
     "compare": "Race techniques or recipes against a baseline at equal budget: a verdict.",
     "train": "Train by a recipe: a name or a TOML file, with any setting changed.",
