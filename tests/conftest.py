@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folder_budgets import measure_folders
 from hypothesis import settings
 from rank_processes import in_a_group_of_one
 from tiny_runs import DEVICE
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         config.option.markexpr = ""
         os.environ["THRIFTY_TEST_ALL"] = "1"
+    measure_folders(config)
 
 
 @pytest.hookimpl(trylast=True)
