@@ -28,6 +28,13 @@ def modules(path: Path) -> set[str]:
     return found
 
 
+def test_no_test_imports_another() -> None:
+    own = {path.stem for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "support"}
+    own |= {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not {name.split(".")[0] for name in modules(path)} & own, path
+
+
 def test_core_needs_torch_and_the_standard_library_only() -> None:
     for path in FILES:
         if path.parent.name == "core":

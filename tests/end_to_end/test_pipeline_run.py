@@ -1,8 +1,6 @@
 """A pipeline as a user starts it: two processes, one model, and one voice; and on with a single process."""
 
-from command_line import CommandLine, kill, wait_until
-
-from end_to_end.test_ranks import assert_same_curve
+from command_line import CommandLine, assert_same_curve, kill, wait_until
 
 STEPS = 12
 

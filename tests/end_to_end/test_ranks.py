@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine, kill, wait_until
+from command_line import CommandLine, assert_same_curve, kill, wait_until
 
 STEPS = 20
 TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
@@ -15,12 +15,6 @@ def single(common_folder: Path) -> list[dict]:
     thrifty = CommandLine(common_folder)
     thrifty.train("single", steps=STEPS)
     return thrifty.records("single")
-
-
-def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
-    assert [step["tokens"] for step in found] == [step["tokens"] for step in expected]
-    for kind in ("loss", "gradient_norm"):
-        assert [step[kind] for step in found] == pytest.approx([step[kind] for step in expected], rel=1e-5)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from fast_techniques import WITHOUT_FAST
 from forked_cli import Forked
@@ -180,3 +181,9 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     different = [name for name in expected if not torch.equal(found[name], expected[name])]
     assert not different, f"{len(different)} of {len(expected)} tensors differ, such as {different[0]}"
+
+
+def assert_same_curve(found: list[dict], expected: list[dict]) -> None:
+    assert [step["tokens"] for step in found] == [step["tokens"] for step in expected]
+    for kind in ("loss", "gradient_norm"):
+        assert [step[kind] for step in found] == pytest.approx([step[kind] for step in expected], rel=1e-5)
